@@ -143,11 +143,9 @@ def longest_pause(is_done: Callable[[], bool]) -> float:
 
 def named_tensors(run: Run) -> dict[str, Tensor]:
     """Everything that a checkpoint holds of the model and of its optimizer."""
-    packed, _ = pack_optimizer(run.optimizers[0])
-    return {
-        **run.model.state_dict(),
-        **{f"optimizer.{key}": one for key, one in packed.items()},
-    }
+    packed = pack_optimizer(run.optimizers[0]).items()
+    tensors = {f"optimizer.{key}": one for key, one in packed if isinstance(one, Tensor)}
+    return {**run.model.state_dict(), **tensors}
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:

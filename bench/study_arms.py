@@ -23,7 +23,7 @@ from stretto.batching import (
 from stretto.examples.text import PythonDocs, next_byte_loss
 from stretto.examples.tiny_gpt import TinyGPT
 from stretto.schedules import Cosine, Schedule
-from stretto.training import Callback, Evaluation, Loading, Run, Stepping, Trainer
+from stretto.training import Callback, Evaluation, Loading, Run, Trainer
 
 BASE_RATE = 2.8e-3
 """The learning rate at batches of 16; at another size times the root of its ratio."""
@@ -209,7 +209,7 @@ def train(
         schedules={"lr": parts.schedule},
         loading=Loading(seed=seed, last_batch="carry"),
         clip_norm=1.0,
-        stepping=Stepping(rule=parts.rule),
+        rule=parts.rule,
         evaluate=Evaluation(PythonDocs(LENGTH, split="validation"), measure_every, batch_size=256),
         callbacks=[curve],
     )

@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import Tensor
 
 from stretto import Callback, Run, Step
-from stretto.batching import NoRule, Signals, checked_size, couplings_in
+from stretto.batching import Signals, checked_size, couplings_in
 from stretto.errors import TrainingError
 from stretto.noise import NoiseEstimator, NoiseTerms
 
@@ -58,7 +58,7 @@ class AdaScale(Callback):
         first = next((one for one in run.callbacks if isinstance(one, AdaScale)), self)
         if pairs:
             raise _scaled_already(pairs[0], "leave AdaScale out")
-        if not isinstance(rule, NoRule):
+        if rule is not None:
             raise _scaled_already(rule, "leave rule out")
         if first is not self:
             raise _scaled_already(first, "leave one of the two out")

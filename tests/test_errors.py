@@ -12,7 +12,7 @@ import pytest
 
 import stretto
 from stretto import errors
-from stretto.cli.planning import as_option
+from stretto.cli.app import as_option
 from stretto.config.yaml import as_key
 from stretto.errors import (
     Argument,

@@ -65,7 +65,7 @@ def test_a_pair_sets_sizes_and_schedule() -> None:
     assert both.plan is not None
     assert apart.plan is not None
     assert list(both.plan.batches()) == list(apart.plan.batches())
-    assert both.hyperparameters.schedules == apart.hyperparameters.schedules
+    assert both.run.hyperparameters.schedules == apart.run.hyperparameters.schedules
     run = prepare(DATA, pair, max_duration="2ep")
     assert run.prepared.schedules == {"lr": pair.schedule}
     for wrong in (

@@ -56,11 +56,11 @@ def test_every_name_is_documented(path: str) -> None:
 
 
 def test_submodules_need_no_import_of_their_own() -> None:
-    code = "import stretto; print(stretto.schedules.WSD is stretto.WSD, stretto.batching.NoRule())"
+    code = "import stretto; print(stretto.schedules.WSD is stretto.WSD, stretto.batching.Fixed(8))"
     printed = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     )
-    assert printed.stdout == "True NoRule()\n"
+    assert printed.stdout == "True Fixed(8)\n"
 
 
 def test_names_are_sorted_within_each_module() -> None:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple, final
 
-from stretto.errors import DataError, shown
+from stretto.errors import DataError
 from stretto.timing.grammar import whole
 
 __all__ = ["SampleOrder", "evenly", "share", "stream_start"]
@@ -126,17 +126,10 @@ class SampleOrder:
     def __post_init__(self) -> None:
         num_samples, seed = whole(self.num_samples), whole(self.seed)
         if num_samples is None or not 1 <= num_samples <= _MOST_SAMPLES:
-            raise DataError.cannot(
-                f"put {shown(self.num_samples)} samples in order",
-                why="their number is not an integer from 1 to 2^62",
-                instead="pass the number of samples in the data set, such as 50000",
-            )
+            why, instead = "it is not an integer from 1 to 2^62", "pass the length of the data set"
+            raise DataError.bad("num_samples", self.num_samples, why, instead)
         if seed is None:
-            raise DataError.cannot(
-                f"shuffle with seed {shown(self.seed)}",
-                why="it is not an integer",
-                instead="write a number such as 7",
-            )
+            raise DataError.bad("seed", self.seed, "it is not an integer", "write for example 7")
         object.__setattr__(self, "num_samples", num_samples)
         object.__setattr__(self, "seed", seed)
 

@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
 from stretto._foreign import check_foreign
-from stretto.batching import RuleLike, as_rule
 from stretto.errors import ConfigError, TrainingError, nearest, shown
 from stretto.schedules import fields
 from stretto.timing import LastBatch, Time, TimeLike, Trigger, parse_trigger, read_wall_clock
@@ -79,11 +78,7 @@ class Computing:
         _choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         norm: object = self.clip_norm
         if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
-            raise ConfigError.cannot(
-                f"clip gradients to a norm of {shown(norm)}",
-                why="it is not a positive number",
-                instead="write a number such as 1.0, or leave clip_norm out",
-            )
+            raise ConfigError.bad("clip_norm", norm, "it is not positive", "write 1.0")
 
 
 @final
@@ -97,19 +92,16 @@ class Stepping:
     Raises:
         ConfigError: a value is not one of those that exist, or `measure_noise` no number of steps.
         TimeError: `rank_timeout` is not a wall-clock time.
-        BatchSizeError: the learning rate rule cannot be read.
     """
 
-    rule: RuleLike | None = None
-    """How the learning rate follows the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a function
-    `size -> factor`; None: not at all."""
     loss_weight: Literal["samples", "tokens"] | Callable[[Any], int] = "samples"
     """What the loss is a mean over: samples, target tokens, or what a function counts."""
     shifts_labels: bool | None = None
     """With `loss_weight="tokens"`: whether the model shifts labels of the shape of its inputs, so
-    that the first label of each sequence is no target. By default each batch decides: labels that
-    are the inputs are shifted in the model, as Hugging Face's causal models do; labels that are
-    the inputs one place further, or anything else, such as classes of tokens, all count."""
+    that the first label of each sequence is no target. By default, the first labels that differ
+    from each other decide: labels that are the inputs are shifted in the model, as Hugging Face's
+    causal models do; labels that are the inputs one place further, or anything else, such as
+    classes of tokens, all count."""
     loss_reduction: Literal["mean", "sum"] = "mean"
     """What the loss function returns."""
     non_finite: Literal["stop", "skip", "ignore"] = "stop"
@@ -125,16 +117,11 @@ class Stepping:
     with NCCL, 30 with gloo)."""
 
     def __post_init__(self) -> None:
-        if self.rule is not None:
-            object.__setattr__(self, "rule", as_rule(self.rule))
         if not callable(self.loss_weight):
             _choice("loss_weight", self.loss_weight, ("samples", "tokens"))
         if self.shifts_labels is not None and self.loss_weight != "tokens":
-            raise ConfigError.cannot(
-                f"use shifts_labels={self.shifts_labels!r}",
-                why="the loss is not weighed by target tokens",
-                instead="write loss_weight='tokens', or leave it out",
-            )
+            why = "the loss is not weighed by target tokens"
+            raise ConfigError.bad("shifts_labels", self.shifts_labels, why, "leave it out")
         _choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _choice("non_finite", self.non_finite, ("stop", "skip", "ignore"))
         steps: object = self.measure_noise
@@ -144,6 +131,21 @@ class Stepping:
             checked_whole(steps, ConfigError, what, instead)
         if self.rank_timeout is not None:
             read_wall_clock(self.rank_timeout)
+
+    @property
+    def steps_between_noise(self) -> int:
+        """In how many steps the noise is measured once.
+
+        Raises:
+            TrainingError: it is never measured.
+        """
+        if self.measure_noise is None:
+            raise TrainingError.cannot(
+                "follow the noise of the gradient",
+                why="measure_noise is None",
+                instead="leave measure_noise out",
+            )
+        return 1 if self.measure_noise == "auto" else self.measure_noise
 
     def counted(self, count: Callable[[Any], Any]) -> Stepping:
         """Return these settings with a function that counts what the loss is a mean over."""

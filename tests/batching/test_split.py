@@ -63,11 +63,11 @@ def test_it_is_a_value() -> None:
         (lambda: split(0, 2), "use 0 as a batch size"),
         (lambda: split(8, 0), "use 0 as a world size"),
         (lambda: split(8, 2, 0), "use 0 as a micro-batch size"),
-        (lambda: split(8, 2, start=-1), "start a batch at position -1"),
-        (lambda: split(8, 2, start=0.5), "at position 0.5"),  # type: ignore[arg-type]
+        (lambda: split(8, 2, start=-1), "start=-1"),
+        (lambda: split(8, 2, start=0.5), "start=0.5"),  # type: ignore[arg-type]
         (
             lambda: split(40, 4, 4, even=True),
-            r"micro-batches of 4: .* multiple of 16; write a multiple such as 32 or 48, Multiple",
+            "32 or 48",
         ),
         (lambda: split(3, 4, even=True), "a multiple such as 4 or 8"),
     ],

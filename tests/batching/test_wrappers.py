@@ -204,14 +204,14 @@ def test_values(policy: BatchSizePolicy) -> None:
     [
         (lambda: AtMost(RAMP, 0), "use 0 as a batch size"),
         (lambda: AtLeast(RAMP, 1.5), "use 1.5 as a batch size"),  # type: ignore[arg-type]
-        (lambda: MultipleOf(RAMP, 0), "use 0 as a factor of batch sizes"),
+        (lambda: MultipleOf(RAMP, 0), "use 0"),
         (lambda: MultipleOf(RAMP, 8, "nearest"), "use rounding='nearest'"),  # type: ignore[arg-type]
         (lambda: PowerOfTwo(RAMP, "no"), "use rounding='no'"),  # type: ignore[arg-type]
         (lambda: AtMost(None, 8), "use None as a batch size"),  # type: ignore[arg-type]
-        (lambda: Hysteresis(RAMP, 1), "when it is 1 times as large"),
-        (lambda: Hysteresis(RAMP, float("nan")), "when it is nan times as large"),
-        (lambda: Hysteresis(RAMP, "2"), "when it is '2' times as large"),  # type: ignore[arg-type]
-        (lambda: Hysteresis(RAMP, True), "when it is True times as large"),
+        (lambda: Hysteresis(RAMP, 1), "ratio=1"),
+        (lambda: Hysteresis(RAMP, float("nan")), "ratio=nan"),
+        (lambda: Hysteresis(RAMP, "2"), "ratio"),  # type: ignore[arg-type]
+        (lambda: Hysteresis(RAMP, True), "ratio"),
         (lambda: Hysteresis(RAMP, 2, wait="0ep"), "use wait='0ep'"),
     ],
 )

@@ -229,7 +229,9 @@ def write_end(
     folder: Path, trainer: Trainer, witness: Witness, *, seed: int, operations: int
 ) -> None:
     """Say how the run ended; `end.json` comes last and by a rename."""
-    tensors, record = pack_optimizer(trainer.optimizer)
+    state = pack_optimizer(trainer.optimizer)
+    tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+    record = {name: one for name, one in state.items() if name not in tensors}
     named = {f"model.{name}": value for name, value in trainer.model.state_dict().items()}
     named |= {f"optimizer.{name}": value for name, value in tensors.items()}
     save_file({name: value.clone() for name, value in named.items()}, folder / "end.safetensors")

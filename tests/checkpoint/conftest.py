@@ -51,7 +51,7 @@ def seal() -> Callable[[Path], None]:
             if file.name != "manifest.json":
                 content = file.read_bytes()
                 files[file.name] = (len(content), hashlib.sha256(content).hexdigest())
-        (path / "manifest.json").write_text(manifest_text(files, created="2026-01-01T00:00:00Z"))
+        (path / "manifest.json").write_text(manifest_text(files))
 
     return write
 

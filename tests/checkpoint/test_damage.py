@@ -88,7 +88,7 @@ def test_a_missing_or_longer_file_is_recognised(name: str, tmp_path: Path) -> No
 def test_what_the_manifest_does_not_name_is_never_opened(sharded: Path) -> None:
     (sharded / "payload.pkl").write_bytes(b"cos\nsystem\n(S'exit'\ntR.")
     (sharded / "model.pt").write_bytes(b"\x80\x02.")
-    os.mkfifo(sharded / "pipe")  # would hang whoever opens it
+    os.mkfifo(sharded / "pipe")  # opening it would never end
     assert describe(sharded).is_whole
 
 

@@ -38,9 +38,7 @@ def run(kind: str, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_a_kill_between_any_two_file_operations_leaves_a_good_one(tmp_path: Path) -> None:
-    saving, replacing = map(int, run("kill", tmp_path / "runs").split()[1:])
-    assert saving > 20
-    assert replacing > 20
+    assert int(run("kill", tmp_path / "runs").split()[1]) > 20
 
 
 @pytest.mark.slow
@@ -70,12 +68,12 @@ class Failing:
 def test_an_error_of_the_system_leaves_what_was_there(
     name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = checkpoint_path(tmp_path, 1)
-    write_checkpoint(path, TENSORS, {"value": 0})
-    last = 0
+    last = checkpoint_path(tmp_path, 0)
+    write_checkpoint(last, TENSORS, {"value": 0})
     for call in range(1, 100):
         told: str | None = None
         failing = Failing(getattr(os, name), call, code)
+        path = checkpoint_path(tmp_path, call)
         with monkeypatch.context() as patched:
             patched.setattr(os, name, failing)
             try:
@@ -85,16 +83,15 @@ def test_an_error_of_the_system_leaves_what_was_there(
         if told is not None:
             assert failing.has_failed
             assert os.strerror(code) in told
+        # After the rename the new one is in its place, and good.
+        last = path if path.exists() else last
+        assert latest_good(tmp_path) == last
+        assert read_checkpoint(last).records == {"value": int(last.name[-12:])}
         if not failing.has_failed:
-            assert read_checkpoint(path).records == {"value": call}
             break
-        # After the last rename the new one is in its place, and good.
-        value = read_checkpoint(path).records["value"]
-        assert value in {last, call}
-        last = value
     else:
         pytest.fail("it never ends")
-    assert latest_good(tmp_path) == path
+    assert last == path
     assert call > 1
 
 

@@ -363,11 +363,11 @@ def test_packed_batches_are_counted_as_the_data_say() -> None:
     [
         ({"micro_batch_size": 0}, BatchSizeError, "0 as a micro-batch size"),
         ({"batch_size": 0}, BatchSizeError, "0 as a batch size"),
-        ({"rank": 0}, DataError, "rank 0 of None: one of the two is missing"),
-        ({"rank": 2, "world_size": 2}, DataError, "rank 2 of 2: ranks are integers from 0 to 1"),
+        ({"rank": 0}, DataError, "both"),
+        ({"rank": 2, "world_size": 2}, DataError, "rank=2"),
         ({"num_workers": -1}, DataError, "num_workers=-1"),
         ({"prefetch_factor": 2, "num_workers": 0}, DataError, "nothing is fetched ahead"),
-        ({"data": []}, DataError, "it has no samples"),
+        ({"data": []}, DataError, "empty"),
         ({"data": 7}, DataError, "data of type int"),
         ({"data": {"x": 1}}, DataError, "data of type dict"),
         ({"max_duration": "100tok"}, DataError, "count the tokens of these data"),
@@ -596,3 +596,16 @@ def test_unpacking_a_micro_batch_says_what_to_unpack() -> None:
     inputs, targets = micro.batch
     assert torch.equal(inputs, targets)
     assert pickle.loads(pickle.dumps(micro)).weight == 1.0
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "drop", "carry"])
+@pytest.mark.parametrize("size", [3, 4, 5, "0ba:4 3ba:2 6ba:4"])
+def test_tensors_are_those_of_the_order_at_every_end_of_an_epoch(
+    size: int | str, last_batch: LastBatch
+) -> None:
+    order = SampleOrder(10)
+    data = TensorDataset(torch.arange(10))
+    for step in StepLoader(data, size, max_duration="9ep", last_batch=last_batch):
+        start = step.timestamp.sample
+        found = [int(value) for micro in step for value in micro.batch[0]]
+        assert found == [order[start + number] for number in range(step.num_samples)]

@@ -28,8 +28,8 @@ from stretto.batching import (
     Monotone,
     MultipleOf,
     NoiseScale,
-    NormTest,
     PeriodSizes,
+    Plateau,
     PolicyState,
     PowerOfTwo,
     Signals,
@@ -219,10 +219,10 @@ def test_an_error_of_the_data_is_not_one_of_the_record() -> None:
 
 
 def test_what_another_policy_has_measured_is_not_taken_over() -> None:
-    """Its state looks alike, and is of another quantity; inside periods and wrappers as well."""
+    """Its state is of another quantity; inside periods and wrappers as well."""
     loaders = [
         StepLoader([*range(40)], AtMost(PeriodSizes([("rest", one)]), 64), max_duration="1ep")
-        for one in (NoiseScale(8, 64), NormTest(6, 64))
+        for one in (NoiseScale(8, 64), Plateau("a/b", start=6, maximum=64))
     ]
     next(loaders[0])
     loaders[1].load_state_dict(loaders[0].state_dict())
@@ -397,9 +397,9 @@ def test_a_state_that_json_does_not_keep_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"seed": 2}, "saved with 0 as the order's seed and this run has 2"),
-        ({"shuffle": False}, "saved with True for shuffle"),
-        ({"data": TensorDataset(torch.arange(9))}, "saved with 10 samples in the data set"),
+        ({"seed": 2}, "seed=0"),
+        ({"shuffle": False}, "shuffle=True"),
+        ({"data": TensorDataset(torch.arange(9))}, "num_samples=10"),
         ({"data": Batches([10])}, "saved from a map-style data set"),
     ],
     ids=["seed", "shuffle", "length", "kind"],

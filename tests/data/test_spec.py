@@ -80,7 +80,7 @@ def test_counts_come_from_the_data_set_unless_given() -> None:
         ({"data": numbers(5), "num_samples": 0}, "num_samples=0"),
         ({"data": numbers(5), "tokens_per_sample": 1.5}, "tokens_per_sample=1.5"),
         ({"data": numbers(5), "num_tokens": True}, "num_tokens=True"),
-        ({"data": numbers(0)}, "it has no samples"),
+        ({"data": numbers(0)}, "empty"),
         ({"data": "text"}, "data of type str"),
         ({"data": None}, "data of type NoneType"),
     ],

@@ -61,7 +61,7 @@ def test_a_store_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("the store has ended")
 
     try:
-        assert "look at rank 0 first" in said(peers(Silent(), 1), LATE)
+        assert "look at rank 0" in said(peers(Silent(), 1), LATE)
     finally:
         over.set()
 

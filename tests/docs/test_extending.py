@@ -159,7 +159,7 @@ def test_the_run_file_that_a_run_keeps_builds_the_same_run(title: str) -> None:
 def test_a_policy_gets_every_key_that_is_not_a_bound() -> None:
     with pytest.raises(ConfigError, match="DoubleWhenLossHalves"):
         trainer("A batch size policy", batch_size={**policy(), "every": "1ep"})
-    with pytest.raises(ConfigError, match="largest"):
+    with pytest.raises(ConfigError, match="larges"):
         trainer("A batch size policy", batch_size={"target": policy()["target"], "larges": 3})
     small = trainer("A batch size policy", batch_size={**policy(), "at_most": 8})
     small.fit()

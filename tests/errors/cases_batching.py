@@ -10,7 +10,6 @@ from stretto.batching import (
     AtMost,
     DoublingRamp,
     Fixed,
-    FunctionRule,
     Hysteresis,
     IncreaseFunction,
     LinearRamp,
@@ -23,10 +22,11 @@ from stretto.batching import (
     StagedRamp,
     Steps,
     as_policy,
+    as_rule,
     rampup,
     split,
 )
-from stretto.planning import next_step
+from stretto.planning import next_step, plan
 from stretto.timing import Horizon, Timestamp
 
 wrong: Any = None
@@ -68,7 +68,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("batching-size-list", lambda: as_policy([8, 16])),
     ("batching-size-digits", lambda: Fixed(10**400)),
     ("batching-steps-digits", lambda: as_policy("9" * 5000)),
-    ("batching-increments-bare", lambda: as_policy(increase_by_half)),
     (
         "batching-equal-seconds",
         lambda: DoublingRamp(8, 64, "1h", equal="batches").bind(Horizon("1ep")),
@@ -120,8 +119,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("batching-split-start", lambda: split(8, 2, start=-1)),
     ("batching-split-uneven", lambda: split(40, 4, 4, even=True)),
     ("batching-rule-reference", lambda: LinearRule(0)),
-    ("batching-rule-function", lambda: FunctionRule(wrong)),
-    ("batching-rule-factor", lambda: FunctionRule(infinite)(64)),
+    ("batching-rule-function", lambda: as_rule(wrong)),
+    ("batching-rule-factor", lambda: plan(RUN, 8, schedules={"lr": 1}, rule=infinite)),
     ("batching-noise-of-one", lambda: NoiseScale(1, 64)),
     ("batching-noise-down-to-one", lambda: NoiseScale(8, 64, minimum=1)),
     ("batching-norm-test-of-one", lambda: NormTest(1, 64)),

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from stretto.cli.app import convert
-from stretto.cli.app import plan as plan_verb
-from stretto.cli.planning import find_run_file
+from stretto.cli.planning import split_arguments
 from stretto.cli.training import unnamed_run_file
-from stretto.config.fields import Target
 from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig, parse_run_file, read_run_file
-from stretto.config.targets import bound_target, call_target, import_target
+from stretto.config.targets import Target, bound_target, call_target, import_target
 from stretto.config.yaml import Source, parse_yaml
 from stretto.planning import plan
 from stretto.report.drawing import check_format
 from stretto.report.ledger import compare
-from stretto.report.plan_picture import plan_curves
+from stretto.report.pictures import plan_curves
 from stretto.report.run import read_metrics
 from stretto.timing import Horizon
 
@@ -83,12 +81,6 @@ def written(name: str, text: str, read: Callable[[], object]) -> Callable[[], ob
 def target(text: str, **arguments: Any) -> Target:
     """A section that names something of Python's."""
     return Target.model_validate({"target": text, **arguments})
-
-
-def unnamed_beside_a_run_file() -> None:
-    """Begin a run where a run file is, and name none."""
-    Path("run.yaml").touch()
-    unnamed_run_file(Path(), None)
 
 
 LONG = "{ramp: linear, start: 1, end: 100_000_000, over: 9ep}"
@@ -179,13 +171,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-call-raised", lambda: call_target(target("fractions:Fraction", numerator="x"))),
     ("config-bind-number", lambda: bound_target(target("math:pi"))),
     ("config-schedule-number", key("schedules", {"lr": {"constant": 0.1}})),
-    # the optimizer of a plan
-    ("config-plan-rate", planned("optimizer: {target: 'torch.optim:SGD', lr: 0.1}\n",
-                                 "optimizer.lr=abc")),
-    ("config-plan-name", planned("optimizer: {target: 'torch.optim:SGD', lr: 0.1}\n"
-                                 "schedules: {beta: {linear: {}}}\n")),
-    ("config-plan-group", planned("optimizer: {target: 'torch.optim:SGD', lr: 0.1}\n"
-                                  "schedules: {lr@head: {linear: {}}}\n")),
     ("config-plan-metric", planned("evaluate: {}\n",
                                    "batch_size={plateau: test/loss, start: 8, maximum: 64}")),
     ("config-plan-monitor", planned("checkpoint: {monitor: validation/loss}\n")),
@@ -213,10 +198,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
                                               "groups": {"head": {"parameters": "zzz"}}})),
     # commands
     ("config-command-unnamed-resume", lambda: unnamed_run_file(Path("runs/a"), "latest")),
-    ("config-command-unnamed-own", unnamed_beside_a_run_file),
-    ("config-command-override", lambda: find_run_file(["run.yaml", "seed"])),
-    ("config-command-unit", partial(
-        plan_verb, [], unit="ep")),
+    ("config-command-override", lambda: split_arguments(["run.yaml", "seed"])),
     ("config-command-convert", partial(
         convert, "0.1dur", to="ba", max_duration="90ep", batch_size=128)),
     # pictures and reports

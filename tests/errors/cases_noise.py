@@ -65,10 +65,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("plateau-threshold", lambda: plateau(threshold=-1)),
     ("plateau-mode", lambda: plateau(mode="less")),
     ("plateau-not-measured", lambda: follows(plateau())),
-    ("noise-report", lambda: NoiseReport(c=-1)),
-    ("noise-report-minimum", lambda: NoiseReport(minimum={})),  # type: ignore[arg-type]
+    ("noise-report", lambda: NoiseReport(confidence=2)),
     ("noise-signal", lambda: Signals(noise_numerator="x")),  # type: ignore[arg-type]
-    ("noise-report-bounds", lambda: NoiseReport(minimum=64, maximum=8)),
     ("noise-not-a-number", lambda: noise_terms([wrong, 2.0], [1, 3], 1.0)),
     ("noise-confidence-most", lambda: NoiseEstimator(confidence=0.99999)),
     ("noise-gain", lambda: NoiseEstimator().gain(0, 64)),
@@ -77,7 +75,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         lambda: follows(
             PAIR.policy,
             schedules={"lr": PAIR.schedule},
-            stepping=Stepping(rule=LinearRule(8)),
+            rule=LinearRule(8),
         ),
     ),
     ("seesaw-noise", lambda: follows(NoiseScale(8, 64), schedules={"lr": PAIR.schedule})),

@@ -39,7 +39,6 @@ def read(**values: Any) -> object:
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("seesaw-factor", lambda: Seesaw(Cosine(), 8, factor=1)),
     ("seesaw-factor-text", lambda: Seesaw(Cosine(), 8, factor="smooth")),  # type: ignore[arg-type]
-    ("seesaw-smooth", lambda: Seesaw(Cosine(), 8, factor="continuous", smooth=True)),
     ("seesaw-bounded", lambda: AtMost(Seesaw(Cosine(), 8).policy, 64)),
     ("seesaw-batches", lambda: bind(Linear(over="100ba"))),
     ("seesaw-wall-time", lambda: bind(Cosine(), run=Horizon("1h"))),

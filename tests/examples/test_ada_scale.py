@@ -52,7 +52,7 @@ def test_the_gain_is_not_part_of_the_base_of_another_run() -> None:
     trainer = known(AdaScale(10))
     trainer.fit()
     other = known(model=trainer.model, optimizer=trainer.optimizer)
-    assert other.hyperparameters.base == {"lr": 0.1}
+    assert other.run.hyperparameters.base == {"lr": 0.1}
 
 
 def test_a_skipped_step_has_no_gain() -> None:
@@ -94,7 +94,7 @@ def test_a_resumed_run_ends_equal(tmp_path: Path) -> None:
 def test_other_things_that_scale_the_learning_rate_are_refused(case: str) -> None:
     pair = Seesaw(Cosine(), 8, maximum=32)
     cases: dict[str, dict[str, Any]] = {
-        "rule": {"stepping": Stepping(rule=LinearRule(10))},
+        "rule": {"rule": LinearRule(10)},
         "seesaw": {"batch_size": pair.policy, "schedules": {"lr": pair.schedule}},
         "twice": {},
     }

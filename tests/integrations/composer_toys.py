@@ -22,7 +22,7 @@ from tests.integrations.toys import (
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from stretto.integrations.composer import Stretto
+from stretto.integrations.composer import attach
 from stretto.settings import Loading
 
 logging.disable(logging.WARNING)
@@ -88,7 +88,7 @@ class Trained:
         dataloader: Any = None,
         model: Any = None,
         fit: dict[str, Any] | None = None,
-        callback: type[Stretto] = Stretto,
+        callback: Any = attach,
         **settings: Any,
     ) -> None:
         self.model, self.watch = model or Model(), Watch()

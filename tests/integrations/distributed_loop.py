@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stretto.batching import BatchSizePolicy, Bound, as_policy
 from stretto.data import DataSpec
+from stretto.data.weights import units_of
 from stretto.integrations import StepMeter
 from stretto.schedules import Linear
 from stretto.settings import Loading
+from stretto.timing import Horizon
 from stretto.training import prepare
-from stretto.training.weights import units_of
 
 N = 41
 ROWS = torch.arange(N)
@@ -36,6 +38,14 @@ def mean_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return ((outputs - 1) ** 2 * counted).sum() / counted.sum().clamp(min=1)
 
 
+class Listens(BatchSizePolicy):
+    """Planned sizes, of a policy that reads the noise."""
+
+    def bind(self, horizon: Horizon) -> Bound:
+        bound = as_policy("0sp:5 13sp:9 50sp:12").bind(horizon)
+        return replace(bound, reads=frozenset({"noise"}))
+
+
 def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -44,7 +54,7 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     run = prepare(
         DATA,
-        "0sp:5 13sp:9 50sp:12",
+        Listens(),
         max_duration="2ep",
         micro_batch_size=micro_batch_size,
         schedules={"lr": Linear(1, 0.1)},
@@ -55,7 +65,7 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
         run.load_state_dict(state)
         model.load_state_dict(torch.load(resume / "model.pt"))
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
-    meter = StepMeter(parallel, run.loader)
+    meter = StepMeter(run, parallel)
     seen: list[dict[str, Any]] = []
     while not run.is_done and run.timer.batch != stop:
         for step in run.steps():

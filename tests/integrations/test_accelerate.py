@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("accelerate", reason="needs stretto[accelerate]: make test-adapters")
 
 import torch
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator
 from tests.integrations import accelerate_loop as loop
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -173,16 +173,8 @@ def test_a_loop_without_accumulate_is_refused_where_it_is_wrong() -> None:
             own_loop(every, micro_batch_size=size)
     # The passes of each step, then one update: right without it, too.
     assert own_loop(1, micro_batch_size=16) == 10
-    assert own_loop(1, micro_batch_size=16, skips=True) == 10
-
-
-@pytest.mark.small
-def test_the_first_batches_need_not_be_skipped() -> None:
-    accelerator = Accelerator(cpu=True)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    loader, _ = attach(accelerator, range(20), optimizer, 4, max_duration="2ep")
-    with pytest.raises(TrainingError, match="skip_first_batches"):
-        skip_first_batches(loader, 2)
+    with pytest.raises(TrainingError, match="accumulate"):
+        own_loop(1, micro_batch_size=16, skips=True)
 
 
 @pytest.mark.slow

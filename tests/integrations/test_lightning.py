@@ -390,11 +390,10 @@ def test_a_trainer_may_be_attached_again() -> None:
         ({"accumulate_grad_batches": 2}, [], "accumulate_grad_batches=2"),
         ({"limit_train_batches": 10}, [], "limit_train_batches"),
         ({"overfit_batches": 2}, [], "overfit_batches"),
-        ({"reload_dataloaders_every_n_epochs": 1}, [], "reload_dataloaders"),
         ({"val_check_interval": 5}, [], "val_check_interval=5"),
         ({"limit_train_batches": 1}, [], "limit_train_batches=1"),
         ({"fast_dev_run": True}, [], "fast_dev_run"),
-        ({"max_steps": 100}, [], "max_epochs=2, max_steps=100"),
+        ({"max_steps": 100}, [], "max_steps=100"),
         ({}, [GradientAccumulationScheduler({1: 2})], "GradientAccumulationScheduler"),
         ({}, [StochasticWeightAveraging(1e-2)], "StochasticWeightAveraging"),
     ],
@@ -410,7 +409,7 @@ def test_a_callback_that_accumulates_is_noticed() -> None:
         def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
             trainer.accumulate_grad_batches = 4
 
-    with pytest.raises(TrainingError, match="accumulate_grad_batches=4"):
+    with pytest.raises(TrainingError, match="accumulate_grad_batches"):
         lightning_toys.train(Accumulates())
 
 

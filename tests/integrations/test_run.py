@@ -347,7 +347,7 @@ def test_a_batch_without_a_unit_is_refused() -> None:
 def test_a_meter_measures_the_noise_of_a_step(size: int) -> None:
     model, optimizer = make_model()
     run = make(batch_size=NoiseScale(size, 64)).bind(optimizer)
-    meter, step = StepMeter(model, run.loader), run.begin()
+    meter, step = StepMeter(run, model), run.begin()
     assert step is not None
     micros = meter.micro_batches(step)
     squares = []

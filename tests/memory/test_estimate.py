@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.memory.families import FAMILIES, mlp
+from tests.families.memory import FAMILIES, mlp
 from torch import Tensor, nn
 
 from stretto.errors import FitError

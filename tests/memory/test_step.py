@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.data import StepLoader
+from stretto.data import DataSpec, StepLoader
 from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Single
 from stretto.errors import FitError
@@ -45,8 +45,9 @@ def test_its_weights_are_those_of_a_step_of_the_trainer(
     WholeStep.of(steps[0], accumulation=accumulation, measures_noise=measures).run(batch)
 
     strategy = Single().of(Ranks(torch.device("cpu")))
-    stepper = Stepper(steps[1], settings=Stepping(), strategy=strategy)
     whole = torch.cat([batch] * accumulation)
+    spec = DataSpec.of(list(whole))
+    stepper = Stepper(steps[1], spec, settings=Stepping(), strategy=strategy)
     (given,) = StepLoader(
         list(whole), len(whole), max_duration="1ba", micro_batch_size=4, shuffle=False
     )

@@ -149,10 +149,10 @@ def test_a_saved_estimator_goes_on_to_the_last_bit() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"window": 1}, "cannot average over 1 steps"),
-        ({"window": 2.5}, "cannot average over 2.5 steps"),
-        ({"confidence": 1.0}, "probability of 1.0"),
-        ({"confidence": "high"}, "probability of 'high'"),
+        ({"window": 1}, "window=1"),
+        ({"window": 2.5}, "window=2.5"),
+        ({"confidence": 1.0}, "confidence=1.0"),
+        ({"confidence": "high"}, "confidence='high'"),
     ],
     ids=["one", "no integer", "certain", "text"],
 )

@@ -123,10 +123,6 @@ def test_the_base_survives_a_loaded_state() -> None:
 RAMP = {"lr": Linear(0, 1), "weight_decay": Linear(0, 1), "betas.0": Linear(0, 1)}
 
 
-def built_again(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    return Hyperparameters(optimizer, RAMP, HORIZON).base
-
-
 def test_after_a_warm_up_from_0_the_base_is_what_the_optimizer_was_built_with() -> None:
     optimizer = adamw()
     for batch in (0, 3, 0):
@@ -158,21 +154,13 @@ def test_a_tensor_learning_rate_keeps_its_base_too() -> None:
     assert optimizer.param_groups[0]["lr"] is tensor
 
 
-def test_a_value_that_you_set_in_between_is_the_new_base() -> None:
+def test_the_base_is_changed_by_its_key() -> None:
     optimizer = adamw()
     Hyperparameters(optimizer, RAMP, HORIZON).apply(at(3))
-    optimizer.param_groups[0]["lr"] = 0.01
-    assert built_again(optimizer) == {"lr": 0.01, "weight_decay": 0.1, "betas.0": 0.8}
+    optimizer.param_groups[0]["initial_lr"] = 0.01
+    base = Hyperparameters(optimizer, RAMP, HORIZON).base
+    assert base == {"lr": 0.01, "weight_decay": 0.1, "betas.0": 0.8}
     assert optimizer.param_groups[1]["lr"] == 0.25
-
-
-def test_a_loaded_state_is_no_base_be_it_from_before_or_from_another_run() -> None:
-    optimizer, other = adamw(), adamw(lr=7.0)
-    before = optimizer.state_dict()
-    Hyperparameters(optimizer, RAMP, HORIZON).apply(at(3))
-    for state in (optimizer.state_dict(), before, other.state_dict()):
-        optimizer.load_state_dict(state)
-        assert built_again(optimizer) == {"lr": 0.5, "weight_decay": 0.1, "betas.0": 0.8}
 
 
 class Prepared(torch.optim.Optimizer):
@@ -211,11 +199,11 @@ def test_an_optimizer_in_a_wrapper_keeps_its_base_too(wrap: Any) -> None:
         assert again.base == {"lr": 0.5}
 
 
-def test_the_base_is_no_part_of_the_optimizers_state() -> None:
-    optimizer = adamw()
-    keys = set(optimizer.param_groups[0])
+def test_the_base_is_saved_with_the_optimizer() -> None:
+    optimizer, other = adamw(), adamw(lr=7.0)
     Hyperparameters(optimizer, RAMP, HORIZON).apply(at(3))
-    assert set(optimizer.state_dict()["param_groups"][0]) == keys
+    other.load_state_dict(optimizer.state_dict())
+    assert Hyperparameters(other, RAMP, HORIZON).base["lr"] == 0.5
 
 
 def test_one_beta_can_be_scheduled_alone() -> None:
@@ -278,8 +266,8 @@ def test_momentum_is_momentum_where_there_is_one() -> None:
     ("name", "message"),
     [
         ("betas.2", r"has 2 values of 'betas'; write 'betas.1'"),
-        ("lr.0", r"has a single value of 'lr'; write 'lr'"),
-        ("betas[0]", r"not the name of a hyper-parameter; .* 'betas.0'"),
+        ("lr.0", r"write 'lr'"),
+        ("betas[0]", r"'betas.0'"),
         ("learning_rate", r"cannot schedule 'learning_rate': .*; write 'lr'"),
         ("weight_decy", r"write 'weight_decay'"),
         ("amsgrad", r"no such number"),

@@ -111,30 +111,6 @@ def test_a_loader_takes_a_run_that_is_bound() -> None:
     assert len(loader) == 12
 
 
-def test_what_was_bound_before_is_used_where_it_is_equal(counts: Counter[str]) -> None:
-    first = bind_run(HORIZON, SIZES, schedules={"lr": Cosine()}, triggers={"log": "1ep"})
-    counts.clear()
-    again = bind_run(
-        Horizon("2ep", dataset_num_samples=64),
-        SIZES,
-        schedules={"lr": Cosine(), "weight_decay": Cosine(1, 0.5)},
-        triggers={"log": "1ep", "evaluate": "2ep"},
-        known=first,
-    )
-    assert counts == {"schedule": 1, "trigger": 1, "horizon": 1}
-    assert again.bound_schedules["lr"] is first.bound_schedules["lr"]
-
-
-@pytest.mark.parametrize(
-    ("horizon", "sizes"), [(Horizon("3ep", dataset_num_samples=64), SIZES), (HORIZON, "0ep:8")]
-)
-def test_another_run_is_bound_anew(horizon: Horizon, sizes: str) -> None:
-    first = bind_run(HORIZON, SIZES, schedules={"lr": Cosine()})
-    again = bind_run(horizon, sizes, schedules={"lr": Cosine()}, known=first)
-    assert again.bound_schedules["lr"] is not first.bound_schedules["lr"]
-    assert again.horizon == bind_run(horizon, sizes).horizon
-
-
 def test_sizes_that_only_the_run_knows() -> None:
     run = bind_run(HORIZON, NoiseScale(8, 64))
     assert run.sizes is None

@@ -147,9 +147,9 @@ def test_the_plan_is_the_walk(sizes: PlannedSizes) -> None:
         assert sizes.sample_at_batch(number) == step.timestamp.sample
         assert sizes.timestamp_at_batch(number) == step.timestamp
     planned = [
-        (segment.batches.size, segment.batches.size_of(number))
-        for segment in sizes.segments
-        for number in range(min(LIMIT, segment.count or 0))
+        (stage.size, stage.equal.size_of(number))
+        for stage in sizes.stages
+        for number in range(min(LIMIT, stage.batches or 0))
     ]
     if total < LIMIT and sizes.end is not None:
         decided = [step.decided for step in steps]
@@ -176,20 +176,20 @@ def test_batches_and_samples_are_inverse(sizes: PlannedSizes, data: st.DataObjec
 
 
 @given(planned_sizes())
-def test_segments_follow_each_other_and_differ(sizes: PlannedSizes) -> None:
-    for before, after in itertools.pairwise(sizes.segments):
+def test_stages_follow_each_other_and_differ(sizes: PlannedSizes) -> None:
+    for before, after in itertools.pairwise(sizes.stages):
         assert before.end is not None
-        assert before.end.batch == after.batches.first.batch
-        assert before.end.sample + after.skipped == after.batches.first.sample
-        assert before.batches.size != after.batches.size or after.skipped
+        assert before.end.batch == after.first.batch
+        assert before.end.sample + after.skipped == after.first.sample
+        assert before.size != after.size or after.skipped
 
 
 def test_millions_of_batches_are_few_stretches() -> None:
     horizon = Horizon("3ep", dataset_num_samples=1_000_000_007)
     sizes = PlannedSizes(horizon, 300)
-    assert (len(sizes.segments), sizes.num_batches) == (1, 3 * 3_333_334)
+    assert (len(sizes.stages), sizes.num_batches) == (1, 3 * 3_333_334)
     ramp = PlannedSizes(horizon, LinearRamp(64, 1087, "50%"))
-    assert len(ramp.segments) == 1024
+    assert len(ramp.stages) == 1024
 
 
 def test_a_known_mixed_ramp() -> None:
@@ -224,7 +224,7 @@ def test_the_end_may_be_unknown() -> None:
     sizes = PlannedSizes(Horizon("2h", dataset_num_samples=100), "0ep:8 2ep:32")
     assert sizes.end is None
     assert sizes.num_batches is None
-    assert [segment.count for segment in sizes.segments] == [26, None]
+    assert [stage.batches for stage in sizes.stages] == [26, None]
     assert sizes.sample_at_batch(26 + 4 * 5) == 700
     assert sizes.batch_at_sample(700) == 46
     assert sizes.timestamp_at_batch(26) == Timestamp(epoch=2, batch=26, sample=200)
@@ -290,7 +290,7 @@ def test_a_policy_that_hides_its_units_is_found_out() -> None:
 @pytest.mark.parametrize("duration", ["30m", "1Btok", "3ep"])
 def test_sizes_that_change_for_ever_have_no_plan_where_the_end_is_unknown(duration: str) -> None:
     policy = SizeFunction(lambda timestamp, _: 3 + timestamp.batch % 4)
-    with pytest.raises(PlanError, match="itself"):
+    with pytest.raises(PlanError, match="unknown"):
         PlannedSizes(Horizon(duration), policy)
     resolved = bind_run(Horizon(duration), policy).horizon
     with pytest.raises(ConversionError, match="change"):

@@ -13,8 +13,7 @@ from stretto.batching import LinearRamp
 from stretto.errors import ConfigError, DataError, MissingPackageError, PlanError, StrettoError
 from stretto.planning import Plan, plan
 from stretto.report import drawing
-from stretto.report.plan_picture import POINTS, draw_plan, plan_curves
-from stretto.report.run_picture import draw_run
+from stretto.report.pictures import POINTS, draw_plan, draw_run, plan_curves
 from stretto.schedules import Cosine, StepDecay
 from stretto.timing import Horizon
 
@@ -145,9 +144,7 @@ def test_a_picture_of_a_run_that_follows_the_noise_shows_it(
     lines = [line | known if line["ba"] > 3 else line | {"loss": None} for line in lines]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     figures: list[Any] = []
-    monkeypatch.setattr(
-        "stretto.report.run_picture.save", lambda figure, path: figures.append(figure)
-    )
+    monkeypatch.setattr("stretto.report.drawing.save", lambda figure, path: figures.append(figure))
     draw_run(tmp_path, tmp_path / "run.png", horizon=HORIZON, plan=None)
     _, sizes, noise, rate = figures[0].axes
     assert [panel.get_title("left") for panel in (sizes, noise)] == [
@@ -159,57 +156,6 @@ def test_a_picture_of_a_run_that_follows_the_noise_shows_it(
     assert sorted(set(sizes.lines[0].get_ydata())) == [8, 20]
     told = [line for line in lines if "noise_scale" in line and "loss" in line]
     assert list(noise.lines[0].get_ydata()) == [40.0] * len(told)
-
-
-def test_the_last_loss_and_a_reference_next_to_it_can_both_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_run(tmp_path, make_plan())
-    text = (tmp_path / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    last = [line["validation/loss"] for line in lines if "validation/loss" in line][-1]
-    near = [
-        line | {"validation/entropy": last} if "validation/loss" in line else line for line in lines
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in near))
-    figures: list[Any] = []
-    monkeypatch.setattr(
-        "stretto.report.run_picture.save", lambda figure, path: figures.append(figure)
-    )
-    draw_run(tmp_path, tmp_path / "run.png", horizon=HORIZON, plan=make_plan())
-    figure = figures[0]
-    figure.canvas.draw()
-    one, other = (text.get_window_extent() for text in figure.axes[0].texts)
-    assert not one.overlaps(other)
-
-
-@pytest.mark.parametrize("training", [0.5, 2.0])
-def test_the_last_loss_stands_where_the_training_is_not(
-    training: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_run(tmp_path, make_plan())
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    flat = [
-        line
-        | {
-            name: value
-            for name, value in (("loss", training), ("validation/loss", 1.0))
-            if name in line
-        }
-        for line in lines
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in flat))
-    figures: list[Any] = []
-    monkeypatch.setattr(
-        "stretto.report.run_picture.save", lambda figure, path: figures.append(figure)
-    )
-    draw_run(tmp_path, tmp_path / "run.png", horizon=HORIZON, plan=make_plan())
-    axes = figures[0].axes[0]
-    figures[0].canvas.draw()
-    label = next(text for text in axes.texts if text.get_text() == "1.000").get_window_extent()
-    point = axes.transData.transform((0, 1.0))[1]
-    assert (label.y1 < point) == (training > 1.0)
-    assert (label.y0 > point) == (training < 1.0)
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,3 @@ def test_fields_of_a_policy_are_checked_and_converted() -> None:
     for wrong in ({"start": 0}, {"start": 4, "after": "0ep"}):
         with pytest.raises(BatchSizeError):
             Later(**wrong)
-
-
-def test_an_annotation_that_cannot_be_read_is_no_silence() -> None:
-    @dataclass(frozen=True, repr=False)
-    class Local(Mine):
-        more: "Unknown" = 1  # type: ignore[name-defined] # noqa: F821
-
-    with pytest.raises(ScheduleError, match="Unknown"):
-        Local()

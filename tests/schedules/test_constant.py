@@ -16,9 +16,3 @@ def test_it_is_the_same_at_any_time(value: float, timestamp: Timestamp) -> None:
 
 def test_it_needs_to_know_nothing() -> None:
     assert Constant(0.5).bind(Horizon("1h"))(Timestamp(batch=10**9)) == 0.5
-
-
-def test_it_is_described_in_words() -> None:
-    assert str(Constant(0.5)) == "constant 0.5"
-    expected = "constant 1, after a warm-up from 0.1 over 0.05dur"
-    assert str(Constant(warmup="5%", warmup_start=0.1)) == expected

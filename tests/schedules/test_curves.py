@@ -143,10 +143,3 @@ def test_a_function_that_returns_nonsense_in_the_middle_is_refused_there() -> No
     bound = Curve(lambda passed: 1.0 if passed in (0, 1) else -1.0).bind(Horizon("10ba"))
     with pytest.raises(ScheduleError, match="factor"):
         bound(Timestamp(batch=5))
-
-
-def test_they_are_described_in_words() -> None:
-    assert str(Linear(warmup="5%")) == "linear from 1 to 0, after a warm-up from 0 over 0.05dur"
-    assert str(Cosine(1, 0.1, over="9ep")) == "cosine from 1 to 0.1 over 9ep"
-    assert str(Polynomial(power=2)) == "polynomial of power 2 from 1 to 0"
-    assert str(Curve(triangle)) == "curve triangle"

@@ -121,7 +121,6 @@ def test_a_callable_object_is_a_schedule() -> None:
 
     schedule = as_schedule(Halving())
     assert values(schedule, Horizon("8ba"), by_batch(3)) == [1.0, 0.5, 0.25]
-    assert str(schedule) == "custom Halving"
 
 
 @pytest.mark.parametrize("value", [None, True, "cosine", [1.0], 1j], ids=repr)
@@ -142,7 +141,7 @@ def test_a_number_that_is_no_factor_is_refused(value: float) -> None:
 
 
 def test_what_cannot_be_called_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="schedule"):
+    with pytest.raises(ScheduleError, match="called"):
         Custom(5)  # type: ignore[arg-type]
 
 

@@ -13,17 +13,15 @@ import numpy as np
 import pytest
 
 from stretto.errors import ScheduleError, TimeError
-from stretto.schedules import BoundSchedule, Schedule, Scope
+from stretto.schedules import BoundSchedule, Constant, Polynomial, Schedule, Scope
 from stretto.schedules.fields import (
     Factor,
     Interval,
     Length,
     checked_factor,
-    factor,
     interval,
     length,
     one_of,
-    positive,
 )
 from stretto.timing import Time
 
@@ -33,24 +31,24 @@ NO_FACTORS = [-1, -0.1, math.nan, math.inf, -math.inf, "1", None, True, 1j, [1.0
 
 @pytest.mark.parametrize("number", NUMBERS, ids=repr)
 def test_any_number_is_a_factor(number: float) -> None:
-    assert type(factor(number, "start")) is float
-    assert factor(number, "start") == number
+    assert type(Constant(number).value) is float
+    assert Constant(number).value == number
 
 
 @pytest.mark.parametrize("value", NO_FACTORS, ids=lambda value: repr(value)[:20])
 def test_what_is_not_a_factor_is_refused_by_name(value: object) -> None:
     with pytest.raises(ScheduleError, match="finite"):
-        factor(value, "start")
+        Constant(value)  # type: ignore[arg-type]
 
 
 def test_a_negative_zero_becomes_a_plain_one() -> None:
-    assert math.copysign(1, factor(-0.0, "start")) == 1
+    assert math.copysign(1, Constant(-0.0).value) == 1
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -1, math.nan], ids=str)
 def test_a_positive_number_is_above_nothing(value: float) -> None:
     with pytest.raises(ScheduleError, match="power="):
-        positive(value, "power")
+        Polynomial(power=value)
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=repr)
@@ -60,7 +58,7 @@ def test_a_function_may_return_any_number(number: float) -> None:
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "1", None, [1.0], 10**400])
 def test_what_else_a_function_returns_is_refused(value: object) -> None:
-    with pytest.raises(ScheduleError, match="schedule"):
+    with pytest.raises(ScheduleError, match="factor"):
         checked_factor(value, len)
 
 

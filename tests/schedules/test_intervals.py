@@ -141,9 +141,3 @@ def test_a_gamma_of_nothing_turns_off() -> None:
 def test_a_decay_goes_on_for_ever_where_there_is_no_end() -> None:
     bound = Exponential("1ba", 0.5).bind(Horizon("1h"))
     assert [bound(Timestamp(batch=batch)) for batch in (0, 1, 10, 10**6)] == [1, 0.5, 2**-10, 0]
-
-
-def test_they_are_described_in_words() -> None:
-    assert str(Exponential("1ep", 0.97)) == "exponential by 0.97 over every 1ep"
-    assert str(StepDecay("30ep")) == "times 0.1 every 30ep"
-    assert str(MultiStep(["50%", "30ep"], 0.2)) == "times 0.2 at 0.5dur, 30ep"

@@ -53,7 +53,3 @@ def test_a_product_of_nothing_is_refused() -> None:
 def test_what_is_no_schedule_is_refused(other: float) -> None:
     with pytest.raises(ScheduleError, match="schedule"):
         _ = Cosine() * other
-
-
-def test_it_is_described_in_words() -> None:
-    assert str(Cosine() * 0.5) == "(cosine from 1 to 0) times (constant 0.5)"

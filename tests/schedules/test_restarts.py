@@ -55,9 +55,3 @@ def test_without_an_end_it_goes_on() -> None:
 def test_cycles_grow_by_whole_numbers(multiplier: int) -> None:
     with pytest.raises(ScheduleError, match="integer"):
         CosineRestarts("1ep", multiplier)
-
-
-def test_it_is_described_in_words() -> None:
-    assert str(CosineRestarts("1ep")) == "cosine from 1 to 0 with restarts after 1ep"
-    expected = "cosine from 1 to 0.1 with restarts after 1ep, each 2 times as long"
-    assert str(CosineRestarts("1ep", 2, end=0.1)) == expected

@@ -109,12 +109,6 @@ def test_it_survives_copying_and_pickling(schedule: Schedule) -> None:
     assert copy.deepcopy(schedule) == schedule
 
 
-@given(schedules())
-def test_it_is_described_in_words(schedule: Schedule) -> None:
-    assert str(schedule)
-    assert "Time(" not in str(schedule)
-
-
 @given(leaves(), leaves())
 def test_frozen_values_are_equal_only_to_their_like(one: Schedule, other: Schedule) -> None:
     assert (one == other) == (repr(one) == repr(other))

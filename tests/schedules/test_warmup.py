@@ -12,10 +12,12 @@ from tests.schedules.strategies import RUN, by_batch, leaves, samples_of_run, va
 
 from stretto.errors import ConversionError, ScheduleError
 from stretto.schedules import (
+    WSD,
     Constant,
     Cosine,
     CosineRestarts,
     Exponential,
+    InverseSqrt,
     Linear,
     MultiStep,
     Periods,
@@ -33,6 +35,8 @@ def test_a_warm_up_is_a_period_before_the_rest(
     schedule: Schedule, timestamps: list[Timestamp]
 ) -> None:
     if not isinstance(schedule, WarmedUp) or schedule.warmup is None:
+        return
+    if isinstance(schedule, (InverseSqrt, WSD)):  # they also measure the run with the warm-up
         return
     bare = copy.copy(schedule)
     fill(bare, warmup=None)

@@ -243,7 +243,7 @@ class TestFacts:
         ("run", "facts", "error", "message"),
         [
             ("0.5dur", {}, ConversionError, "it is a fraction of itself"),
-            ("0ep", {}, ConversionError, "cannot use '0ep' as the length of the run: it is not"),
+            ("0ep", {}, ConversionError, "it is not positive"),
             ("-1h", {}, ConversionError, "it is not positive"),
             ("5", {}, TimeError, "it has no unit"),
             ("1ep", {"dataset_num_samples": 0}, ConversionError, "cannot use dataset_num_samples"),

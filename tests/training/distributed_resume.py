@@ -70,7 +70,9 @@ class Watch(Callback):
         self.look(run)
 
     def look(self, run: Run) -> None:
-        tensors = {**run.model.state_dict(), **pack_optimizer(run.optimizers[0])[0]}
+        state = pack_optimizer(run.optimizers[0])
+        own = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+        tensors = {**run.model.state_dict(), **own}
         self.states.append({name: whole(tensor) for name, tensor in tensors.items()})
 
     def on_batch_start(self, run: Run, step: Any) -> None:

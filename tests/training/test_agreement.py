@@ -78,8 +78,8 @@ def test_a_difference_deep_in_a_long_setting_is_shown() -> None:
     said = first_difference(
         [{"batch_size": f"{long} 100ep:7')"}, {"batch_size": f"{long} 100ep:8')"}]
     )
-    assert "100ep:7') on rank 0 and" in said
-    assert "100ep:8') on rank 1" in said
+    assert "100ep:7')... on rank 0 and" in said
+    assert "100ep:8')... on rank 1" in said
     assert len(said) < 300
 
 

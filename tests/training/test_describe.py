@@ -102,9 +102,9 @@ def test_a_noise_that_is_measured_at_other_steps_is_reported(problem: Make, tmp_
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"loading": Loading(seed=1)}, "0 as the order's seed and this run has 1"),
-        ({"loading": Loading(shuffle=False)}, "True for shuffle and this run has False"),
-        ({"num_samples": 61}, "60 samples in the data set and this run has 61"),
+        ({"loading": Loading(seed=1)}, "seed=0"),
+        ({"loading": Loading(shuffle=False)}, "shuffle=True"),
+        ({"num_samples": 61}, "num_samples=60"),
     ],
 )
 def test_what_cannot_change_is_refused(

@@ -64,8 +64,8 @@ def test_a_criterion_is_a_loss(loss: Any, problem: Make) -> None:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda model, x, y: nn.functional.mse_loss(model(x), y), "3 arguments"),
-        (nn.MSELoss, "it is a class"),
+        (lambda model, x, y: nn.functional.mse_loss(model(x), y), "loss"),
+        (nn.MSELoss, "loss"),
         (nn.MSELoss(reduction="none"), "reduction"),
         (nn.MSELoss(reduction="sum"), "reduction"),
         (partial(nn.functional.mse_loss, reduction="sum"), "reduction"),

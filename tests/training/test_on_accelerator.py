@@ -144,7 +144,7 @@ def test_every_precision_runs(
     )
     run.trainer.fit()
     assert dtypes == {{"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)}
-    assert (run.trainer.scaler is not None) == (precision == "fp16")
+    assert (run.trainer.step.scaler is not None) == (precision == "fp16")
     assert run.sizes == ([BATCH_SIZE] if micro_batch_size is None else [4] * 4) * 8
     assert sorted(run.samples[:NUM_SAMPLES]) == list(range(NUM_SAMPLES))
     assert run.trainer.timer.sample == 8 * BATCH_SIZE

@@ -331,16 +331,16 @@ class Loud(Plain):
     [
         (
             lambda: trainer_of("", step=Plain(), clip_norm=1.0),
-            "cannot use clip_norm=1.0 with Plain",
+            "clip_norm",
         ),
         (
             lambda: trainer_of("", step=Plain(), precision="bf16"),
-            "cannot use precision='bf16' with Plain",
+            "precision",
         ),
-        (lambda: trainer_of("", step=Plain(), loss=loss), "cannot use loss with Plain"),
+        (lambda: trainer_of("", step=Plain(), loss=loss), "loss"),
         (
             lambda: trainer_of("", step=Plain(), evaluate=Evaluation(DATA)),
-            "cannot evaluate 'validation' with Plain",
+            "evaluate",
         ),
         (lambda: trainer_of("", step=Loud()).fit(), "cannot log 'loss'"),
     ],

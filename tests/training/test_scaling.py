@@ -46,7 +46,7 @@ def test_one_switch_scales_every_time_of_a_run(problem: Make, tmp_path: Any) -> 
     assert trainer.horizon.max_duration == Time("2ep")
     assert [(stage.size, stage.batches) for stage in trainer.plan.stages] == [(10, 6), (20, 3)]
     assert [trainer.plan.values_at(batch)["lr"] for batch in (5, 6)] == pytest.approx([0.05, 0.005])
-    assert trainer.hyperparameters.schedules["momentum"] == Cosine(warmup="0.5ep")
+    assert trainer.run.hyperparameters.schedules["momentum"] == Cosine(warmup="0.5ep")
     events = {event.name: event.count for event in trainer.plan.events}
     assert events == {"validation": 3, "checkpoint": 2, "log": 2}
     trainer.fit()
@@ -99,5 +99,5 @@ def test_flushes_are_scaled_too() -> None:
 
 @pytest.mark.parametrize("ratio", [0, -1])
 def test_a_ratio_that_is_not_above_0_is_refused(problem: Make, ratio: float) -> None:
-    with pytest.raises(TrainingError, match="stretched"):
+    with pytest.raises(TrainingError, match="scale_schedule"):
         problem().trainer(scale_schedule=ratio)

@@ -22,10 +22,8 @@ from stretto.batching.seesaw import (
     couplings_in,
 )
 from stretto.batching.split import (
-    FunctionRule,
     LearningRateRule,
     LinearRule,
-    NoRule,
     RuleLike,
     Split,
     SquareRootRule,
@@ -43,7 +41,6 @@ __all__ = [
     "Coupling",
     "DoublingRamp",
     "Fixed",
-    "FunctionRule",
     "Hold",
     "Hysteresis",
     "IncreaseFunction",
@@ -54,7 +51,6 @@ __all__ = [
     "Monotone",
     "MultipleOf",
     "NO_SIGNALS",
-    "NoRule",
     "NoiseScale",
     "NormTest",
     "PeriodSizes",

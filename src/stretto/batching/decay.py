@@ -1,8 +1,8 @@
 """How far a schedule has decayed, as a function of one counter of the clock.
 
-Transforms such as `Seesaw` ask two things of a schedule: by which factor it has fallen since its
-peak, and when it will have fallen further. Both are read off the bound schedule itself, so that
-every decaying schedule will do, periods, products and functions of yours included.
+Pairs such as `Seesaw` need two things: the factor by which a schedule has fallen since its peak,
+and when it will have fallen further. Both are read from the bound schedule, so any decaying
+schedule will do, including periods, products and your own functions.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from stretto.batching.steps import line
 from stretto.errors import BatchSizeError, ConversionError, Text
 from stretto.schedules import BoundSchedule, Schedule
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
+from stretto.timing.grammar import NAMES
 
 _GRID = 1024
-"""Intervals of the run in each of which a schedule is looked at twice, at the beginning and at a
-place that differs from one to the next: where its peak is, and that it falls from there on. Places
-that are evenly spread alone would all be alike for a schedule with as many restarts."""
+"""Intervals of the run in which a schedule is read twice, to find its peak and to check that it
+falls from there on: at the start, and at a place that differs between intervals. Evenly spaced
+places would all be alike for a schedule with as many restarts."""
 _STRIDE = (5**0.5 - 1) / 2
-"""Multiples of the golden ratio leave no part of an interval out."""
+"""Multiples of the golden ratio spread over the whole interval."""
 _NOISE = 1e-9
-"""A rise by less than this part is rounding."""
+"""A smaller relative rise is rounding."""
 _FARTHEST = 2**62
-"""More ticks than any run has where its end is not known."""
+"""More ticks than any run has."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Decay:
-    """A schedule on one run that rises to its peak, if it rises at all, and falls from there on."""
+    """A schedule on one run that may rise to a peak and then only falls."""
 
     axis: Axis
     """The one counter that it follows."""
@@ -43,7 +44,7 @@ class Decay:
     top: float
     """Its largest value."""
     end: int | None
-    """The tick at which the run ends; None where only the run can tell."""
+    """The tick at which the run ends; None if only the run can tell."""
     _at: Callable[[int], Timestamp]
 
     @classmethod
@@ -74,7 +75,7 @@ class Decay:
 
     @property
     def last(self) -> float | None:
-        """The value of the last tick of the run; None where only the run can tell."""
+        """The value at the last tick of the run; None if only the run can tell."""
         return None if self.end is None else self.value(self._at(max(self.end - 1, 0)))
 
     def is_before_peak(self, timestamp: Timestamp) -> bool:
@@ -82,7 +83,7 @@ class Decay:
         return self.axis.read(timestamp) <= self.peak
 
     def cut_at(self, timestamp: Timestamp) -> float:
-        """Return by which factor it has fallen since its peak: 1 up to there, never above 1."""
+        """Return the value as a fraction of the peak: 1 before the peak, never above 1."""
         if self.is_before_peak(timestamp):
             return 1.0
         return min(self.value(timestamp) / self.top, 1.0)
@@ -105,19 +106,16 @@ class Decay:
 
 
 def _axis(horizon: Horizon, schedule: Schedule) -> Axis:
-    """The one counter that all times of a schedule are on; that of the run if it has none."""
+    """Return the one counter of all times of a schedule; by default, the counter of the run."""
     axes: dict[Axis, TimeUnit] = {}
     for unit in [time.unit for time in schedule.times()] or [TimeUnit.DURATION]:
         axis = line(horizon, horizon.axis(unit))
         if axis.unit in (TimeUnit.BATCH, TimeUnit.SECOND):
-            what = "batches, which it is to move" if axis.unit is TimeUnit.BATCH else "wall time"
-            raise cannot_grow(schedule, f"the schedule follows {what}", _UNITS)
+            raise cannot_grow(schedule, f"it follows {NAMES[axis.unit]}", _UNITS)
         axes.setdefault(axis, unit)
     if len(axes) > 1:
         units = " and ".join(f"'{axis.unit}'" for axis in axes)
-        raise cannot_grow(
-            schedule, f"the schedule mixes {units}", "write all its times in one unit"
-        )
+        raise cannot_grow(schedule, f"it mixes {units}", "write all its times in one unit")
     return next(iter(axes))
 
 
@@ -125,7 +123,7 @@ _UNITS = "write its times in 'ep', 'sp', 'tok' or 'dur', and max_duration in one
 
 
 def _timestamps(horizon: Horizon, axis: Axis) -> Callable[[int], Timestamp]:
-    """What the clock reads at a tick, as far as that tick says it."""
+    """Return a function from a tick to the timestamp, with the counters that follow from it."""
     num_samples, each = horizon.dataset_num_samples, horizon.tokens_per_sample or 0
     if axis.unit is TimeUnit.TOKEN:
         return lambda tick: Timestamp(token=tick)
@@ -154,7 +152,7 @@ def _end(horizon: Horizon, axis: Axis) -> int | None:
 
 
 def _reach(horizon: Horizon, schedule: Schedule, axis: Axis, end: int | None) -> int:
-    """Up to which tick a schedule is looked at: the end, or all its times one after another."""
+    """Return the last tick that is read: the end, or the sum of all times of the schedule."""
     if end is not None:
         return max(end - 1, 1)
     lengths = [horizon.ticks(time, axis) for time in schedule.times()]
@@ -162,7 +160,7 @@ def _reach(horizon: Horizon, schedule: Schedule, axis: Axis, end: int | None) ->
 
 
 def _grid(reach: int) -> Iterator[int]:
-    """Ticks from 0 to `reach`: the ends of its intervals, and one inside each."""
+    """Yield ticks from 0 to `reach`: the ends of the intervals, and one inside each."""
     count = min(_GRID, reach)
     for number in range(count):
         begin, end = reach * number // count, reach * (number + 1) // count
@@ -172,7 +170,7 @@ def _grid(reach: int) -> Iterator[int]:
 
 
 def _edges(horizon: Horizon, schedule: Schedule, axis: Axis, reach: int) -> Iterator[int]:
-    """Ticks around each time that the schedule is written with: where it may jump."""
+    """Yield the ticks around each time of the schedule, where it may jump."""
     for time in schedule.times():
         tick = int(horizon.ticks(time, axis))
         yield from (near for near in (tick - 1, tick, tick + 1) if 0 <= near <= reach)
@@ -185,7 +183,7 @@ def _check_counters(
     timestamps: list[Timestamp],
     axis: Axis,
 ) -> None:
-    """Refuse a schedule that reads a counter that `axis` does not tell."""
+    """Refuse a schedule that depends on other counters than `axis`."""
     known = {"sample"}
     if horizon.dataset_num_samples is not None:
         known |= {"epoch", "sample_in_epoch"}
@@ -196,23 +194,18 @@ def _check_counters(
     for number, timestamp in enumerate(timestamps):
         moved = timestamp._replace(**dict.fromkeys(others, 7**15 * number + 1))
         if value(moved) != value(timestamp):
-            what = "the schedule reads other counters than that of its own time"
-            raise cannot_grow(schedule, what, _UNITS)
+            raise cannot_grow(schedule, f"it reads other counters than '{axis.unit}'", _UNITS)
 
 
 def _check_falls(schedule: Schedule, values: list[float]) -> None:
     if any(after > before * (1 + _NOISE) for before, after in pairwise(values)):
-        what = "the schedule rises again after it has fallen"
-        raise cannot_grow(
-            schedule, what, "write one that only falls after its warm-up, such as Cosine()"
-        )
+        raise cannot_grow(schedule, "it rises again after it has fallen", "write Cosine()")
     if values[-1] >= values[0]:
-        what = "the schedule does not fall on this run"
-        raise cannot_grow(schedule, what, "write one that falls, such as Cosine(warmup='5%')")
+        raise cannot_grow(schedule, "it does not fall on this run", "write Cosine()")
 
 
 def _highest(value: Callable[[int], float], low: int, high: int) -> int:
-    """The tick of the largest value in [low, high], where there is one peak between them."""
+    """Return the tick of the largest value in [low, high], which has a single peak."""
     while high - low > 2:
         third = (high - low) // 3
         left, right = low + third, high - third
@@ -224,7 +217,7 @@ def _highest(value: Callable[[int], float], low: int, high: int) -> int:
 
 
 def _first(holds: Callable[[int], bool], before: int, after: int) -> int:
-    """The first tick in (before, after] at which a condition holds that holds at `after`."""
+    """Return the first tick in (before, after] at which a condition holds; it holds at `after`."""
     while after - before > 1:
         middle = (before + after) // 2
         if holds(middle):
@@ -235,6 +228,6 @@ def _first(holds: Callable[[int], bool], before: int, after: int) -> int:
 
 
 def cannot_grow(schedule: object, why: str, instead: Text) -> BatchSizeError:
-    """Return the error for a schedule whose decay a batch size cannot take over."""
+    """Return the error for a schedule whose decay a batch size cannot replace."""
     what = f"grow the batch with the decay of '{schedule}'"
     return BatchSizeError.cannot(what, why=why, instead=instead)

@@ -5,96 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast, final
+from typing import Annotated, Any, Literal, TypeAlias, cast, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
+    Count,
+    Decision,
     PolicyState,
     Signals,
-    checked_size,
+    Size,
 )
-from stretto.errors import Argument, BatchSizeError, TrainingError, shown
-from stretto.schedules.fields import fill, one_of
+from stretto.errors import Argument, BatchSizeError, Text, TrainingError
+from stretto.schedules.fields import Check, check_fields, number
 from stretto.timing import Horizon, Timestamp
 
 LOSS, NOISE = "loss", "noise"
 """What every step can measure; any other signal is a metric of an evaluation."""
 
 
-def checked_bounds(
-    start: object, maximum: object, minimum: object = None, *, follows_noise: bool = False
-) -> tuple[int, int, int]:
-    """Return the least size, the first and the largest, if they can be that.
-
-    >>> checked_bounds(8, 64)
-    (8, 8, 64)
-
-    Args:
-        start: the first size.
-        maximum: the largest.
-        minimum: the least; None: the first.
-        follows_noise: whether the size goes by the noise of the gradient. A single sample has
-            none to measure, and a batch of one would stay that for ever.
-
-    Raises:
-        BatchSizeError: one is no size, or they are out of order.
-    """
-    first = checked_size(start, "the first batch size")
-    most = checked_size(maximum, "the largest batch size")
-    least = first if minimum is None else checked_size(minimum, "the least batch size")
-    if not least <= first <= most:
-        name, bound = ("maximum", most) if first > most else ("minimum", least)
-        raise BatchSizeError.cannot(
-            f"start with a batch size of {first}",
-            why=f"it is {'above' if first > most else 'below'} {name}={bound}",
-            instead=f"write a {name} of {'at least' if first > most else 'at most'} {first}",
-        )
-    if follows_noise and least < 2:
-        raise BatchSizeError.cannot(
-            f"follow the noise of the gradient from a batch size of {least}",
-            why="noise is what samples of a batch differ by, and there is one",
-            instead=(
-                "write ",
-                Argument("start" if minimum is None else "minimum", 2),
-                " or more",
-            ),
-        )
-    return least, first, most
+Above1: TypeAlias = Annotated[
+    float, number("a finite number above 1", lambda value: 1 < value < math.inf)
+]
+"""A field that is a factor of growth."""
 
 
-def checked_number(
-    value: object,
-    what: str,
-    *,
-    above: float = 0.0,
-    below: float = math.inf,
-    at_most: float = math.inf,
-    or_zero: bool = False,
-) -> float:
-    """Return a finite number between two others, both excluded; or 0, if that may be, too.
-
-    `at_most` is a bound that may be reached.
-
-    Raises:
-        BatchSizeError: it is none.
-    """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    try:
-        number = float(cast(float, value)) if is_number else math.nan
-    except OverflowError:
-        number = math.inf if cast(int, value) > 0 else -math.inf
-    if not ((above < number < below and number <= at_most) or (or_zero and number == 0)):
-        ends = f"above {above:g}"
-        ends += "" if math.isinf(below) else f" and below {below:g}"
-        ends += "" if math.isinf(at_most) else f" and at most {at_most:g}"
-        why = f"it is not a number {ends}{', or 0' if or_zero else ''}"
-        raise BatchSizeError.cannot(
-            f"use {shown(value)} as {what}",
-            why="it is too large" if number == below == math.inf else why,
-            instead=f"write a number such as {min(above + 0.5, below)}",
-        )
-    return number
+def check_start(start: int, minimum: int, maximum: int) -> None:
+    """Refuse a first size that is not within its bounds."""
+    if not minimum <= start <= maximum:
+        why = f"above maximum={maximum}" if start > maximum else f"below minimum={minimum}"
+        raise BatchSizeError.bad("start", start, f"it is {why}", "write a size within its bounds")
 
 
 def rounded_size(size: float, least: int, most: int) -> int:
@@ -106,30 +46,17 @@ def rounded_size(size: float, least: int, most: int) -> int:
     return round(min(max(size, least), most))
 
 
-class Measures(Protocol):
-    """An evaluation, as far as the names of what it measures go."""
+def metrics_of(evaluations: Iterable[Any]) -> list[str]:
+    """Return the names of everything that evaluations measure, such as `validation/loss`.
 
-    @property
-    def name(self) -> str:
-        """What its metrics' names begin with."""
-        ...
-
-    @property
-    def metrics(self) -> Mapping[str, Any]:
-        """What it measures beside the loss, by name."""
-        ...
-
-
-def metrics_of(evaluations: Iterable[Measures]) -> list[str]:
-    """Return the names of all that evaluations measure, such as `validation/loss`.
-
-    A metric may be a dict of several; each of these has the name, a slash and its key.
+    Each evaluation has a `name` and `metrics` by name. A metric may be a dict of several; their
+    names are its name, a slash and the key.
     """
     return [f"{one.name}/{name}" for one in evaluations for name in (LOSS, *one.metrics)]
 
 
 def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | None:
-    """Return the metric among what a policy reads; None if there is none.
+    """Return the metric that a policy reads, or None.
 
     >>> followed_metric(frozenset({"loss", "test/loss"}), ["test/loss", "test/accuracy"])
     'test/loss'
@@ -139,18 +66,16 @@ def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | Non
     """
     metrics = sorted(reads - {LOSS, NOISE})
     if len(metrics) > 1:
-        raise TrainingError.cannot(
-            f"follow {' and '.join(map(repr, metrics))} with the batch size",
-            why="a policy reads one metric",
-            instead=f"follow {metrics[0]!r} alone",
-        )
+        what = f"follow {' and '.join(map(repr, metrics))} with the batch size"
+        instead = f"follow {metrics[0]!r} alone"
+        raise TrainingError.cannot(what, why="a policy reads one metric", instead=instead)
     for name in metrics:
-        _check_measured(f"follow {name!r} with the batch size", name, measured)
+        check_monitored(name, measured, f"follow {name!r} with the batch size")
     return metrics[0] if metrics else None
 
 
 def measured_value(name: str | None, named: Mapping[str, float]) -> float | None:
-    """Return the value of a metric among those just measured; None if it is not among them.
+    """Return the value of a metric if it was just measured, else None.
 
     >>> measured_value("test/loss", {"test/loss": 0.5}), measured_value("a/loss", {"b/loss": 0.5})
     (0.5, None)
@@ -167,27 +92,40 @@ def measured_value(name: str | None, named: Mapping[str, float]) -> float | None
     return None
 
 
-def check_monitored(monitor: str, measured: Sequence[str]) -> None:
-    """Refuse a metric to keep the best checkpoint by that no evaluation measures.
+def check_monitored(name: str, measured: Sequence[str], what: str | None = None) -> None:
+    """Refuse a metric that no evaluation measures.
+
+    Args:
+        name: the metric.
+        measured: what the evaluations measure.
+        what: what cannot be done without it; by default, to monitor it.
 
     Raises:
         TrainingError: it is not measured.
     """
-    _check_measured(f"monitor {monitor!r}", monitor, measured)
-
-
-def _check_measured(what: str, name: str, measured: Sequence[str]) -> None:
     if name not in measured and not any(name.startswith(f"{one}/") for one in measured):
-        raise _unmeasured(what, measured)
+        raise _unmeasured(what or f"monitor {name!r}", measured)
 
 
 def _unmeasured(what: str, measured: Sequence[str]) -> TrainingError:
-    evaluate = ("set ", Argument("evaluate", "{every: 10%}", python="evaluate=..."))
-    return TrainingError.cannot(
-        what,
-        why="no evaluation measures it",
-        instead=f"write one of {', '.join(map(repr, measured))}" if measured else evaluate,
-    )
+    instead: Text = ("set ", Argument("evaluate", "{every: 10%}", python="evaluate=..."))
+    if measured:
+        instead = f"write one of {', '.join(map(repr, measured))}"
+    return TrainingError.cannot(what, why="no evaluation measures it", instead=instead)
+
+
+def _checked_metric(metric: object) -> str:
+    evaluation, slash, name = metric.partition("/") if isinstance(metric, str) else ("", "", "")
+    if not (evaluation and slash and name):
+        instead = "write the name of an evaluation and what it measures, such as 'validation/loss'"
+        raise BatchSizeError.bad("metric", metric, "it is not the name of a metric", instead)
+    return cast(str, metric)
+
+
+Metric: TypeAlias = Annotated[str, Check(lambda value, *_: _checked_metric(value))]
+Threshold: TypeAlias = Annotated[
+    float, number("a number from 0 to below 1", lambda value: 0 <= value < 1)
+]
 
 
 @final
@@ -195,8 +133,8 @@ def _unmeasured(what: str, measured: Sequence[str]) -> TrainingError:
 class Plateau(BatchSizePolicy):
     """Grows by a factor when a metric has not improved in some evaluations in a row.
 
-    What `torch.optim.lr_scheduler.ReduceLROnPlateau` does to the learning rate, done to the batch
-    instead (Smith et al. 2018, arXiv 1711.00489: to increase the batch is to decay the learning
+    It is `torch.optim.lr_scheduler.ReduceLROnPlateau` for the batch instead of the learning rate
+    (Smith et al. 2018, arXiv 1711.00489: increasing the batch acts like decaying the learning
     rate). A metric that is nan has not improved.
 
     >>> from stretto import Horizon, Timestamp
@@ -210,38 +148,30 @@ class Plateau(BatchSizePolicy):
     [16, 16, 16, 32, 32]
 
     Args:
-        metric: which one, as `validation/loss`: the name of an evaluation and what it measures.
+        metric: the name of an evaluation and what it measures, such as `validation/loss`.
         start: the first size.
-        maximum: the size is never above it.
-        factor: by how much it grows at once, above 1.
-        patience: after how many evaluations without improvement.
-        threshold: by which part of the best value another must be better to be an improvement.
-        mode: whether less or more of the metric is better.
+        maximum: the largest size.
+        factor: what the size is multiplied by, above 1.
+        patience: the number of evaluations without improvement before the batch grows.
+        threshold: how much better than the best value an improvement is, as a fraction of it.
+        mode: whether a smaller or a larger metric is better.
 
     Raises:
         BatchSizeError: the metric has no such name, a size is not an integer of at least 1,
-            `start` is above `maximum`, or another value cannot be.
+            `start` is above `maximum`, or another value is out of range.
     """
 
-    metric: str
-    start: int = field(kw_only=True)
-    maximum: int = field(kw_only=True)
-    factor: float = field(default=2.0, kw_only=True)
-    patience: int = field(default=2, kw_only=True)
-    threshold: float = field(default=1e-4, kw_only=True)
+    metric: Metric
+    start: Size = field(kw_only=True)
+    maximum: Size = field(kw_only=True)
+    factor: Above1 = field(default=2.0, kw_only=True)
+    patience: Count = field(default=2, kw_only=True)
+    threshold: Threshold = field(default=1e-4, kw_only=True)
     mode: Literal["min", "max"] = field(default="min", kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_metric(self.metric)
-        _, first, most = checked_bounds(self.start, self.maximum)
-        after = "write after how many evaluations the batch grows, such as 2"
-        patience = checked_size(self.patience, "the patience of a batch size", instead=after)
-        factor = checked_number(self.factor, "the factor that a batch grows by", above=1.0)
-        threshold = checked_number(
-            self.threshold, "the threshold of an improvement", below=1.0, or_zero=True
-        )
-        fill(self, start=first, maximum=most, factor=factor, patience=patience, threshold=threshold)
-        one_of(self.mode, "mode", ("min", "max"), BatchSizeError)
+        check_fields(self)
+        check_start(self.start, 1, self.maximum)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size, the best value and how long ago it was."""
@@ -254,15 +184,13 @@ class Plateau(BatchSizePolicy):
             sizes=lambda state: (state["size"],),
         )
 
-    def _decide(
-        self, timestamp: Timestamp, state: PolicyState, signals: Signals
-    ) -> tuple[int, PolicyState]:
-        """Return the size, grown where an evaluation was one too many without improvement."""
+    def _decide(self, timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
+        """Return the size, grown if too many evaluations brought no improvement."""
         del timestamp
         # The bounds of this run; it may have been resumed with others.
         size = rounded_size(cast(int, state["size"]), self.start, self.maximum)
         value = signals.metric
-        if state["of"] != self._of:  # the run was resumed with another: nothing is best of it yet
+        if state["of"] != self._of:  # the run was resumed with another metric
             state = {**state, "best": None, "waited": 0, "of": self._of}
         state = {**state, "size": size}
         if value is None:
@@ -288,13 +216,3 @@ class Plateau(BatchSizePolicy):
             return True
         gain = best - value if self.mode == "min" else value - best
         return gain > self.threshold * abs(best)
-
-
-def _check_metric(metric: object) -> None:
-    evaluation, slash, name = metric.partition("/") if isinstance(metric, str) else ("", "", "")
-    if not (evaluation and slash and name):
-        raise BatchSizeError.cannot(
-            f"follow {shown(metric)} with the batch size",
-            why="it is not the name of an evaluation and what that measures",
-            instead="write for example 'validation/loss'",
-        )

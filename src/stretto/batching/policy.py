@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Self, TypeAlias, cast, final
+from typing import Annotated, Any, ClassVar, Self, TypeAlias, cast, final
 
 from stretto.errors import BatchSizeError, Text, shown
 from stretto.schedules.fields import Check, Timed, fill
@@ -18,7 +18,7 @@ from stretto.timing.time import Number
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """What the last step measured; None for what it did not.
+    """The measurements of the last step; None for missing ones.
 
     Any value may be nan or infinite: a policy must still decide.
 
@@ -38,8 +38,7 @@ class Signals:
     noise_denominator: float | None = None
     """An unbiased estimate of |G|^2, the squared norm of the true gradient."""
     num_samples: float | None = None
-    """The samples of that batch, which weight its noise beside that of other batches. If you leave
-    it out, the loader fills it in."""
+    """The samples of that batch, the weight of its noise. By default, the loader fills it in."""
 
     def __post_init__(self) -> None:
         # NumPy numbers and tensors become floats: a checkpoint could not store them.
@@ -65,11 +64,8 @@ def _as_signal(name: str, value: object) -> float:
     try:
         return as_float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
-        raise BatchSizeError.cannot(
-            f"decide by the signal {name}={shown(value)}",
-            why="it is not a number",
-            instead="pass a number, or leave it out where nothing was measured",
-        ) from None
+        instead = "pass a number, or leave it out if nothing was measured"
+        raise BatchSizeError.bad(name, value, "it is not a number", instead) from None
 
 
 NO_SIGNALS = Signals()
@@ -79,6 +75,9 @@ NO_SIGNALS = Signals()
 PolicyState: TypeAlias = Mapping[str, "int | float | str | PolicyState | None"]
 """The state of a policy: a small record that JSON keeps exactly. Replaced, never edited."""
 
+
+Decision: TypeAlias = tuple[int, PolicyState]
+"""The size of a batch, and the state after deciding it."""
 
 _TOO_LARGE = 10**200
 """Larger than any batch size in a plan; longer numbers only cost time and long messages."""
@@ -108,7 +107,6 @@ class Hold:
         return Hold(self.limits + other.limits)
 
 
-_UNSAID = frozenset({"unsaid"})
 PolicyHold: TypeAlias = Callable[[Timestamp, PolicyState], Hold | None]
 
 
@@ -127,7 +125,7 @@ class Bound:
     16
     """
 
-    decide: Callable[[Timestamp, PolicyState, Signals], tuple[int, PolicyState]]
+    decide: Callable[[Timestamp, PolicyState, Signals], Decision]
     """Returns the size of the batch that starts at a timestamp, and the state after deciding.
     Called once for each batch, in order. The size is at least 1 whatever the signals are."""
     start: PolicyState = field(default_factory=dict)
@@ -140,10 +138,9 @@ class Bound:
     """Whether sizes follow from counts alone, without signals and wall time."""
     units: frozenset[TimeUnit] = frozenset()
     """The units that it reads from the clock."""
-    reads: frozenset[str] = _UNSAID
+    reads: frozenset[str] = frozenset({"loss"})
     """The signals that it reads: `"loss"`, `"noise"` (all that belongs to it), or the name of a
-    metric, such as `"validation/loss"`. Only those are measured. By default the loss, and none if
-    it is static."""
+    metric, such as `"validation/loss"`. Only those are measured. None if it is static."""
     bounds: tuple[int, int] | None = None
     """The smallest and the largest size that it may decide; None: unknown."""
     is_coupled: bool = False
@@ -157,8 +154,8 @@ class Bound:
     `start`."""
 
     def __post_init__(self) -> None:
-        if self.reads is _UNSAID:
-            fill(self, reads=frozenset(() if self.is_static else {"loss"}))
+        if self.is_static:
+            fill(self, reads=frozenset())
 
     def accepts(self, state: PolicyState) -> bool:
         """Return whether a saved state could be one of this policy."""
@@ -208,6 +205,8 @@ def wrapped(inner: Bound, own: PolicyState, **changes: Any) -> Bound:
 
 
 Size: TypeAlias = Annotated[int, Check(lambda value, *_: checked_size(value))]
+"""A field that is a batch size."""
+Count: TypeAlias = Annotated[int, Check(lambda value, name, _: checked_size(value, name))]
 """A field that is an integer of at least 1."""
 
 
@@ -222,6 +221,8 @@ class BatchSizePolicy(Timed):
 
     __slots__ = ()
     error = BatchSizeError
+    is_coupled: ClassVar[bool] = False
+    """Whether a schedule depends on these sizes, so nothing may change them."""
 
     @abstractmethod
     def bind(self, horizon: Horizon) -> Bound:
@@ -242,17 +243,10 @@ class BatchSizePolicy(Timed):
             BatchSizeError: the ratio is not positive, or the method is missing.
         """
         if type(self).times is not Timed.times and self.times():
-            raise BatchSizeError.cannot(
-                f"stretch {self!r} by {ratio}",
-                why="it has times, and does not say what becomes of them",
-                instead=f"define scaled(self, ratio) in {type(self).__name__}",
-            )
+            why = f"{type(self).__name__} defines times() alone"
+            instead = "define scaled(self, ratio), too"
+            raise BatchSizeError.cannot(f"stretch {self!r}", why=why, instead=instead)
         return Timed.scaled(self, ratio)
-
-    @property
-    def is_coupled(self) -> bool:
-        """Whether a schedule depends on these sizes, so nothing may change them."""
-        return False
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:  # noqa: ARG002
         """Return warnings for a run whose largest batch is `largest`, one line each.
@@ -278,13 +272,10 @@ def checked_size(
             are never converted.
     """
     size = whole(value)
-    is_large = size is not None and size >= _TOO_LARGE
-    if size is None or size < 1 or is_large:
-        raise BatchSizeError.cannot(
-            f"use {shown(value)} as {what}",
-            why="it has more than 200 digits" if is_large else "it is not an integer of at least 1",
-            instead=instead,
-        )
+    if size is None or not 1 <= size < _TOO_LARGE:
+        is_long = size is not None and size >= _TOO_LARGE
+        why = "it has more than 200 digits" if is_long else "it is not an integer of at least 1"
+        raise BatchSizeError.cannot(f"use {shown(value)} as {what}", why=why, instead=instead)
     return size
 
 
@@ -306,18 +297,3 @@ def _fields(state: object) -> object:
     if not isinstance(state, Mapping):
         return None
     return {name: _fields(one) for name, one in state.items()}
-
-
-def flag(key: str, value: object) -> bool:
-    """Return a value that is true or false.
-
-    Raises:
-        BatchSizeError: it is neither.
-    """
-    if isinstance(value, bool):
-        return value
-    raise BatchSizeError.cannot(
-        f"use {shown(value)} as {key}",
-        why="it is neither true nor false",
-        instead="write true or false",
-    )

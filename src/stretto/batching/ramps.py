@@ -8,115 +8,58 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Annotated, Literal, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
+    Count,
     Hold,
     Size,
     checked_size,
     checked_world_size,
     timed,
 )
-from stretto.batching.steps import Fixed, Stairs, line
-from stretto.errors import Argument, BatchSizeError, shown
-from stretto.schedules.fields import Check, Interval, check_fields, fill, one_of
+from stretto.batching.steps import Fixed, line, stairs
+from stretto.errors import Argument, BatchSizeError
+from stretto.schedules.fields import Interval, check_fields, fill
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 
-Equal: TypeAlias = Annotated[
-    Literal["time", "batches"],
-    Check(lambda value, name, error: one_of(value, name, ("time", "batches"), error)),
-]
-"""What the sizes of a ramp get equally much of."""
+Equal: TypeAlias = Literal["time", "batches"]
+"""The quantity that is the same for all sizes of a ramp."""
 
 
 def bound_stairs(horizon: Horizon, sizes: tuple[int, ...], *, over: Time, equal: Equal) -> Bound:
     """Return the ramp through the sizes."""
     if len(sizes) == 1:
-        return Stairs((), sizes).bound
+        return stairs((), sizes)
     axis, ticks = _ticks(horizon, over, equal)
     parts = sizes[:-1] if _grows_with_size(axis, equal) else (1,) * (len(sizes) - 1)
     marks = [ticks * before / sum(parts) for before in itertools.accumulate(parts)]
     _check_epochs(horizon, axis, marks)
-    return Stairs(tuple((axis, math.ceil(mark)) for mark in marks), sizes, is_aligned=True).bound
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A linear ramp on one counter: `count` increments over `above / below` ticks.
-
-    Each size is held for an equal part of them, or if `grows`, for a part proportional to it.
-    """
-
-    axis: Axis
-    start_size: int
-    increment: int
-    count: int
-    above: int
-    below: int
-    grows: bool = False
-
-    @property
-    def bound(self) -> Bound:
-        """The policy."""
-        return timed(
-            self.size_at,
-            units=frozenset({self.axis.unit}),
-            bounds=(self.start_size, self.start_size + self.increment * self.count),
-            holds_until=self.holds_until,
-        )
-
-    def size_at(self, timestamp: Timestamp) -> int:
-        """Return the size on the line, rounded down to an increment."""
-        return self.start_size + self.increment * self._level(timestamp)
-
-    def holds_until(self, timestamp: Timestamp) -> Hold:
-        """Return a hold until the next increment."""
-        level = self._level(timestamp)
-        if level == self.count:
-            return Hold()
-        parts, before = self.parts(self.count), self.parts(level + 1)
-        return Hold(((self.axis, -(-self.above * before // (self.below * parts))),))
-
-    def _level(self, timestamp: Timestamp) -> int:
-        """How many increments are behind: exact, without a list of them."""
-        passed = self.parts(self.count) * self.axis.read(timestamp) * self.below // self.above
-        if not self.grows:
-            return min(self.count, passed)
-        return bisect_right(range(1, self.count + 1), passed, key=self.parts)
-
-    def parts(self, level: int) -> int:
-        """Return how many parts of the ramp the sizes before a level take together."""
-        if not self.grows:
-            return level
-        return level * self.start_size + self.increment * level * (level - 1) // 2
+    return stairs([(axis, math.ceil(mark)) for mark in marks], sizes)
 
 
 def _ticks(horizon: Horizon, over: Time, equal: Equal) -> tuple[Axis, Fraction]:
-    """The counter that a ramp is read on, and how long the ramp is.
+    """Return the counter of a ramp, and the length of the ramp in ticks.
 
     Raises:
-        BatchSizeError: equal batches over a wall time, of which a batch takes what it takes.
+        BatchSizeError: equal batches over a wall time; how long a batch takes is not known.
     """
     axis = line(horizon, horizon.axis(over.unit))
     if equal == "batches" and axis.unit is TimeUnit.SECOND:
-        raise BatchSizeError.cannot(
-            f"hold each size for equally many batches over '{over}'",
-            why="how long a batch takes is not known",
-            instead="write the ramp's length in 'tok', 'sp', 'ep' or 'ba', or equal='time'",
-        )
+        why, instead = f"over '{over}', their number is not known", "write 'time', or over='10%'"
+        raise BatchSizeError.bad("equal", equal, why, instead)
     return axis, horizon.ticks(over, axis)
 
 
 def _grows_with_size(axis: Axis, equal: Equal) -> bool:
-    """Whether a size is held for longer the larger it is: as long as equally many batches take."""
+    """Return whether larger sizes are held longer, so that each has equally many batches."""
     return equal == "batches" and axis.unit is not TimeUnit.BATCH
 
 
 def _check_epochs(horizon: Horizon, axis: Axis, marks: Iterable[Fraction]) -> None:
-    """Refuse a part of an epoch of unknown length, with the missing fact."""
+    """Refuse a fraction of an epoch of unknown length, with the missing fact."""
     if axis.unit is TimeUnit.EPOCH:
         part = next((mark for mark in marks if mark.denominator != 1), None)
         if part is not None:
@@ -135,27 +78,16 @@ class _Ramp(BatchSizePolicy):
     def __post_init__(self) -> None:
         check_fields(self)
         if self.end < self.start:
-            steps = f"0ep:{self.start} 1ep:{self.end}"
-            raise BatchSizeError.cannot(
-                f"ramp the batch size from {self.start} to {self.end}",
-                why="a ramp does not shrink",
-                instead=(
-                    "write ",
-                    Argument("start", self.end),
-                    ", ",
-                    Argument("end", self.start),
-                    ", or ",
-                    Argument("steps", f"'{steps}'", python=f"Steps('{steps}')"),
-                ),
-            )
+            steps = f"'0ep:{self.start} 1ep:{self.end}'"
+            instead = ("write ", Argument("steps", steps, python=f"Steps({steps})"))
+            what = f"ramp the batch size from {self.start} to {self.end}"
+            raise BatchSizeError.cannot(what, why="a ramp does not shrink", instead=instead)
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return a line if the ramp has no stages."""
         del horizon, largest
-        if self.start < self.end:
-            return ()
-        end = f"it starts at its end, {self.end:,} samples"
-        return (f"the batch size ramp has no stages left: {end}",)
+        only = f"the batch size ramp has no stages left: it starts at its end, {self.end:,} samples"
+        return () if self.start < self.end else (only,)
 
 
 @final
@@ -177,27 +109,23 @@ class LinearRamp(_Ramp):
     Args:
         start: the size of the first batch.
         end: the size from `over` on, at least `start`.
-        over: how long the ramp is, from the start of the run, in any unit.
-        increment: by how much the size grows at once.
-        equal: what each size gets equally much of: `time`, in the unit of `over`, or `batches`.
+        over: the length of the ramp from the start of the run, in any unit.
+        increment: the samples added at once.
+        equal: what is the same for all sizes: `time`, in the unit of `over`, or `batches`.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, the end is below the start or not
             a whole number of increments above it, the ramp has no length, or `equal` is neither.
     """
 
-    increment: int = field(default=1, kw_only=True)
+    increment: Count = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         _Ramp.__post_init__(self)
-        increment = checked_size(self.increment, "the increment of a ramp")
-        if rest := (self.end - self.start) % increment:
-            raise BatchSizeError.cannot(
-                f"ramp from {self.start} to {self.end} in increments of {increment}",
-                why=f"they differ by {self.end - self.start}",
-                instead=f"write an end such as {self.end - rest} or {self.end - rest + increment}",
-            )
-        fill(self, increment=increment)
+        if rest := (self.end - self.start) % self.increment:
+            why = f"from {self.start} it is not a number of increments of {self.increment}"
+            instead = f"write {self.end - rest} or {self.end - rest + self.increment}"
+            raise BatchSizeError.bad("end", self.end, why, instead)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
@@ -206,11 +134,35 @@ class LinearRamp(_Ramp):
             return Fixed(self.start).bind(horizon)
         axis, ticks = _ticks(horizon, Time(self.over), self.equal)
         grows, above, below = _grows_with_size(axis, self.equal), ticks.numerator, ticks.denominator
-        ramp = Line(axis, self.start, self.increment, count, above, below, grows)
-        whole = ramp.parts(count)
+        start, increment = self.start, self.increment
+
+        def parts(level: int) -> int:
+            """Return how many parts of the ramp the sizes before a level take together."""
+            return level * start + increment * level * (level - 1) // 2 if grows else level
+
+        whole = parts(count)
         levels = range(1, count + 1) if grows else (1,)
-        _check_epochs(horizon, axis, (ticks * ramp.parts(level) / whole for level in levels))
-        return ramp.bound
+        _check_epochs(horizon, axis, (ticks * parts(level) / whole for level in levels))
+
+        def level_at(timestamp: Timestamp) -> int:
+            """Return how many increments have passed, exactly and without a list of them."""
+            passed = whole * axis.read(timestamp) * below // above
+            if not grows:
+                return min(count, passed)
+            return bisect_right(range(1, count + 1), passed, key=parts)
+
+        def holds_until(timestamp: Timestamp) -> Hold:
+            level = level_at(timestamp)
+            if level == count:
+                return Hold()
+            return Hold(((axis, -(-above * parts(level + 1) // (below * whole))),))
+
+        return timed(
+            lambda timestamp: start + increment * level_at(timestamp),
+            units=frozenset({axis.unit}),
+            bounds=(start, self.end),
+            holds_until=holds_until,
+        )
 
 
 @final
@@ -219,7 +171,7 @@ class DoublingRamp(_Ramp):
     """Doubles from `start` up to `end`, each size held equally long; `end` from `over` on.
 
     From 8 to 64 there are three doublings, so 8, 16 and 32 are held for a third of `over` each.
-    Where the end is not a doubling of the start, the last step is smaller: 8, 16, 32, 48.
+    If the end is not a doubling of the start, the last step is smaller: 8, 16, 32, 48.
 
     >>> DoublingRamp(8, 64, "40%").sizes
     (8, 16, 32, 64)
@@ -227,8 +179,8 @@ class DoublingRamp(_Ramp):
     Args:
         start: the size of the first batch.
         end: the size from `over` on, at least `start`.
-        over: how long the ramp is, from the start of the run, in any unit.
-        equal: what each size gets equally much of: `time`, in the unit of `over`, or `batches`.
+        over: the length of the ramp from the start of the run, in any unit.
+        equal: what is the same for all sizes: `time`, in the unit of `over`, or `batches`.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, the end is below the start, the
@@ -258,8 +210,8 @@ class StagedRamp(BatchSizePolicy):
 
     Args:
         sizes: two or more sizes in ascending order.
-        over: how long the ramp is, from the start of the run, in any unit.
-        equal: what each size gets equally much of: `time`, in the unit of `over`, or `batches`.
+        over: the length of the ramp from the start of the run, in any unit.
+        equal: what is the same for all sizes: `time`, in the unit of `over`, or `batches`.
 
     Raises:
         BatchSizeError: the sizes are not integers of at least 1 in ascending order, the ramp has
@@ -275,12 +227,8 @@ class StagedRamp(BatchSizePolicy):
         checked = tuple(checked_size(size) for size in self.sizes)
         ascending = all(a < b for a, b in itertools.pairwise(checked))
         if len(checked) < 2 or not ascending:
-            raise BatchSizeError.cannot(
-                f"ramp through the sizes {shown(list(checked))}",
-                why="they are not in ascending order" if checked[1:] else "they are too few",
-                instead="write two or more in ascending order such as [256, 512, 2048]; "
-                "sizes that shrink are written as Steps",
-            )
+            why, instead = "they are not two or more in ascending order", "write such, or Steps"
+            raise BatchSizeError.bad("sizes", list(checked), why, instead)
         fill(self, sizes=checked)
 
     def bind(self, horizon: Horizon) -> Bound:
@@ -296,21 +244,21 @@ def rampup(
     micro_batch_size: int,
     initial_global_train_batch_size: int | None = None,
 ) -> BatchSizePolicy:
-    """Return the ramp that only drops gradient accumulation, so that the hardware is used evenly.
+    """Return a ramp that only changes gradient accumulation, so the hardware is used evenly.
 
     Every size is a multiple of `world_size * micro_batch_size`: all ranks always run full
-    micro-batches and the ramp is a number of accumulation steps that doubles.
+    micro-batches, and the number of accumulation steps doubles.
 
     >>> rampup(4096, "10%", world_size=8, micro_batch_size=128).sizes
     (1024, 2048, 4096)
 
     Args:
         final: the size from `over` on.
-        over: how long the ramp is, from the start of the run, in any unit.
-        world_size: how many ranks there are.
+        over: the length of the ramp from the start of the run, in any unit.
+        world_size: the number of ranks.
         micro_batch_size: samples in one forward and backward pass of a rank.
-        initial_global_train_batch_size: the size to start from; left out, the lowest possible
-            one, `world_size * micro_batch_size`.
+        initial_global_train_batch_size: the first size; by default, the smallest possible,
+            `world_size * micro_batch_size`.
 
     Raises:
         BatchSizeError: a size is not a multiple of `world_size * micro_batch_size`, or the final
@@ -318,12 +266,9 @@ def rampup(
     """
     unit = checked_world_size(world_size) * checked_size(micro_batch_size, "a micro-batch size")
     initial = unit if initial_global_train_batch_size is None else initial_global_train_batch_size
-    for name, size in (("the initial", initial), ("the final", final)):
+    for name, size in (("initial_global_train_batch_size", initial), ("final", final)):
         if checked_size(size) % unit:
             lower = max(unit, size - size % unit)
-            raise BatchSizeError.cannot(
-                f"use {size} as {name} batch size",
-                why=f"it is not a multiple of world_size * micro_batch_size = {unit}",
-                instead=f"write a multiple such as {lower} or {lower + unit}",
-            )
+            why = f"it is not a multiple of world_size * micro_batch_size = {unit}"
+            raise BatchSizeError.bad(name, size, why, f"write {lower} or {lower + unit}")
     return DoublingRamp(initial, final, over)

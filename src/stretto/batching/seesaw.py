@@ -1,6 +1,6 @@
-"""Pairs of a schedule and batch sizes; `Seesaw`.
+"""`Seesaw` and other pairs of a schedule and batch sizes.
 
-A schedule that decays goes in, a schedule and a batch size policy come out. Both are functions of
+A pair is made of a schedule that decays. Its schedule and its batch size policy are functions of
 time alone, so they are planned before the run.
 """
 
@@ -18,15 +18,15 @@ from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
     Bound,
+    Count,
     Hold,
     Size,
-    flag,
     timed,
 )
-from stretto.batching.split import LearningRateRule, NoRule, is_learning_rate
+from stretto.batching.split import LearningRateRule, is_learning_rate
 from stretto.batching.steps import PolicyLike, as_policy
 from stretto.batching.wrappers import checked_policy
-from stretto.errors import Argument, BatchSizeError, ScheduleError, TimeError, shown
+from stretto.errors import Argument, BatchSizeError, ScheduleError, Text
 from stretto.schedules import (
     BoundSchedule,
     Product,
@@ -36,12 +36,12 @@ from stretto.schedules import (
     Scope,
     as_schedule,
 )
-from stretto.schedules.fields import Check, Timed, check_fields, fill
+from stretto.schedules.fields import Check, Timed, check_fields, number
 from stretto.timing import Horizon, Timestamp, TimeUnit
 from stretto.timing.grammar import exact
 
 SLACK = 1e-9
-"""By which part a cut may fall short: 0.1 ** 2 is a little more than 0.01."""
+"""Tolerance of a cut, relative: 0.1 ** 2 is a little more than 0.01."""
 
 
 @final
@@ -51,9 +51,9 @@ class BoundCoupling:
 
     decay: Decay
     sizes: Bound
-    """The sizes without the growth."""
+    """The sizes without growth."""
     factor: Fraction | None
-    """By how much the batch grows at once; None: continuously."""
+    """The factor by which the batch grows at once; None: continuously."""
     smooth: bool
     maximum: int
     multiple_of: int
@@ -61,22 +61,23 @@ class BoundCoupling:
     power: float
 
     def rate(self, timestamp: Timestamp) -> float:
-        """Return the factor of the learning rate, which the power of the size is part of."""
+        """Return the factor of the learning rate, including the power of the size."""
         return self.base(timestamp) * math.pow(self.size_at(timestamp) / self.reference, self.power)
 
     def base(self, timestamp: Timestamp) -> float:
-        """Return the factor that it would be at a constant batch of the reference size."""
+        """Return the factor for constant batches of the reference size."""
         cut = self.decay.cut_at(timestamp)
         if self.smooth or self.factor is None or self.decay.is_before_peak(timestamp):
             return self.decay.value(timestamp)
-        return self.decay.top * _fallen(self.factor, _steps(cut, self.factor))
+        steps = _steps(cut, self.factor)
+        return 0.0 if steps is None else self.decay.top * float(1 / self.factor**steps)
 
     def size_at(self, timestamp: Timestamp) -> int:
-        """Return the size: that without the growth, times the growth, rounded and bounded."""
+        """Return the size without growth times the growth, rounded and bounded."""
         return self.grown(self.size_without(timestamp), self.decay.cut_at(timestamp))
 
     def size_without(self, timestamp: Timestamp) -> int:
-        """Return the size without the growth."""
+        """Return the size without growth."""
         return self.sizes.decide(timestamp, {}, NO_SIGNALS)[0]
 
     @property
@@ -101,7 +102,7 @@ class BoundCoupling:
         return inner if tick is None else inner & Hold(((self.decay.axis, tick),))
 
     def grown(self, size: int, cut: float) -> int:
-        """Return what becomes of `size` once the schedule is cut to the part `cut` of its peak."""
+        """Return `size` after the growth for a schedule at the fraction `cut` of its peak."""
         grown = min(self._grown(size, cut), self.maximum)
         return max(self.multiple_of, grown - grown % self.multiple_of)
 
@@ -118,50 +119,50 @@ class BoundCoupling:
 
 @lru_cache(maxsize=2)
 def _bound_once(coupling: Coupling, horizon: Horizon) -> BoundCoupling:
-    """Bind a pair: a plan asks its sizes, its schedule and its warnings for the same."""
+    """Bind a pair once for its sizes, its schedule and its warnings."""
     return coupling._bound(horizon)
 
 
 def _steps(cut: float, factor: Fraction) -> int | None:
-    """How often the factor goes into a cut; None where there is nothing left."""
+    """Return how many times the factor goes into a cut; None if the cut is 0."""
     if cut <= 0:
         return None
     return max(0, math.floor(-math.log(cut) / _log(factor) + SLACK))
 
 
 def _log(factor: Fraction) -> float:
-    return math.log1p(float(factor - 1))  # a float has 7 digits more of 1e-7 than of 1 + 1e-7
-
-
-def _fallen(factor: Fraction, steps: int | None) -> float:
-    """What is left of 1 after so many divisions by the factor."""
-    return 0.0 if steps is None else float(1 / factor**steps)
+    return math.log1p(float(factor - 1))  # for factors near 1, more exact than log
 
 
 Decaying: TypeAlias = Annotated[ScheduleLike, Check(lambda value, *_: as_schedule(value))]
 Sizes: TypeAlias = Annotated[PolicyLike, Check(lambda value, *_: checked_policy(value))]
 Continuous: TypeAlias = Literal["continuous"]
 """The batch grows whenever another sample fits in, not by a factor at once."""
+# Powers of a factor below 1.01 have thousands of digits.
+_FACTOR = number("'continuous' or from 1.01 to 2^20", lambda value: 1.01 <= value <= 2**20)
 
+
+def _growth(value: object, *given: Any) -> object:
+    return value if value == "continuous" else _FACTOR.converted(value, *given)
+
+
+Growth: TypeAlias = Annotated[float | Continuous, Check(_growth)]
 DEFAULT_GROWTH = 64
-"""How many times as large batches grow where no maximum is given. A schedule that falls to 0 asks
-for batches without end: the last one of a cosine is as many times as large as the first as the 2/3
-power of the run's number of batches. Beyond 64 times a cosine has 0.2 percent of its steps left to
-save."""
-_LEAST_FACTOR, _LARGEST_FACTOR = Fraction("1.01"), 2**20
-"""Powers of a smaller factor have thousands of digits, and it is as good as 'continuous'."""
+"""The largest growth without a given maximum. A schedule that falls to 0 would grow batches without
+end: the last batch of a cosine is N ** (2/3) times as large as the first in a run of N batches.
+Beyond 64 times, a cosine has 0.2 percent of its steps left to save."""
 _FAR = Timestamp(*[2**62] * len(Timestamp._fields))
-"""After the end of any run: where a warm-up of the batch is over."""
+"""After the end of any run, so after a warm-up of the batch."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Coupling(Timed):
     """A schedule that decays, and a batch size that takes over its decay or a part of it.
 
-    Wherever the schedule falls by a factor, the batch grows by it, and the learning rate falls by
-    what `power` leaves: `rate(t) = base(t) * (size(t) / reference) ** power` at every time, where
-    `base` is the schedule that constant batches of `reference` would have. That holds through
-    rounding and bounds, so from the `maximum` on it is the learning rate alone that falls.
+    When the schedule falls by a factor, the batch grows by it and the learning rate falls by the
+    rest: `rate(t) = base(t) * (size(t) / reference) ** power` at every time, where `base` is the
+    schedule for constant batches of `reference`. This includes rounding and bounds, so from the
+    `maximum` on only the learning rate falls.
 
     >>> from stretto.batching import Seesaw
     >>> isinstance(Seesaw(1.0, 16), Coupling)
@@ -172,30 +173,25 @@ class Coupling(Timed):
     power: ClassVar[float]
     """The power of the batch size that the learning rate is multiplied by."""
     decay: Decaying
-    """The schedule of a run whose batch does not grow."""
+    """The schedule of a run with constant batches."""
     size: Sizes
-    """The sizes as they are without the growth: one, or a warm-up of the batch."""
-    factor: float | Continuous = field(default=2.0, kw_only=True)
-    """By how much the batch grows at once."""
+    """The size without growth, or a warm-up of the batch."""
+    factor: Growth = field(default=2.0, kw_only=True)
+    """The factor by which the batch grows at once."""
     smooth: bool = field(default=False, kw_only=True)
     """Whether the learning rate follows the curve between two steps of the size."""
     maximum: Size | None = field(default=None, kw_only=True)
-    """The size beyond which the learning rate alone falls; None: 64 times that before it grows."""
-    multiple_of: Size = field(default=1, kw_only=True)
-    """Only multiples of this, at least one: rounded down."""
+    """The size beyond which only the learning rate falls; None: 64 times the size before growth."""
+    multiple_of: Count = field(default=1, kw_only=True)
+    """Sizes are rounded down to multiples of this, at least one."""
     reference: Size | None = field(default=None, kw_only=True)
-    """The size that the schedule is meant for; None: that of the end of the warm-up."""
+    """The size that the schedule is meant for; None: the size after the warm-up of the batch."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.maximum is not None and self.multiple_of > self.maximum:
-            raise BatchSizeError.cannot(
-                f"grow the batch to {self.maximum} by multiples of {self.multiple_of}",
-                why="every multiple is beyond that",
-                instead=f"write a maximum of at least {self.multiple_of}, or a smaller multiple_of",
-            )
-        smooth = flag("smooth", self.smooth)
-        fill(self, factor=_checked_factor(self.factor, smooth=smooth))
+            why, instead = f"it is below multiple_of={self.multiple_of}", "write at least that"
+            raise BatchSizeError.bad("maximum", self.maximum, why, instead)
 
     @property
     @final
@@ -212,9 +208,9 @@ class Coupling(Timed):
     @property
     @final
     def base(self) -> Schedule:
-        """The schedule that the same run with constant batches of `reference` would have.
+        """The schedule for constant batches of `reference`.
 
-        It is `decay` itself; where the learning rate moves in steps, `decay` rounded up to one.
+        It is `decay`, rounded up to a step if the learning rate moves in steps.
         """
         return CoupledSchedule(self, follows_size=False)
 
@@ -224,67 +220,54 @@ class Coupling(Timed):
 
         Raises:
             BatchSizeError: the schedule follows batches or wall time, does not fall on this run or
-                rises again; or the sizes without the growth are not a function of time, are beyond
-                the maximum, or above the size that the schedule is meant for.
+                rises again; or the sizes without growth do not follow from time alone, or exceed
+                the maximum or the reference.
             ConversionError: a time needs a fact that is not known.
         """
         horizon = horizon.with_batch_sizes(None)
         try:
             hash((self, horizon))
-        except TypeError:  # of somebody's callable
+        except TypeError:  # a callable without a hash
             return self._bound(horizon)
         return _bound_once(self, horizon)
 
     @final
     def _bound(self, horizon: Horizon) -> BoundCoupling:
-        decay, sizes = (
-            Decay.on(horizon, as_schedule(self.decay)),
-            as_policy(self.size).bind(horizon),
-        )
+        decay = Decay.on(horizon, as_schedule(self.decay))
+        sizes = as_policy(self.size).bind(horizon)
         if sizes.start or sizes.reads:
-            why = f"the sizes before it falls, {self.size!r}, are neither one nor steps nor a ramp"
-            raise cannot_grow(self.decay, why, "write a number, steps or a ramp")
+            why = f"{self.size!r} does not follow from time alone"
+            raise self._refused(why, "write a number, steps or a ramp")
         last = sizes.decide(_FAR, {}, NO_SIGNALS)[0]
-        maximum = self.maximum or DEFAULT_GROWTH * last
-        self._check_factor(decay)
-        self._check_sizes(sizes, last, maximum)
+        maximum, reference = self.maximum or DEFAULT_GROWTH * last, self.reference or last
+        factor = None if self.factor == "continuous" else exact(self.factor)
+        # Otherwise nothing would ever move.
+        if factor and decay.last and factor > decay.top / decay.last * (1 + SLACK):
+            why = f"it falls by less than a factor of {self.factor:g} before the run ends"
+            raise self._refused(why, "write a smaller factor, or 'continuous'")
+        largest = last if sizes.bounds is None else sizes.bounds[1]
+        if largest > max(reference, last):
+            why = f"its warm-up has {largest} and ends with {last}, which lifts the rate"
+            raise self._refused(why, ("write smaller ones, or ", Argument("reference", largest)))
+        if largest > maximum:
+            why = f"{largest} is already above the maximum of {maximum}"
+            raise self._refused(why, ("write ", Argument("maximum", largest), " or more"))
+        if reference < self.multiple_of:
+            why = f"no multiple of {self.multiple_of} is as small as {reference}"
+            raise self._refused(why, f"begin with {self.multiple_of}, or round to smaller ones")
         return BoundCoupling(
             decay=decay,
             sizes=sizes,
-            factor=None if self.factor == "continuous" else exact(self.factor),
-            smooth=self.smooth or self.factor == "continuous",
+            factor=factor,
+            smooth=self.smooth or factor is None,
             maximum=maximum,
             multiple_of=self.multiple_of,
-            reference=self.reference or last,
+            reference=reference,
             power=self.power,
         )
 
-    @final
-    def _check_factor(self, decay: Decay) -> None:
-        """Refuse a factor that the schedule never falls by: nothing would ever move."""
-        if self.factor == "continuous" or not decay.last:
-            return
-        if self.factor > decay.top / decay.last * (1 + SLACK):
-            why = f"it falls by less than a factor of {self.factor:g} before the run ends"
-            raise cannot_grow(self.decay, why, "write a smaller factor, or 'continuous'")
-
-    @final
-    def _check_sizes(self, sizes: Bound, last: int, maximum: int) -> None:
-        """Refuse sizes before the growth that would be cut, or lift the rate above the schedule."""
-        largest = last if sizes.bounds is None else sizes.bounds[1]
-        if largest > max(self.reference or last, last):
-            why = f"the batch's warm-up has {largest} and ends with {last}, which lifts the rate"
-            reference = Argument("reference", largest)
-            instead = (f"write none above {last}, or ", reference, " if the rate is for that")
-            raise cannot_grow(self.decay, why, instead)
-        if largest > maximum:
-            why = f"it has {largest} samples before, which is beyond the maximum of {maximum}"
-            bound = Argument("maximum", largest)
-            raise cannot_grow(self.decay, why, ("write ", bound, " or more"))
-        if (self.reference or last) < self.multiple_of:
-            multiple = self.multiple_of
-            why = f"it has {last} samples before, and no multiple of {multiple} is that few"
-            raise cannot_grow(self.decay, why, f"begin with {multiple}, or round to smaller ones")
+    def _refused(self, why: str, instead: Text) -> BatchSizeError:
+        return cannot_grow(self.decay, why, instead)
 
 
 @final
@@ -294,13 +277,12 @@ class CoupledSchedule(Schedule):
 
     coupling: Coupling
     follows_size: bool = True
-    """Whether it is that of the growing batch, or that of a constant one."""
+    """Whether it is the schedule for the growing batch; if not, for a constant one."""
 
     def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
         """Return what the schedule reads, and the units of the sizes."""
-        own = frozenset(
-            horizon.axis(time.unit).unit for time in as_policy(self.coupling.size).times()
-        )
+        times = as_policy(self.coupling.size).times()
+        own = frozenset(horizon.axis(time.unit).unit for time in times)
         return own | as_schedule(self.coupling.decay).reads(horizon)
 
     def within(self, scope: Scope) -> BoundSchedule:
@@ -309,14 +291,12 @@ class CoupledSchedule(Schedule):
         Raises:
             BatchSizeError: the schedule or the sizes do not allow it.
             ConversionError: a time needs a fact that is not known.
-            ScheduleError: it is inside a period, where the batch size is not.
+            ScheduleError: it is inside a period.
         """
         if scope != RunScope(scope.horizon):
-            raise ScheduleError.cannot(
-                f"follow {self!r} in a period",
-                why="its batch sizes are those of the whole run",
-                instead="write the periods inside it: Seesaw(Periods([...]), 16)",
-            )
+            why = "its batch sizes are those of the whole run"
+            instead = "write the periods inside it: Seesaw(Periods([...]), 16)"
+            raise ScheduleError.cannot(f"follow {self!r} in a period", why=why, instead=instead)
         bound = self.coupling.bind(scope.horizon)
         return bound.rate if self.follows_size else bound.base
 
@@ -330,11 +310,7 @@ class CoupledSizes(BatchSizePolicy):
     """The batch sizes of a `Coupling`."""
 
     coupling: Coupling
-
-    @property
-    def is_coupled(self) -> bool:
-        """The learning rate goes by them."""
-        return True
+    is_coupled = True
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve every time for one run.
@@ -346,52 +322,26 @@ class CoupledSizes(BatchSizePolicy):
         return self.coupling.bind(horizon).bound
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
-        """Say so where the bound is none that was given."""
+        """Return a line if the default maximum stops the growth."""
         bound = self.coupling.bind(horizon)
         if self.coupling.maximum is not None or largest <= bound.maximum - bound.multiple_of:
             return ()
-        warning = (
-            f"batches grow to {largest:,} and no further: {DEFAULT_GROWTH} times the "
-            f"{bound.maximum // DEFAULT_GROWTH:,} before, as no maximum is given; give the size "
-            "up to which they train as well"
-        )
-        return (warning,)
+        before = f"{DEFAULT_GROWTH} times the {bound.maximum // DEFAULT_GROWTH:,} before"
+        return (f"batches grow to {largest:,}, by default at most {before}; pass a maximum",)
 
     def __repr__(self) -> str:
         return f"{self.coupling!r}.policy"
 
 
-def _checked_factor(factor: object, *, smooth: bool) -> float | Continuous:
-    if factor == "continuous":
-        if smooth:
-            raise BatchSizeError.cannot(
-                "use smooth=True with factor='continuous'",
-                why="then both are smooth already",
-                instead="leave out one of the two",
-            )
-        return "continuous"
-    try:
-        ratio = exact(factor)
-    except TimeError:
-        ratio = Fraction(0)
-    if not _LEAST_FACTOR <= ratio <= _LARGEST_FACTOR:
-        raise BatchSizeError.cannot(
-            f"grow the batch by a factor of {shown(factor)}",
-            why=f"it is not a number from 1.01 to {_LARGEST_FACTOR:,}",
-            instead="write 2, or 'continuous'",
-        )
-    return float(ratio)
-
-
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Seesaw(Coupling):
-    """Grow the batch while the learning rate decays by only the root of what it would have.
+    """Grow the batch while the learning rate decays by only the square root of the schedule.
 
-    Wherever a schedule would divide the learning rate by `a`, divide it by `sqrt(a)` and multiply
-    the batch by `a`: about the same loss at the same samples in fewer optimizer steps, for Adam
-    and normalised SGD, as long as the batch stays below the critical size. Up to the peak of the
-    schedule nothing changes.
+    When a schedule would divide the learning rate by `a`, divide it by `sqrt(a)` and multiply the
+    batch by `a`: about the same loss at the same samples in fewer optimizer steps, for Adam
+    and normalised SGD, as long as the batch stays below the critical size. Nothing changes before
+    the peak of the schedule.
 
     Formula: `rate(t) = base(t) * sqrt(size(t) / reference)`; with `factor` `a`, where the schedule
     has been cut by `c(t)` since its peak and `k = floor(log_a(1 / c(t)))`, `size(t) = size * a**k`
@@ -410,16 +360,16 @@ class Seesaw(Coupling):
             tokens or fractions of the run.
         size: the size until the schedule has fallen, or a warm-up of the batch: steps or a ramp,
             whose sizes are multiplied by the growth.
-        factor: by how much the batch grows at once, 1.01 or more; `"continuous"`: as soon as
-            another sample (or `multiple_of`) fits in.
+        factor: the factor by which the batch grows at once, 1.01 or more; `"continuous"`: as soon
+            as another sample (or `multiple_of`) fits in.
         smooth: let the learning rate follow the curve between two steps of the size, and rise
-            where the size does; left out, it moves in steps, too.
-        maximum: the size beyond which the learning rate alone falls; left out, 64 times the size
+            with the size; by default, it also moves in steps.
+        maximum: the size beyond which only the learning rate falls; by default, 64 times the size
             before the growth.
-        multiple_of: only sizes that are multiples of this, at least one: rounded down.
-        reference: the size that the schedule is meant for; left out, that of the end of the
-            warm-up of the batch. Smaller sizes before have a smaller learning rate; larger ones
-            need a reference as large.
+        multiple_of: sizes are rounded down to multiples of this, at least one.
+        reference: the size that the schedule is meant for; by default, the size after the warm-up
+            of the batch. Smaller sizes before have a smaller learning rate; larger ones need a
+            reference as large.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, or there is no such factor; at
@@ -433,11 +383,11 @@ class Seesaw(Coupling):
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class IncreaseInsteadOfDecay(Coupling):
-    """Grow the batch where the learning rate would decay, and leave the learning rate as it is.
+    """Grow the batch when the learning rate would decay, and keep the learning rate.
 
-    Wherever a schedule would divide the learning rate by `a`, multiply the batch by `a`: with SGD,
+    When a schedule would divide the learning rate by `a`, multiply the batch by `a`: with SGD,
     about the same loss at the same samples in fewer optimizer steps. With Adam it grows the batch
-    too fast; use `Seesaw`. From the `maximum` on it is the learning rate that decays.
+    too fast; use `Seesaw`. From the `maximum` on the learning rate decays.
 
     Formula: `rate(t) = base(t) * size(t) / reference`, with sizes as for `Seesaw`. Source: Smith et
     al. 2018, "Don't Decay the Learning Rate, Increase the Batch Size" (arXiv 1711.00489).
@@ -455,17 +405,16 @@ class IncreaseInsteadOfDecay(Coupling):
             tokens or fractions of the run.
         size: the size until the schedule has fallen, or a warm-up of the batch: steps or a ramp,
             whose sizes are multiplied by the growth.
-        factor: by how much the batch grows at once, 1.01 or more; `"continuous"`: as soon as
-            another sample (or `multiple_of`) fits in, which is the way for a schedule that has
-            steps.
+        factor: the factor by which the batch grows at once, 1.01 or more; `"continuous"`: as soon
+            as another sample (or `multiple_of`) fits in. Use it for a schedule with steps.
         smooth: let the learning rate follow the curve between two steps of the size, and rise
-            where the size does; left out, it moves in steps, too.
-        maximum: the size beyond which the learning rate alone falls; left out, 64 times the size
+            with the size; by default, it also moves in steps.
+        maximum: the size beyond which only the learning rate falls; by default, 64 times the size
             before the growth.
-        multiple_of: only sizes that are multiples of this, at least one: rounded down.
-        reference: the size that the schedule is meant for; left out, that of the end of the
-            warm-up of the batch. Smaller sizes before have a smaller learning rate; larger ones
-            need a reference as large.
+        multiple_of: sizes are rounded down to multiples of this, at least one.
+        reference: the size that the schedule is meant for; by default, the size after the warm-up
+            of the batch. Smaller sizes before have a smaller learning rate; larger ones need a
+            reference as large.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, or there is no such factor; at
@@ -477,7 +426,7 @@ class IncreaseInsteadOfDecay(Coupling):
 
 
 def couplings_in(schedule: Schedule) -> Iterator[Coupling]:
-    """Yield the pairs whose schedule is `schedule`, or one of those that it multiplies.
+    """Yield the pairs whose schedule is `schedule` or one of its factors.
 
     >>> from stretto.batching import Seesaw
     >>> pair = Seesaw(1.0, 16)
@@ -497,10 +446,10 @@ def check_pairs(
     policy: BatchSizePolicy | None = None,
     rule: LearningRateRule | None = None,
 ) -> None:
-    """Refuse what does not go with the schedules that follow a batch size by themselves.
+    """Refuse batch sizes and rules that do not fit the schedules of pairs.
 
     Args:
-        schedules: all that the run has, by name.
+        schedules: all schedules of the run, by name.
         policy: its batch sizes, which must be those of the same pair; None: unknown.
         rule: its learning rate rule, which would count the size twice.
 
@@ -509,26 +458,19 @@ def check_pairs(
     """
     pairs = [(name, one) for name, each in schedules.items() for one in couplings_in(each)]
     for name, pair in pairs:
-        is_rate = is_learning_rate(name)  # a rule leaves all else alone
-        if is_rate and rule is not None and not isinstance(rule, NoRule):
-            raise BatchSizeError.cannot(
-                f"follow the batch size by {rule!r}",
-                why=f"{pair!r} says itself how the learning rate goes with it",
-                instead="leave the rule out",
-            )
+        if is_learning_rate(name) and rule is not None:
+            why, instead = f"the learning rate of {pair!r} already follows it", "leave the rule out"
+            raise BatchSizeError.bad("rule", rule, why, instead)
         if policy is not None and policy != pair.policy:
-            raise BatchSizeError.cannot(
-                f"use the schedule of {pair!r} with batch sizes of {policy!r}",
-                why="its learning rate goes by the sizes of the same pair",
-                instead="pass batch_size=pair.policy and schedules={'lr': pair.schedule} of "
-                "one pair, or pair.base for constant batches",
-            )
+            why = f"the learning rate follows the sizes of {pair!r}"
+            instead = "pass the pair itself as batch_size, or pair.base for constant batches"
+            raise BatchSizeError.bad("batch_size", policy, why, instead)
 
 
 def paired(
     sizes: PolicyLike | Coupling, schedules: Mapping[str, Any], rule: object = None
 ) -> tuple[BatchSizePolicy, dict[str, Any]]:
-    """Return batch sizes and schedules, of which a pair such as `Seesaw` is both.
+    """Return batch sizes and schedules; a pair such as `Seesaw` is both.
 
     Args:
         sizes: batch sizes, or a pair.
@@ -547,11 +489,9 @@ def paired(
     rates = [name for name in schedules if is_learning_rate(name)]
     if isinstance(sizes, Coupling):
         if rates:
-            raise BatchSizeError.cannot(
-                f"use the schedule of {rates[0]!r} with {sizes!r}",
-                why="the pair has the schedule of the learning rate",
-                instead=f"leave schedules={{{rates[0]!r}: ...}} out",
-            )
+            what = f"use the schedule of {rates[0]!r} with {sizes!r}"
+            why, instead = "the pair has the schedule of the learning rate", "leave the other out"
+            raise BatchSizeError.cannot(what, why=why, instead=instead)
         return sizes.policy, {**schedules, "lr": sizes.schedule}
     policy = as_policy(sizes)
     found = [
@@ -562,9 +502,6 @@ def paired(
         for coupling in couplings_in(one)
     ]
     if policy.is_coupled and not found and rule is None:
-        raise BatchSizeError.cannot(
-            f"use {policy!r} without its schedule",
-            why="the learning rate would not follow these sizes",
-            instead="pass the pair itself: batch_size=Seesaw(schedule, 16, maximum=256)",
-        )
+        what, why = f"use {policy!r} alone", "the learning rate would not follow these sizes"
+        raise BatchSizeError.cannot(what, why=why, instead="pass the pair itself as batch_size")
     return policy, dict(schedules)

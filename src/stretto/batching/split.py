@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 from stretto.batching.policy import checked_size, checked_world_size
-from stretto.errors import Argument, BatchSizeError, Text, shown
+from stretto.errors import Argument, BatchSizeError, Text
 from stretto.ordering import evenly, stream_start
-from stretto.schedules.fields import name_of
+from stretto.schedules.fields import fill
 from stretto.timing.grammar import whole
 
 
@@ -99,11 +98,8 @@ def split(
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
     position = whole(start)
     if position is None or position < 0:
-        raise BatchSizeError.cannot(
-            f"start a batch at position {shown(start)}",
-            why="positions are integers of at least 0",
-            instead="pass the number of samples before the batch",
-        )
+        why, instead = "it is not an integer of at least 0", "pass the number of samples before it"
+        raise BatchSizeError.bad("start", start, why, instead)
     unit = even_unit(world_size, micro_batch_size)
     if even and size % unit:
         raise not_even(size, world_size, micro_batch_size)
@@ -111,7 +107,7 @@ def split(
 
 
 def even_unit(world_size: int, micro_batch_size: int | None) -> int:
-    """Return what evenly split sizes are a multiple of."""
+    """Return the number that all evenly split sizes are multiples of."""
     return world_size * (micro_batch_size or 1)
 
 
@@ -122,16 +118,13 @@ def not_even(
     unit = even_unit(world_size, micro_batch_size)
     lower = max(unit, size - size % unit)
     multiple = Argument("multiple_of", unit, python=f"MultipleOf(policy, {unit})")
-    instead: Text = (f"write a multiple such as {lower} or {lower + unit}, ", multiple)
+    instead: Text = (f"write a multiple such as {lower} or {lower + unit}, or ", multiple)
     if is_coupled:
         multiple = Argument("multiple_of", unit)
         instead = ("write ", multiple, f" and begin with at least {unit} samples")
     micro = "" if micro_batch_size is None else f" with micro-batches of {micro_batch_size}"
-    return BatchSizeError.cannot(
-        f"split {size} samples evenly over {world_size} ranks{micro}",
-        why=f"it is not a multiple of {unit}",
-        instead=(*instead, ", or ", Argument("even", value=False)),
-    )
+    what = f"split {size} samples evenly over {world_size} ranks{micro}"
+    return BatchSizeError.cannot(what, why=f"it is not a multiple of {unit}", instead=instead)
 
 
 def is_learning_rate(name: str) -> bool:
@@ -143,47 +136,24 @@ def is_learning_rate(name: str) -> bool:
     return name.partition("@")[0] == "lr"
 
 
-class LearningRateRule(ABC):
-    """A function from the batch size to a factor of the learning rate.
+LearningRateRule: TypeAlias = Callable[[int], float]
+"""Returns the factor of the learning rate for the batch size that the policy decided.
 
-    The size is the one that the policy decided, so a batch that is cut at the end of an epoch has
-    the factor of a full one. The factor is computed anew for each batch, never accumulated.
-
-    >>> isinstance(LinearRule(256), LearningRateRule), LinearRule(256)(512)
-    (True, 2.0)
-    """
-
-    __slots__ = ()
-
-    @abstractmethod
-    def __call__(self, size: int, /) -> float:
-        """Return the factor for a batch of `size` samples."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class NoRule(LearningRateRule):
-    """The learning rate does not follow the batch size.
-
-    >>> NoRule()(512)
-    1.0
-    """
-
-    def __call__(self, size: int, /) -> float:
-        """Return 1."""
-        del size
-        return 1.0
+A batch that is cut at the end of an epoch has the factor of a full one. The factor is computed anew
+for each batch, never accumulated.
+"""
+RuleLike: TypeAlias = Mapping[str, Any] | LearningRateRule
+"""A rule, or its form in a run file: `{"sqrt": 256}`."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Referenced(LearningRateRule):
+class _Referenced:
     """A rule relative to the batch size for which the learning rate was chosen."""
 
     reference: int
 
     def __post_init__(self) -> None:
-        reference = checked_size(self.reference, "the reference of a learning rate rule")
-        object.__setattr__(self, "reference", reference)
+        fill(self, reference=checked_size(self.reference, "the reference of a learning rate rule"))
 
 
 @final
@@ -226,55 +196,6 @@ class SquareRootRule(_Referenced):
         return math.sqrt(size / self.reference)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class FunctionRule(LearningRateRule):
-    """A function of your own from the size to a factor.
-
-    >>> FunctionRule(lambda size: min(2.0, size / 256))(1024)
-    2.0
-
-    Args:
-        function: returns a finite factor of at least 0 for each size; it must be pure.
-
-    Raises:
-        BatchSizeError: it cannot be called.
-    """
-
-    function: Callable[[int], float]
-
-    def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise BatchSizeError.cannot(
-                f"use {shown(self.function)} as a learning rate rule",
-                why="it is not a function",
-                instead="pass a function size -> factor, or LinearRule(256)",
-            )
-
-    def __call__(self, size: int, /) -> float:
-        """Return the factor.
-
-        Raises:
-            BatchSizeError: the function did not return a finite number of at least 0.
-        """
-        factor: Any = self.function(size)
-        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        if not is_number or not math.isfinite(factor) or factor < 0:
-            raise BatchSizeError.cannot(
-                f"multiply the learning rate by {shown(factor)}",
-                why="it is not a finite number of at least 0",
-                instead="return a factor such as 1.0",
-                where=f"{name_of(self.function)}({size})",
-            )
-        return float(factor)
-
-    def __repr__(self) -> str:
-        return f"FunctionRule({name_of(self.function)})"
-
-
-RuleLike: TypeAlias = LearningRateRule | Mapping[str, Any] | Callable[[int], float]
-"""A rule, its form in a run file (`{"sqrt": 256}`), or a function `size -> factor`."""
-
 RULES: Mapping[str, Callable[[Any], LearningRateRule]] = {
     "linear": LinearRule,
     "sqrt": SquareRootRule,
@@ -285,6 +206,8 @@ RULES: Mapping[str, Callable[[Any], LearningRateRule]] = {
 def as_rule(rule: RuleLike) -> LearningRateRule:
     """Return the learning rate rule that `rule` describes, as in a run file or as a function.
 
+    The factors that a function returns are checked when they are used: finite, and at least 0.
+
     >>> as_rule({"sqrt": 256}), as_rule({"linear": 256})
     (SquareRootRule(reference=256), LinearRule(reference=256))
 
@@ -292,20 +215,11 @@ def as_rule(rule: RuleLike) -> LearningRateRule:
         BatchSizeError: it describes no rule.
     """
     value: object = rule
-    instead = "write {'linear': 256}, {'sqrt': 256} or a function size -> factor"
-    if isinstance(value, LearningRateRule):
+    if isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in RULES:
+        [(name, argument)] = value.items()
+        return RULES[name](argument)
+    if callable(value):
         return value
-    if isinstance(value, Mapping):
-        if len(value) == 1 and next(iter(value)) in RULES:
-            [(name, argument)] = value.items()
-            return RULES[name](argument)
-        why = "it is not exactly one of 'linear' and 'sqrt'"
-    elif callable(value):
-        return FunctionRule(value)
-    elif isinstance(value, str) and value in RULES:
-        why = "it does not say which batch size the learning rate was chosen for"
-        instead = f"write for example {{{value!r}: 256}}"
-    else:
-        why = "it is not a rule, a mapping or a function"
-    what = f"use {shown(value)} as a learning rate rule"
-    raise BatchSizeError.cannot(what, why=why, instead=instead)
+    why = "it is not exactly one of 'linear' and 'sqrt', with the size that the rate is meant for"
+    instead = "write {'linear': 256}, {'sqrt': 256} or a function size -> factor"
+    raise BatchSizeError.bad("rule", value, why, instead)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import NoReturn, TypeAlias, final
+from typing import TypeAlias, final
 
 from stretto.batching.functions import SizeCallable, SizeFunction
 from stretto.batching.policy import (
@@ -27,83 +25,68 @@ from stretto.timing.epochs import equal_batches, next_epoch, outgrows_epoch
 from stretto.timing.time import Number
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Stairs:
-    """The size of the last step that has been reached, each step on a counter of its own.
+def stairs(edges: Sequence[tuple[Axis, int]], sizes: tuple[int, ...]) -> Bound:
+    """Return the size of the last edge that has been reached, each on its own counter.
 
     There is one size more than there are edges: `sizes[0]` holds from the start of the run.
     """
+    axes = {id(axis): axis for axis, _ in edges}
+    aligned = edges[0][0] if len(axes) == 1 else None  # one counter: found by bisection
+    ticks, edges = [tick for _, tick in edges], tuple(edges)
 
-    edges: tuple[tuple[Axis, int], ...]
-    sizes: tuple[int, ...]
-    is_aligned: bool = False
-    """Whether all edges are on one counter, so that they can be found by bisection."""
-
-    @classmethod
-    def on(
-        cls, horizon: Horizon, times: Sequence[Time], sizes: tuple[int, ...], *, what: str
-    ) -> Bound:
-        """Return the steps that begin at `times`, checked to be in order on this run.
-
-        Of steps that begin at the same sample or batch, the last one stays.
-        """
-        marks = [place(horizon, time) for time in times]
-        stay = [at for at, mark in enumerate(marks) if mark not in marks[at + 1 : at + 2]]
-        times, sizes = [times[at] for at in stay], (sizes[0], *(sizes[at + 1] for at in stay))
-        marks = [marks[at] for at in stay]
-        for number in range(1, len(marks)):
-            if not _in_order(horizon, times, marks, sizes, number):
-                before, after = times[number - 1], times[number]
-                raise BatchSizeError.cannot(
-                    f"follow {what}",
-                    why=f"on this run '{after}' does not come after '{before}'",
-                    instead="write times that come in ascending order, or all in one unit",
-                )
-        return cls(tuple(marks), sizes, len({id(axis) for axis, _ in marks}) == 1).bound
-
-    @property
-    def bound(self) -> Bound:
-        """The policy."""
-        return timed(
-            self.size_at,
-            units=frozenset(axis.unit for axis, _ in self.edges),
-            bounds=(min(self.sizes), max(self.sizes)),
-            holds_until=self.holds_until,
-        )
-
-    def size_at(self, timestamp: Timestamp) -> int:
-        """Return the size of the last step that has been reached."""
-        return self.sizes[self._reached(timestamp)]
-
-    def holds_until(self, timestamp: Timestamp) -> Hold:
-        """Return a hold until the next step is reached; on several counters, any later one."""
-        reached = self._reached(timestamp)
-        return Hold(self.edges[reached : reached + 1 if self.is_aligned else None])
-
-    def _reached(self, timestamp: Timestamp) -> int:
-        if self.is_aligned:
-            tick = self.edges[0][0].read(timestamp)
-            return bisect_right(self.edges, tick, key=itemgetter(1))
-        for number in range(len(self.edges), 0, -1):
-            axis, tick = self.edges[number - 1]
+    def reached(timestamp: Timestamp) -> int:
+        if aligned is not None:
+            return bisect_right(ticks, aligned.read(timestamp))
+        for number in range(len(edges), 0, -1):
+            axis, tick = edges[number - 1]
             if axis.read(timestamp) >= tick:
                 return number
         return 0
 
+    def holds_until(timestamp: Timestamp) -> Hold:
+        """Return a hold until the next edge; on several counters, any later one."""
+        number = reached(timestamp)
+        return Hold(edges[number : None if aligned is None else number + 1])
+
+    return timed(
+        lambda timestamp: sizes[reached(timestamp)],
+        units=frozenset(axis.unit for axis in axes.values()),
+        bounds=(min(sizes), max(sizes)),
+        holds_until=holds_until,
+    )
+
+
+def _stairs_on(
+    horizon: Horizon, times: Sequence[Time], sizes: tuple[int, ...], *, what: str
+) -> Bound:
+    """Return the steps that begin at `times`, checked to be in order on this run.
+
+    Of steps that begin at the same sample or batch, the last one stays.
+    """
+    marks = [place(horizon, time) for time in times]
+    stay = [at for at, mark in enumerate(marks) if mark not in marks[at + 1 : at + 2]]
+    times, sizes = [times[at] for at in stay], (sizes[0], *(sizes[at + 1] for at in stay))
+    marks = [marks[at] for at in stay]
+    for number in range(1, len(marks)):
+        if not _in_order(horizon, times, marks, sizes, number):
+            why = f"on this run '{times[number]}' does not come after '{times[number - 1]}'"
+            instead = "write times in ascending order, or all in one unit"
+            raise BatchSizeError.cannot(f"follow {what}", why=why, instead=instead)
+    return stairs(marks, sizes)
+
 
 def place(horizon: Horizon, time: Time) -> tuple[Axis, int]:
-    """Return the counter that `time` is read on, and the first tick at which it is reached.
+    """Return the counter of `time`, and the first tick at which it is reached.
 
-    What is a number of samples is put on the counter of samples, so that epochs, samples and
-    tokens of a known number per sample are compared exactly.
+    If `time` is a number of samples, it is the counter of samples: epochs, samples and tokens of a
+    known number per sample are compared exactly.
     """
     axis = line(horizon, horizon.axis(time.unit))
     return axis, math.ceil(horizon.ticks(time, axis))
 
 
 def line(horizon: Horizon, axis: Axis) -> Axis:
-    """Return the counter of samples where `axis` counts nothing else, else `axis`."""
+    """Return the counter of samples if `axis` is a multiple of it, else `axis`."""
     samples = horizon.axis(TimeUnit.SAMPLE)
     if axis.unit is TimeUnit.EPOCH and horizon.dataset_num_samples is not None:
         return samples
@@ -119,12 +102,12 @@ def _in_order(
     sizes: tuple[int, ...],
     number: int,
 ) -> bool:
-    """Whether step `number` is reached after the one before it, as far as this can be known."""
+    """Return whether step `number` comes after the one before it, or if that is unknown."""
     (axis_before, before), (axis, tick) = marks[number - 1], marks[number]
     if axis is axis_before:
         return before < tick
     if TimeUnit.BATCH in (axis.unit, axis_before.unit):
-        # Where batches meet samples, the sizes up to here say which comes first.
+        # The sizes before decide which comes first.
         now = Timestamp()
         for (edge, at), size in zip(marks[:number], sizes, strict=False):
             if outgrows_epoch(horizon, now, size):
@@ -143,7 +126,7 @@ def _in_order(
 
 
 StepsLike: TypeAlias = str | Mapping[str, int] | Mapping[Time, int]
-"""Steps as they are written: text, or times and sizes."""
+"""The written form of steps: text, or times and sizes."""
 
 
 @final
@@ -168,18 +151,17 @@ class Fixed(BatchSizePolicy):
     def bind(self, horizon: Horizon) -> Bound:
         """Return the constant."""
         del horizon
-        return Stairs((), (self.size,)).bound
+        return stairs((), (self.size,))
 
 
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class Steps(BatchSizePolicy):
-    """A size from each of some times on, the first of them 0.
+    """Sizes that change at given times, the first of them 0.
 
-    Text is written as in Megatron's `--step-batch-size-schedule`, with units: spaces or commas
-    between the steps. Times of one unit may come in any order. Times of different units come in
-    ascending order: each is read on its own counter of the clock, so batches mix with samples and
-    epochs exactly.
+    Text has the form of Megatron's `--step-batch-size-schedule`, with units: spaces or commas
+    between the steps. Times of one unit may come in any order. Times of different units must be in
+    ascending order: each is read on its own counter, so batches, samples and epochs mix exactly.
 
     >>> Steps("0tok:768 250Btok:1536")
     Steps('0tok:768 250000000000tok:1536')
@@ -209,7 +191,7 @@ class Steps(BatchSizePolicy):
         """
         times = [time for time, _ in self.steps[1:]]
         sizes = tuple(size for _, size in self.steps)
-        return Stairs.on(horizon, times, sizes, what=f"the steps {str(self)!r}")
+        return _stairs_on(horizon, times, sizes, what=f"the steps {str(self)!r}")
 
     def scaled(self, ratio: Number) -> Steps:
         """Return the steps at stretched times; of two that meet, the later one stays."""
@@ -226,54 +208,31 @@ def _pairs(steps: object) -> list[tuple[Time, int]]:
     if isinstance(steps, str):
         return [_step(text, steps) for text in steps.replace(",", " ").split()]
     if not isinstance(steps, Mapping):
-        _refuse(steps, "they are neither text nor a mapping", "'0ep:32 2ep:64'")
-    pairs = []
-    for time, size in steps.items():
-        if not isinstance(time, (Time, str)):
-            _refuse(dict(steps), f"{shown(time)} is not a time", "{'0ep': 32, '2ep': 64}")
-        pairs.append((Time(time), checked_size(size)))
-    return pairs
+        raise _refused(steps, "they are neither text nor a mapping")
+    return [(Time(time), checked_size(size)) for time, size in steps.items()]
 
 
 def _step(text: str, whole: str) -> tuple[Time, int]:
     time, colon, size = text.rpartition(":")
     if not colon:
-        _refuse(whole, f"{shown(text)} is not '<time>:<size>'", "'0tok:768 250Btok:1536'")
+        raise _refused(whole, f"{shown(text)} is not '<time>:<size>'")
     digits = size.replace("_", "")
     # 18 digits are more samples than any run has, and bound the work on a hostile text.
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
-        _refuse(whole, f"{shown(size)} is not a number of samples", "'0tok:768 250Btok:1536'")
-    if _BARE.fullmatch(time):
-        # Megatron counts tokens, or samples where it has no sequence length.
-        write = f"{_with_unit(whole, 'tok')} for tokens or {_with_unit(whole, 'sp')} for samples"
-        _refuse(whole, f"{shown(time)} has no unit", write)
+        raise _refused(whole, f"{shown(size)} is not a number of samples")
     return Time(time), checked_size(int(digits))
-
-
-_BARE = re.compile(r"[0-9][0-9_]{0,30}(\.[0-9]{1,30})?[KMBTkbt]?")
-"""A threshold as Megatron writes it; but `5m` is five minutes."""
-
-
-def _with_unit(steps: str, unit: str) -> str:
-    """Write steps again with a unit for each threshold that has none."""
-    words = []
-    for text in steps.replace(",", " ").split():
-        time, _, size = text.rpartition(":")
-        words.append(f"{time.upper()}{unit}:{size}" if _BARE.fullmatch(time) else text)
-    return shown(" ".join(words))
 
 
 def _checked(pairs: list[tuple[Time, int]]) -> tuple[tuple[Time, int], ...]:
     pairs = _sorted(pairs)
     shown = " ".join(f"{time}:{size}" for time, size in pairs)
     if not pairs:
-        _refuse(shown, "there are none", "'0ep:32 2ep:64'")
+        raise _refused(shown, "there are none")
     if pairs[0][0].amount != 0:
-        first = Time(0, pairs[0][0].unit)
-        _refuse(shown, "the first one does not start at 0", f"'{first}:{pairs[0][1]} {shown}'")
+        raise _refused(shown, "the first one does not start at 0")
     for (before, _), (after, _) in itertools.pairwise(pairs):
         if after.amount <= 0 or (after.unit is before.unit and after <= before):
-            _refuse(shown, f"'{after}' does not come after '{before}'", "them in ascending order")
+            raise _refused(shown, f"'{after}' does not come after '{before}'")
     return tuple(pairs)
 
 
@@ -286,10 +245,8 @@ def _sorted(pairs: list[tuple[Time, int]]) -> list[tuple[Time, int]]:
     return zeros + others
 
 
-def _refuse(steps: object, why: str, write: str) -> NoReturn:
-    raise BatchSizeError.cannot(
-        f"read {shown(steps)} as batch size steps", why=why, instead=f"write {write}"
-    )
+def _refused(steps: object, why: str) -> BatchSizeError:
+    return BatchSizeError.bad("steps", steps, why, "write for example '0tok:768 250Btok:1536'")
 
 
 PolicyLike: TypeAlias = BatchSizePolicy | int | str | Mapping[str | Time, int] | SizeCallable
@@ -312,30 +269,18 @@ def as_policy(value: object) -> BatchSizePolicy:
     if isinstance(value, BatchSizePolicy):
         return value
     if isinstance(value, Mapping):
-        if not value or any(isinstance(key, str) and key.isidentifier() for key in value):
-            raise BatchSizeError.cannot(
-                f"use {shown(dict(value))} as a batch size",
-                why="its keys are no times",
-                instead="write {'0ep': 8, '1ep': 16}, or a policy such as "
-                "DoublingRamp(8, 64, over='40%')",
-            )
         return Steps(value)
     if isinstance(value, str):
         if value == "auto":
-            raise BatchSizeError.cannot(
-                "use 'auto' as the batch size",
-                why="the batch size decides what is trained, and is not found by trying",
-                instead="write a number such as 256, and micro_batch_size='auto'",
-            )
+            why = "it decides what is trained; only the micro-batch size can be found by trying"
+            instead = "write a number such as 256, and micro_batch_size='auto'"
+            raise BatchSizeError.bad("batch_size", value, why, instead)
         text = value.strip().replace("_", "")
         is_number = text.isascii() and text.isdigit() and len(text) <= 18
         return Fixed(int(text)) if is_number else Steps(value)
     if callable(value) and not isinstance(value, type):
         return SizeFunction(value)
     if hasattr(value, "policy") and hasattr(value, "schedule"):
-        raise BatchSizeError.cannot(
-            f"take {value!r} for batch sizes",
-            why="it is a pair of those and a schedule",
-            instead="pass its policy as the batch size, and schedules={'lr': its schedule}",
-        )
+        why, instead = "it is a pair", "pass its policy, and schedules={'lr': its schedule}"
+        raise BatchSizeError.bad("batch_size", value, why, instead)
     return Fixed(value)  # type: ignore[arg-type]

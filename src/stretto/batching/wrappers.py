@@ -5,35 +5,30 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from typing import Annotated, ClassVar, Literal, TypeAlias, cast, final
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast, final
 
 from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
     Bound,
+    Count,
+    Decision,
     Hold,
     PolicyState,
     Signals,
     Size,
-    checked_size,
     inner_state,
     wrapped,
 )
 from stretto.batching.steps import as_policy
-from stretto.errors import Argument, BatchSizeError, TimeError, shown
-from stretto.schedules.fields import Check, Interval, check_fields, fill, one_of
-from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
+from stretto.errors import BatchSizeError, StrettoError
+from stretto.schedules.fields import Check, Interval, check_fields, number
+from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.grammar import exact
 from stretto.timing.time import Number
 
-Rounding: TypeAlias = Annotated[
-    Literal["down", "up"],
-    Check(lambda value, name, error: one_of(value, name, ("down", "up"), error)),
-]
+Rounding: TypeAlias = Literal["down", "up"]
 """The direction of rounding."""
-LARGE = 1 << 60
-"""Above any batch size."""
 
 
 def checked_policy(policy: object) -> BatchSizePolicy:
@@ -44,12 +39,9 @@ def checked_policy(policy: object) -> BatchSizePolicy:
     """
     inner = as_policy(policy)
     if inner.is_coupled:
-        raise BatchSizeError.cannot(
-            f"change the sizes of {inner!r}",
-            why="the learning rate goes by them, and would not know",
-            instead="give the pair a maximum, multiple_of, or other sizes: "
-            "Seesaw(schedule, 16, maximum=256, multiple_of=8)",
-        )
+        why = "the learning rate depends on them"
+        instead = "write maximum=..., multiple_of=... or other sizes inside the pair"
+        raise BatchSizeError.cannot(f"change the sizes of {inner!r}", why=why, instead=instead)
     return inner
 
 
@@ -67,14 +59,9 @@ class Wrapper(BatchSizePolicy):
         """Return the warnings of the policy inside."""
         return self.policy.warnings(horizon, largest)
 
-    def wrapped(self, size: int) -> int:
-        """Return what this wrapper makes of a single `size`; by default, `size`."""
-        return self.rounded_inside(size)
-
-    @final
-    def rounded_inside(self, size: int) -> int:
-        """Return what the wrappers inside this one make of `size`."""
-        return self.policy.wrapped(size) if isinstance(self.policy, Wrapper) else size
+    def mapped(self, size: int) -> int:
+        """Return what this wrapper and those inside make of `size`; by default, those inside."""
+        return self.policy.mapped(size) if isinstance(self.policy, Wrapper) else size
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -86,9 +73,7 @@ class SizeMap(Wrapper):
         """Bind the policy inside."""
         inner = self.policy.bind(horizon)
 
-        def decide(
-            timestamp: Timestamp, state: PolicyState, signals: Signals
-        ) -> tuple[int, PolicyState]:
+        def decide(timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
             size, state = inner.decide(timestamp, state, signals)
             return self.changed(size), state
 
@@ -97,9 +82,9 @@ class SizeMap(Wrapper):
         return replace(inner, decide=decide, bounds=bounds)
 
     @final
-    def wrapped(self, size: int) -> int:
+    def mapped(self, size: int) -> int:
         """Return what the wrappers inside, then this one, make of `size`."""
-        return self.changed(self.rounded_inside(size))
+        return self.changed(Wrapper.mapped(self, size))
 
     @abstractmethod
     def changed(self, size: int) -> int:
@@ -111,20 +96,15 @@ class _Bound(SizeMap):
     """A bound of sizes."""
 
     size: Size
-    key: ClassVar[str]
     beyond: ClassVar[int]
     """A size that the bound changes, whatever the bound is."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        inside, beyond = self.rounded_inside(self.size), self.rounded_inside(self.beyond)
+        inside, beyond = Wrapper.mapped(self, self.size), Wrapper.mapped(self, self.beyond)
         if inside != self.size and self.changed(beyond) != beyond:
-            written = Argument(self.key, self.size, f"{type(self).__name__}(policy, {self.size})")
-            raise BatchSizeError.cannot(
-                ("bound batch sizes by ", written),
-                why=f"the rounding and bounds inside turn {self.size} into {inside}",
-                instead=f"write {inside}",
-            )
+            why = f"the rounding and bounds inside turn it into {inside}"
+            raise BatchSizeError.bad("size", self.size, why, f"write {inside}")
 
 
 @final
@@ -141,8 +121,7 @@ class AtMost(_Bound):
             the bounds inside allow.
     """
 
-    key = "at_most"
-    beyond = LARGE
+    beyond = 1 << 60
 
     def changed(self, size: int) -> int:
         """Return the smaller of the two."""
@@ -163,7 +142,6 @@ class AtLeast(_Bound):
             the bounds inside allow.
     """
 
-    key = "at_least"
     beyond = 1
 
     def changed(self, size: int) -> int:
@@ -197,20 +175,16 @@ class MultipleOf(SizeMap):
         BatchSizeError: the factor is not an integer of at least 1.
     """
 
-    factor: int
+    factor: Count
     rounding: Rounding = "down"
 
     def __post_init__(self) -> None:
         check_fields(self)
-        fill(self, factor=checked_size(self.factor, "a factor of batch sizes"))
         inside = self.policy
         while isinstance(inside, Wrapper):
             if isinstance(inside, PowerOfTwo) and self.factor & (self.factor - 1):
-                raise BatchSizeError.cannot(
-                    f"round powers of two to multiples of {self.factor}",
-                    why=f"no multiple of {self.factor} is a power of two",
-                    instead="keep one of the two",
-                )
+                why = "no multiple of it is a power of two, to which the sizes inside are rounded"
+                raise BatchSizeError.bad("factor", self.factor, why, "keep one of the two")
             inside = inside.policy
 
     def changed(self, size: int) -> int:
@@ -263,9 +237,7 @@ class Monotone(Wrapper):
         """Bind the policy inside."""
         inner = self.policy.bind(horizon)
 
-        def decide(
-            timestamp: Timestamp, state: PolicyState, signals: Signals
-        ) -> tuple[int, PolicyState]:
+        def decide(timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
             size, within = inner.decide(timestamp, inner_state(state), signals)
             largest = max(size, cast("int | None", state["largest"]) or size)
             return largest, {"largest": largest, "inner": within}
@@ -277,111 +249,81 @@ class Monotone(Wrapper):
         return wrapped(inner, {"largest": None}, decide=decide, bounds=bounds)
 
 
+_ABOVE_1 = number("a finite number above 1", lambda value: 1 < value < math.inf)
+
+
+def _ratio(value: Any, name: str, error: type[StrettoError]) -> Number:
+    factor = cast(float, _ABOVE_1.converted(value, name, error))
+    return factor if exact(factor) == exact(value) else exact(value)
+
+
+Ratio: TypeAlias = Annotated[Number, Check(_ratio)]
+
+
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Hysteresis(Wrapper):
-    """Moves only when the size wanted is at least `ratio` times larger or smaller than the size.
+    """Moves only when the wanted size is at least `ratio` times larger or smaller.
 
     From a size B it moves to B' when `B' >= ratio * B` or `B' <= B / ratio`, and only when `wait`
-    has passed since it last moved. Sizes in between are not reached: what the policy inside wants
-    is either taken whole or not at all.
+    has passed since it last moved. It never moves part of the way.
 
     >>> from stretto.batching import LinearRamp
     >>> Hysteresis(LinearRamp(8, 64, "1ep"), 1.5, wait="5%")
     Hysteresis(LinearRamp(8, 64, '1ep'), 1.5, wait='0.05dur')
 
     Args:
-        policy: what the size follows.
+        policy: the policy that the size follows.
         ratio: how far the two must be apart, above 1.
-        wait: the least time between two changes; left out, none.
+        wait: the least time between two changes; by default, none.
 
     Raises:
         BatchSizeError: the ratio is not a finite number above 1, or `wait` has no length.
     """
 
-    ratio: Number
+    ratio: Ratio
     wait: Interval | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        fill(self, ratio=_ratio(self.ratio))
-
     def bind(self, horizon: Horizon) -> Bound:
-        """Bind the policy inside, and resolve `wait`."""
+        """Bind the policy inside; remember the size and when it last changed."""
         inner, ratio = self.policy.bind(horizon), exact(self.ratio)
-        if self.wait is None:
-            return HysteresisRun(inner, ratio, None, 0).bound
-        wait = Time(self.wait)
-        axis = horizon.axis(wait.unit)
-        return HysteresisRun(inner, ratio, axis, math.ceil(horizon.ticks(wait, axis))).bound
+        axis = None if self.wait is None else horizon.axis(Time(self.wait).unit)
+        wait = 0
+        if self.wait is not None and axis is not None:
+            wait = math.ceil(horizon.ticks(Time(self.wait), axis))
 
+        def read(timestamp: Timestamp) -> int:
+            return 0 if axis is None else axis.read(timestamp)
 
-@final
-@dataclass(frozen=True, slots=True)
-class HysteresisRun:
-    """Hysteresis on one run; remembers the size and when it last changed."""
+        def free(state: PolicyState) -> int:
+            """Return the tick from which the size may change again."""
+            changed = cast("int | None", state["changed"])
+            return 0 if changed is None else changed + wait
 
-    inner: Bound
-    ratio: Fraction
-    axis: Axis | None
-    wait_ticks: int
+        def decide(timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
+            wanted, within = inner.decide(timestamp, inner_state(state), signals)
+            size = cast("int | None", state["size"])
+            if size is None:
+                return wanted, {"size": wanted, "changed": None, "inner": within}
+            tick = read(timestamp)
+            is_far = wanted >= size * ratio or wanted * ratio <= size
+            if not is_far or tick < free(state):
+                return size, {**state, "inner": within}
+            return wanted, {"size": wanted, "changed": tick, "inner": within}
 
-    @property
-    def bound(self) -> Bound:
-        """The policy."""
-        units = frozenset({self.axis.unit} if self.axis else ())
+        def holds_until(timestamp: Timestamp, state: PolicyState) -> Hold | None:
+            hold, until = inner.holds_until(timestamp, inner_state(state)), free(state)
+            # It ends earlier if only `wait` stops a change.
+            if hold is None or axis is None or read(timestamp) >= until:
+                return hold
+            return hold & Hold(((axis, until),))
+
+        units = frozenset({axis.unit} if axis else ())
         return wrapped(
-            self.inner,
+            inner,
             {"size": None, "changed": None},
-            decide=self.decide,
-            holds_until=self.holds_until,
-            is_static=self.inner.is_static and TimeUnit.SECOND not in units,
-            units=self.inner.units | units,
+            decide=decide,
+            holds_until=holds_until,
+            is_static=inner.is_static and TimeUnit.SECOND not in units,
+            units=inner.units | units,
         )
-
-    def decide(
-        self, timestamp: Timestamp, state: PolicyState, signals: Signals
-    ) -> tuple[int, PolicyState]:
-        """Return the size kept, or the one wanted where it is far enough away."""
-        wanted, inner = self.inner.decide(timestamp, inner_state(state), signals)
-        size = cast("int | None", state["size"])
-        if size is None:
-            return wanted, {"size": wanted, "changed": None, "inner": inner}
-        tick = timestamp_tick(self.axis, timestamp)
-        is_far = wanted >= size * self.ratio or wanted * self.ratio <= size
-        if not is_far or tick < self._free(state):
-            return size, {**state, "inner": inner}
-        return wanted, {"size": wanted, "changed": tick, "inner": inner}
-
-    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
-        """Return the hold of the policy inside, ended earlier where only `wait` stops a change."""
-        inner = inner_state(state)
-        hold = self.inner.holds_until(timestamp, inner)
-        free = self._free(state)
-        if hold is None or self.axis is None or timestamp_tick(self.axis, timestamp) >= free:
-            return hold
-        return hold & Hold(((self.axis, free),))
-
-    def _free(self, state: PolicyState) -> int:
-        """The tick from which the size may change again."""
-        changed = cast("int | None", state["changed"])
-        return 0 if changed is None else changed + self.wait_ticks
-
-
-def timestamp_tick(axis: Axis | None, timestamp: Timestamp) -> int:
-    """Return what `axis` reads, or 0 where there is none: no wait, always free."""
-    return 0 if axis is None else axis.read(timestamp)
-
-
-def _ratio(ratio: object) -> Number:
-    try:
-        factor = exact(ratio)
-    except TimeError:
-        factor = Fraction(0)
-    if factor <= 1:
-        raise BatchSizeError.cannot(
-            f"move the batch size when it is {shown(ratio)} times as large",
-            why="it is not a finite number above 1",
-            instead="write a ratio such as 1.25",
-        )
-    return float(factor) if exact(float(factor)) == factor else factor

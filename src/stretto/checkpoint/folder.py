@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import stat
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 from stretto.checkpoint.manifest import (
     CHECKPOINT,
@@ -19,23 +19,16 @@ from stretto.checkpoint.manifest import (
     read_errors,
     read_manifest,
 )
-from stretto.checkpoint.reading import find, open_or_damage, with_retries
-from stretto.checkpoint.writing import (
-    BAD,
-    REPLACED,
-    UNFINISHED,
-    delete_checkpoint,
-    remove,
-    rename_bad,
-)
+from stretto.checkpoint.reading import open_or_damage, with_retries
+from stretto.checkpoint.writing import UNFINISHED, delete_checkpoint, remove
 from stretto.errors import CheckpointError
 
-NAME = re.compile(r"checkpoint-(\d{12,})-[0-9a-f]{8}")
-"""The name of a copy. Its end is another one each time, so that nothing is ever overwritten."""
+NAME = re.compile(r"checkpoint-\d{12,}-[0-9a-f]{16}")
+"""The name of a copy. It ends with the time, so that nothing is ever overwritten."""
 
 
 class Store(Protocol):
-    """Keeps copies of checkpoints. A method may raise any exception; it is tried again later."""
+    """Keeps copies of checkpoints. A method may raise any exception; the next copy tries again."""
 
     def write(self, name: str, folder: Path) -> None:
         """Keep the files of `folder`; `list` may return `name` only once all of them are there."""
@@ -79,28 +72,26 @@ class UrlStore:
         self._files.makedirs(f"{self._root}/{name}", exist_ok=True)
         for file in sorted(folder.iterdir(), key=lambda file: file.name == MANIFEST):
             self._files.put_file(str(file), f"{self._root}/{name}/{file.name}")
-        for other, written in self._found().items():
-            if written is None and position_of(other) <= position_of(name):
+        for other, is_whole in self._found().items():
+            if not is_whole and position_of(other) <= position_of(name):
                 self.delete(other)
 
     def list(self) -> list[str]:
         """Return the names of copies that have a manifest."""
-        times = {name: at for name, at in self._found().items() if at is not None}
-        return sorted(times, key=lambda name: (position_of(name), times[name]))
+        whole = [name for name, is_whole in self._found().items() if is_whole]
+        return sorted(whole, key=lambda name: (position_of(name), name))
 
-    def _found(self) -> dict[str, str | None]:
-        """Return the time of the manifest of each copy; None: it has none."""
+    def _found(self) -> dict[str, bool]:
+        """Return for each copy whether it has a manifest."""
         self._files.invalidate_cache()
-        times: dict[str, str | None] = {}
-        # `find` raises where the folder cannot be reached; `exists` would say that it is not there.
-        for path, entry in self._files.find(self._root, detail=True).items():
+        copies: dict[str, bool] = {}
+        # `find` raises if the folder cannot be reached; `exists` would say that it is not there.
+        for path in self._files.find(self._root):
             folder, _, file = str(path).rpartition("/")
             name = folder.rpartition("/")[2]
             if NAME.fullmatch(name):
-                times.setdefault(name, None)
-                if file == MANIFEST:
-                    times[name] = str(entry.get("LastModified", entry.get("mtime", "")))
-        return times
+                copies[name] = copies.get(name, False) or file == MANIFEST
+        return copies
 
     def open(self, name: str, folder: Path) -> None:
         """Get the files of a copy."""
@@ -118,9 +109,9 @@ class UrlStore:
 
 
 def position_of(name: str) -> int:
-    """Return the position in the name of a copy.
+    """Return the position in the name of a checkpoint or a copy of one.
 
-    >>> position_of("checkpoint-000000004096-0a1b2c3d")
+    >>> position_of("checkpoint-000000004096")
     4096
     """
     return int(name.split("-")[1])
@@ -142,7 +133,7 @@ def checkpoints(folder: Path) -> list[Path]:
     []
     """
     with read_errors(folder):
-        return [path for path in candidates(folder) if _is_finished(find(path))]
+        return [path for path in candidates(folder) if (path / MANIFEST).is_file()]
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -152,62 +143,17 @@ def candidates(folder: Path) -> list[Path]:
         OSError: the folder cannot be read.
     """
     try:
-        names = {path.name.removesuffix(REPLACED) for path in folder.iterdir()}
+        found = [path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name)]
     except FileNotFoundError:
         return []
-    return sorted((folder / name for name in names if CHECKPOINT.fullmatch(name)), key=position)
-
-
-def position(path: Path) -> int:
-    """Return the position in the name of a checkpoint.
-
-    >>> position(Path("runs/a/checkpoints/checkpoint-000000004096"))
-    4096
-    """
-    return int(path.name.partition("-")[2])
-
-
-class Newest(NamedTuple):
-    """The newest intact checkpoint of a folder, and damaged ones."""
-
-    good: Path | None
-    """The newest intact checkpoint."""
-    bad: list[tuple[Path, str]]
-    """Newer checkpoints that are damaged, newest first, with the reasons."""
-
-
-def find_newest(folder: Path, *, sleep: Callable[[float], None] = time.sleep) -> Newest:
-    """Return the newest intact checkpoint in `folder`; nothing is changed there.
-
-    Raises:
-        CheckpointError: all are damaged; or one has a newer format or cannot be read.
-    """
-    bad: list[tuple[Path, str]] = []
-    with read_errors(folder):
-        found = with_retries(lambda: candidates(folder), sleep)
-    for path in reversed(found):
-        why = _damage(path, sleep)
-        if why is None:
-            return Newest(path, bad)
-        bad.append((path, why))
-    damaged = [f"{path.name}: {why}" for path, why in bad]
-    with read_errors(folder):
-        damaged += [path.name for path in sorted(folder.glob(f"checkpoint-*{BAD}*"))]
-    if damaged:
-        raise CheckpointError.cannot(
-            f"resume from a checkpoint in {folder}",
-            why=f"all checkpoints there are damaged ({'; '.join(damaged)})",
-            instead="restore one from a copy or name another checkpoint; delete them to start over",
-        )
-    return Newest(None, [])
+    return sorted(found, key=lambda path: position_of(path.name))
 
 
 def latest_good(folder: Path, *, sleep: Callable[[float], None] = time.sleep) -> Path | None:
-    """Return the newest intact checkpoint in `folder`; rename newer ones that are damaged.
+    """Return the newest intact checkpoint in `folder`; warn about newer ones that are damaged.
 
-    The name of a damaged checkpoint gets the ending `.bad`, with a `RuntimeWarning` that gives the
-    reason. A checkpoint that the system cannot read now does not count as damaged; after retries it
-    is an error. Call this only while holding the lock of the folder.
+    A checkpoint that the system cannot read now does not count as damaged; after retries it is an
+    error.
 
     >>> latest_good(Path("runs/none"))
 
@@ -221,24 +167,33 @@ def latest_good(folder: Path, *, sleep: Callable[[float], None] = time.sleep) ->
     Raises:
         CheckpointError: all are damaged; or one has a newer format or cannot be read.
     """
-    good, bad = find_newest(folder, sleep=sleep)
-    if good is None:
-        return None
-    for path, why in bad:
-        warnings.warn(
-            f"{_rename_damaged(path)}: {why}; {good.name} is used instead",
-            RuntimeWarning,
-            stacklevel=2,
+    bad: list[str] = []
+    with read_errors(folder):
+        found = with_retries(lambda: candidates(folder), sleep)
+    for path in reversed(found):
+        with read_errors(path):
+            try:
+                with_retries(partial(open_or_damage, path), sleep)
+            except DamagedError as damage:
+                bad.append(f"{path.name} is damaged: {damage}")
+                continue
+        for why in bad:
+            message = f"in {folder}, {why}; {path.name} is used instead"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return path
+    if bad:
+        raise CheckpointError.cannot(
+            f"resume from a checkpoint in {folder}",
+            why="; ".join(bad),
+            instead="restore one from a copy or name another checkpoint; delete them to start over",
         )
-    if (aside := find(good)) != good:
-        aside.rename(good)
-    return good
+    return None
 
 
 def keep(folder: Path, newest: int = 3, also: Iterable[Path] = ()) -> None:
     """Delete older checkpoints and remains of unfinished ones.
 
-    Nothing is deleted unless the newest checkpoint matches its manifest.
+    Nothing is deleted unless the newest checkpoint has all its files.
 
     Args:
         folder: the folder of checkpoints.
@@ -249,74 +204,15 @@ def keep(folder: Path, newest: int = 3, also: Iterable[Path] = ()) -> None:
     """
     try:
         found = checkpoints(folder)
+        with read_errors(folder):
+            for name, entry in read_manifest(found[-1]).items() if found else ():
+                check_member(found[-1], name, entry, content=False)
     except CheckpointError:
         return  # try again next time
-    if not found or not _is_there(found[-1]):
-        return
-    for path in folder.glob("checkpoint-*"):
-        if _is_left_over(path, found[-1]):
-            _try(remove, path)
     stay = {path.name for path in (*found[-newest:], *also)}
-    for path in found:
-        if path.name not in stay:
-            _try(delete_checkpoint, path)
-
-
-def _is_finished(place: Path) -> bool:
-    """Whether a folder has a manifest, which is written last."""
-    try:
-        files = [place.lstat(), (place / MANIFEST).lstat()]
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return stat.S_ISDIR(files[0].st_mode) and stat.S_ISREG(files[1].st_mode)
-
-
-def _damage(path: Path, sleep: Callable[[float], None]) -> str | None:
-    """What is wrong with a checkpoint that could be read; None if it is intact."""
-
-    def verify() -> None:
-        if find(path).is_symlink():
-            raise DamagedError("it is a link, and links are not followed")
-        open_or_damage(path)
-
-    with read_errors(path):
-        try:
-            with_retries(verify, sleep)
-        except DamagedError as damage:
-            return str(damage)
-    return None
-
-
-def _rename_damaged(path: Path) -> str:
-    """Rename a damaged checkpoint; return a sentence about it."""
-    try:
-        target = rename_bad(find(path))
-    except OSError as error:
-        return f"{path} is damaged and cannot be renamed ({error.strerror})"
-    return f"{path} is damaged and was renamed to {target.name}"
-
-
-def _is_there(path: Path) -> bool:
-    """Whether a checkpoint that was just written has all its files."""
-    try:
-        with read_errors(path):
-            for name, entry in read_manifest(find(path)).files.items():
-                check_member(find(path), name, entry, content=False)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _is_left_over(path: Path, newest: Path) -> bool:
-    """Whether a killed process was writing, replacing or deleting this one."""
-    finished, ending = path.with_suffix(""), path.suffix
-    if ending not in (UNFINISHED, REPLACED) or not CHECKPOINT.fullmatch(finished.name):
-        return False
-    # A checkpoint that is being written now is newer than the newest.
-    return position(finished) <= position(newest) and (ending == UNFINISHED or finished.exists())
-
-
-def _try(act: Callable[[Path], None], path: Path) -> None:
-    """Remove a path if possible; what remains does no harm."""
-    with suppress(OSError):
-        act(path)
+    left = [path for path in folder.glob(f"checkpoint-*{UNFINISHED}") if found]
+    for act, paths in ((remove, left), (delete_checkpoint, found)):
+        for path in paths:
+            if path.name not in stay:
+                with suppress(OSError):  # what remains does no harm
+                    act(path)

@@ -1,7 +1,6 @@
-"""The manifest of a checkpoint, and the functions that open files of a checkpoint.
+"""The manifest of a checkpoint: its files with their sizes and SHA-256 digests.
 
-The manifest lists the files with their sizes and SHA-256 digests, and ends with its own digest. Its
-text is canonical: any other text with the same content is refused.
+It is written last, in one spelling, so that every changed byte of a checkpoint shows.
 """
 
 from __future__ import annotations
@@ -10,28 +9,34 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stretto.errors import CheckpointError, shown
+from safetensors import SafetensorError
+
+from stretto.errors import CheckpointError, first_line, shown
 
 FORMAT = 2
 """Version of the layout; it grows if older readers cannot read it."""
 MANIFEST = "manifest.json"
 RECORDS = "state.json"
-LONGEST_MANIFEST = 16 << 20
-"""Bytes; 100,000 files fit."""
-LONGEST_RECORDS = 128 << 20
-"""Bytes; parsed, it needs up to about twenty times as much."""
 
 CHECKPOINT = re.compile(r"checkpoint-\d{12,}")
 """Names of checkpoint folders."""
-_MEMBER = re.compile(r"state\.json|(?P<group>[A-Za-z0-9_]+)(-(\d{5})-of-(\d{5}))?\.safetensors")
-_CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_TENSORS = re.compile(r"(?P<group>\w+)(-\d{5}-of-\d{5})?\.safetensors", re.ASCII)
+
+
+_UNFIT = (
+    SafetensorError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class DamagedError(Exception):
@@ -45,15 +50,6 @@ class Entry(NamedTuple):
     digest: str
 
 
-class Manifest(NamedTuple):
-    """The content of a manifest."""
-
-    format: int
-    created: str
-    """When it was written, in UTC."""
-    files: dict[str, Entry]
-
-
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
     """Turn errors of reading into a `CheckpointError`."""
@@ -62,11 +58,9 @@ def read_errors(path: Path) -> Iterator[None]:
         yield
     except DamagedError as damage:
         why = str(damage)
-    except MemoryError:
-        why, instead = "there is not enough memory", "free memory and try again"
     except OSError as error:
         name = Path(os.fsdecode(error.filename)).name if error.filename else path.name
-        why = error.strerror or " ".join(map(str, error.args))
+        why = error.strerror or str(error)
         why = why if name == path.name else f"{name}: {why}"
         instead = "try again, or resume from another checkpoint by its path"
     else:
@@ -80,47 +74,44 @@ def group_of(file: str) -> str | None:
     >>> group_of("model-00000-of-00002.safetensors"), group_of("state.json")
     ('model', None)
     """
-    found = _MEMBER.fullmatch(file)
+    found = _TENSORS.fullmatch(file)
     return found["group"] if found else None
 
 
-def manifest_text(files: Mapping[str, tuple[int, str]], *, created: str) -> str:
+def manifest_text(files: Mapping[str, tuple[int, str]]) -> str:
     """Return the manifest for files of these sizes and digests."""
-    return _seal(_spell({"format": FORMAT, "created": created, "files": _listed(files)}))
+    return json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n"
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at `path`.
+def read_manifest(path: Path) -> dict[str, Entry]:
+    """Return the files of the checkpoint at `path`.
 
     Raises:
-        DamagedError: it is not a manifest of stretto.
+        DamagedError: the manifest is missing or changed.
         CheckpointError: there is no checkpoint, or it has a newer format.
     """
-    if not _is_there(path / MANIFEST):
-        if CHECKPOINT.match(path.name) and _is_there(path):
-            raise DamagedError(f"{MANIFEST} is missing" if path.is_dir() else "it is not a folder")
+    try:
+        text = (path / MANIFEST).read_text("utf-8")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        if CHECKPOINT.match(path.name) and os.path.lexists(path):
+            raise DamagedError(f"{MANIFEST} is missing") from None
+        instead = "pass the path of one, such as runs/a/checkpoints/checkpoint-000000004096"
         raise CheckpointError.cannot(
-            f"read {path}",
-            why="no finished checkpoint is there",
-            instead="pass the path of one, such as runs/name/checkpoints/checkpoint-000000004096",
-        )
-    text, document = _read_object(path, MANIFEST, LONGEST_MANIFEST)
+            f"read {path}", why="no finished checkpoint is there", instead=instead
+        ) from None
+    except UnicodeDecodeError:
+        raise DamagedError(f"{MANIFEST} is not what was written") from None
+    document = parse_object(text, MANIFEST)
     version = document.get("format")
-    if type(version) is int and version > FORMAT:
-        raise CheckpointError.cannot(
-            f"read {path}",
-            why=f"it has format {shown(version)} and this version knows up to {FORMAT}",
-            instead="install a newer stretto",
-        )
-    if type(version) is not int or version < FORMAT or not isinstance(document.get("files"), dict):
-        raise DamagedError("its manifest is not one of ours")
-    files = {name: _entry(name, value) for name, value in document["files"].items()}
-    created = document.get("created")
-    expected = _seal(_spell({"format": version, "created": created, "files": _listed(files)}))
-    is_dated = isinstance(created, str) and _CREATED.fullmatch(created) is not None
-    if text != expected or not is_dated or RECORDS not in files:
-        raise DamagedError("its manifest is not what was written")
-    return Manifest(version, str(created), files)
+    if isinstance(version, int) and version > FORMAT:
+        why = f"it has format {shown(version)} and this version knows up to {FORMAT}"
+        raise CheckpointError.cannot(f"read {path}", why=why, instead="install a newer stretto")
+    with damage(MANIFEST):
+        files = {name: Entry(*entry) for name, entry in document["files"].items()}
+        names = [name for name in files if name != RECORDS and not group_of(name)]
+        if names or RECORDS not in files or text != manifest_text(files):
+            raise DamagedError(f"{MANIFEST} is not what was written")
+        return files
 
 
 def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -> None:
@@ -129,121 +120,37 @@ def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -
     Raises:
         DamagedError: the file is missing or changed.
     """
-    with with_file_name(path / name), open(_open(path, name), "rb", buffering=0) as file:
-        if os.fstat(file.fileno()).st_size != entry.size:
-            raise DamagedError(f"{name} is not as long as it was written")
-        if content and hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
-            raise DamagedError(f"{name} is not what was written")
-
-
-def read_member(path: Path, name: str, limit: int) -> bytes:
-    """Return the content of a file of at most `limit` bytes.
-
-    Raises:
-        DamagedError: the file is missing, not a regular file, or longer.
-    """
-    with with_file_name(path / name), open(_open(path, name), "rb") as file:
-        size = os.fstat(file.fileno()).st_size  # so much is allocated at once
-        if size > limit:
-            raise DamagedError(f"{name} is longer than {limit} bytes")
-        return file.read(size)
-
-
-def parse_json(text: str, name: str) -> Any:
-    """Parse JSON; duplicate keys are refused.
-
-    Raises:
-        DamagedError: it is not JSON, or too deep.
-    """
     try:
-        return json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{name} is not JSON ({str(error)[:200]})") from None
+        with (path / name).open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != entry.size:
+                raise DamagedError(f"{name} is not as long as it was written")
+            if content and hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
+                raise DamagedError(f"{name} is not what was written")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise DamagedError(f"{name} is missing") from None
 
 
-def read_document(path: Path) -> dict[str, Any]:
-    """Return the content of `state.json`.
+def parse_object(text: str | bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object.
 
     Raises:
-        DamagedError: it is not a JSON object.
+        DamagedError: it is something else.
     """
-    return _read_object(path, RECORDS, LONGEST_RECORDS)[1]
-
-
-def _read_object(path: Path, name: str, limit: int) -> tuple[str, dict[str, Any]]:
-    """Return the text of a file and the JSON object that it is."""
-    try:
-        text = read_member(path, name, limit).decode("utf-8")
-    except UnicodeDecodeError:
-        raise DamagedError(f"{name} is not text") from None
-    document = parse_json(text, name)
+    with damage(name):
+        document = json.loads(text)
     if not isinstance(document, dict):
         raise DamagedError(f"{name} is not a JSON object")
-    return text, document
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
-    return found
-
-
-def _entry(name: str, value: Any) -> Entry:
-    if not _MEMBER.fullmatch(name):
-        raise DamagedError(f"its manifest names {shown(name)}, which is not a file of a checkpoint")
-    match value:
-        case [int(size), str(digest)] if type(size) is int and size >= 0:
-            if _DIGEST.fullmatch(digest):
-                return Entry(size, digest)
-    raise DamagedError(f"its manifest does not say how long {name} is")
-
-
-def _listed(files: Mapping[str, tuple[int, str]]) -> dict[str, list[Any]]:
-    return {name: list(entry) for name, entry in files.items()}
-
-
-def _spell(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, indent=1)
-
-
-def _seal(text: str) -> str:
-    """Add the digest of a manifest to it."""
-    digest = hashlib.sha256(text.encode("ascii")).hexdigest()
-    return f'{text[:-2]},\n "digest": "{digest}"\n}}\n'
+    return document
 
 
 @contextmanager
-def with_file_name(file: Path) -> Iterator[None]:
-    """Add the file's name to an `OSError`, which lacks it for descriptors and libraries."""
+def damage(name: str) -> Iterator[None]:
+    """Turn errors from the content of a file into `DamagedError`; `OSError` stays."""
     try:
         yield
-    except OSError as error:
-        error.filename = str(file)
+    except OSError:
         raise
-
-
-def _is_there(path: Path) -> bool:
-    """Whether anything is at the path; unlike `os.path.lexists`, other errors are raised."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    return True
-
-
-def _open(path: Path, name: str) -> int:
-    """Open a regular file directly in the folder; nothing else is ever opened."""
-    try:
-        mode = (path / name).lstat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        raise DamagedError(f"{name} is missing") from None
-    if not stat.S_ISREG(mode):
-        raise DamagedError(f"{name} is not a plain file")
-    # If another file has taken its place since, do not follow links and do not block.
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    descriptor = os.open(path / name, flags)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise DamagedError(f"{name} is not a plain file")
-    return descriptor
+    except _UNFIT as error:
+        # The message may contain the name of a tensor, which can be any text.
+        why = "".join(letter if letter.isprintable() else " " for letter in first_line(error))
+        raise DamagedError(f"{name} is not what was written ({why})") from None

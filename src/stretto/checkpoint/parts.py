@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import math
 import os
 import re
@@ -18,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stretto.checkpoint.manifest import RECORDS, DamagedError, Entry
-from stretto.errors import CheckpointError, shown
+from stretto.errors import CheckpointError
 
 
 class FilePart(NamedTuple):
@@ -49,49 +48,20 @@ TensorInfo: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 """The type and shape of what one file has of a tensor."""
 
 
-def single_entry(name: str, parts: Mapping[str, TensorInfo]) -> TensorEntry:
-    """Return the entry of a tensor that is in one file.
+def stored_entry(parts: Mapping[str, TensorInfo], shard: Any) -> TensorEntry:
+    """Return the entry of a tensor from its parts by file; `shard` lists several of them.
 
     Raises:
-        DamagedError: several files have it.
+        DamagedError: they are not what `shard` lists.
     """
-    if len(parts) != 1:
-        raise DamagedError(f"{shown(name)} is there {len(parts)} times")
-    ((file, (dtype, shape)),) = parts.items()
-    return TensorEntry(dtype, shape, 0, (FilePart(file, 0, shape[0] if shape else 1),))
-
-
-def sharded_entry(name: str, parts: Mapping[str, TensorInfo], shard: Any) -> TensorEntry:
-    """Return the entry of a tensor in several files, as `shard` lists them.
-
-    Raises:
-        DamagedError: parts are missing, overlap, or leave gaps.
-    """
-    match shard:
-        case {"shape": [*shape], "dim": int(dim), "pieces": [*listed]}:
-            numbers = [dim, *shape]
-        case _:
-            raise DamagedError(f"{RECORDS} does not say how {shown(name)} is sharded")
-    are_counts = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-    if not are_counts or dim >= len(shape) or len(listed) != len(parts):
-        raise DamagedError(f"{RECORDS} does not say how {shown(name)} is sharded")
-    placed: list[FilePart] = []
-    end = 0
-    for entry in listed:
-        match entry:
-            case [str(file), int(offset)] if file in parts and type(offset) is int:
-                dtype, part = parts[file]
-            case _:
-                raise DamagedError(f"{RECORDS} does not say where the parts of {shown(name)} are")
-        whole = [*part[:dim], shape[dim], *part[dim + 1 :]]
-        same = dtype == parts[listed[0][0]][0] and len(part) == len(shape) and whole == shape
-        if not same or offset != end or file in {part.file for part in placed}:
-            raise DamagedError(f"the parts of {shown(name)} are incomplete or overlap")
-        placed.append(FilePart(file, offset, part[dim]))
-        end += part[dim]
-    if end != shape[dim] or not placed:
-        raise DamagedError(f"the parts of {shown(name)} are incomplete or overlap")
-    return TensorEntry(dtype, tuple(shape), dim, tuple(placed))
+    if shard is None:
+        ((file, (dtype, shape)),) = parts.items()
+        return TensorEntry(dtype, shape, 0, (FilePart(file, 0, shape[0] if shape else 1),))
+    shape, dim, pieces = tuple(shard["shape"]), shard["dim"], shard["pieces"]
+    placed = tuple(FilePart(file, at, parts[file][1][dim]) for file, at in pieces)
+    if sum(part.length for part in placed) != shape[dim]:
+        raise DamagedError(f"{RECORDS} does not describe the tensors")
+    return TensorEntry(parts[placed[0].file][0], shape, dim, placed)
 
 
 DTYPES = {
@@ -146,86 +116,52 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         CheckpointError: the format does not support its type or name.
     """
     if tensor.dtype not in _NAMES:
-        raise CheckpointError.cannot(
-            f"save {name!r}",
-            why=f"the safetensors format has no {tensor.dtype}",
-            instead="store it as another type, such as a view of it as integers",
-        )
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        is_text = False
+        why, instead = f"the safetensors format has no {tensor.dtype}", "store it as another type"
+    elif name == "__metadata__" or name != name.encode(errors="ignore").decode():
+        why, instead = "the safetensors format cannot hold that name", "give it another name"
     else:
-        is_text = name != "__metadata__"
-    if not is_text:
-        raise CheckpointError.cannot(
-            f"save the tensor {name!r}",
-            why="the safetensors format cannot hold that name",
-            instead="give it another name",
-        )
+        return
+    raise CheckpointError.cannot(f"save the tensor {name!r}", why=why, instead=instead)
 
 
-class ShardEntry(NamedTuple):
-    """One rank's shard of a tensor, and its file."""
-
-    shape: Sequence[int]
-    """Shape of the whole tensor."""
-    dim: int
-    offset: int
-    length: int
-    file: str
+ShardEntry: TypeAlias = tuple[Sequence[int], int, int, int, str]
+"""One rank's shard of a tensor: shape of the whole, dimension, offset, length and file."""
 
 
 class RankPart(NamedTuple):
-    """The files and shards that one rank wrote."""
+    """The files and shards that one rank wrote; JSON keeps it as a list."""
 
-    files: dict[str, Entry]
+    files: dict[str, tuple[int, str]]
     aliases: Mapping[str, Mapping[str, str]]
-    entries: dict[str, dict[str, ShardEntry]]
+    shards: dict[str, dict[str, ShardEntry]]
     """By group and name."""
 
-    def to_text(self) -> str:
-        """Return it as JSON, for the first rank."""
-        return json.dumps(self)
 
-    @staticmethod
-    def from_text(text: str) -> RankPart:
-        """Read the text of `to_text`."""
-        files, aliases, entries = json.loads(text)
-        for named in entries.values():
-            named.update((name, ShardEntry(*entry)) for name, entry in named.items())
-        return RankPart({name: Entry(*one) for name, one in files.items()}, aliases, entries)
-
-
-def merge(parts: Sequence[RankPart]) -> tuple[str, str]:
-    """Return aliases and shards of the whole checkpoint as JSON; parts are in rank order.
+def merge(parts: Sequence[RankPart]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the aliases and shards of the whole checkpoint; parts are in rank order.
 
     Raises:
         CheckpointError: the shards of a tensor are incomplete or overlap.
     """
-    aliases = parts[0].aliases
-    shards: dict[str, dict[str, Any]] = {group: {} for group in aliases}
-    for group in aliases:
+    aliases = {group: named for group, named in parts[0].aliases.items() if named}
+    shards: dict[str, dict[str, Any]] = {}
+    for group in dict.fromkeys(group for part in parts for group in part.shards):
         gathered: dict[str, list[ShardEntry]] = {}
         for part in parts:
-            for name, entry in part.entries.get(group, {}).items():
+            for name, entry in part.shards.get(group, {}).items():
                 gathered.setdefault(name, []).append(entry)
         for name, entries in gathered.items():
-            entries.sort(key=lambda entry: entry.offset)
+            entries.sort(key=lambda entry: entry[2])
             shape, dim, *_ = entries[0]
-            ends = [entry.offset + entry.length for entry in entries]
-            if (
-                any((entry.shape, entry.dim) != (shape, dim) for entry in entries)
-                or [entry.offset for entry in entries] != [0, *ends[:-1]]
-                or ends[-1] != shape[dim]
-                or name in aliases[group]
-            ):
+            ends = [offset + length for _, _, offset, length, _ in entries]
+            starts = [offset for _, _, offset, _, _ in entries]
+            is_same = all(entry[:2] == entries[0][:2] for entry in entries)
+            if not is_same or starts != [0, *ends[:-1]] or ends[-1] != shape[dim]:
                 raise CheckpointError.cannot(
                     f"save {name!r} of {group}",
                     why=f"the shards of the ranks do not form a tensor of shape {tuple(shape)}",
                     instead="save from every rank that has a shard, all at the same step",
                 )
-            pieces = [[entry.file, entry.offset] for entry in entries]
-            shards[group][name] = {"shape": shape, "dim": dim, "pieces": pieces}
-    encode = json.JSONEncoder(separators=(",", ":")).encode
-    return encode(aliases), encode(shards)
+            pieces = [[file, offset] for _, _, offset, _, file in entries]
+            shards.setdefault(group, {})[name] = {"shape": shape, "dim": dim, "pieces": pieces}
+    return aliases, shards

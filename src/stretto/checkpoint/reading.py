@@ -1,39 +1,33 @@
-"""Read and describe a checkpoint: verified first, in parts, and never unpickled.
-
-Nothing is allocated beyond the size of the files.
-"""
+"""Read and describe a checkpoint: verified first, in parts, and never unpickled."""
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from stretto.checkpoint.manifest import (
-    MANIFEST,
     RECORDS,
     DamagedError,
-    Manifest,
+    Entry,
     check_member,
+    damage,
     group_of,
-    read_document,
+    parse_object,
     read_errors,
     read_manifest,
-    with_file_name,
 )
-from stretto.checkpoint.parts import DTYPES, TensorEntry, sharded_entry, single_entry
-from stretto.checkpoint.writing import REPLACED
-from stretto.errors import CheckpointError, StrettoError, shown
-from stretto.timing import Horizon, Timestamp
+from stretto.checkpoint.parts import DTYPES, TensorEntry, TensorInfo, stored_entry
+from stretto.errors import CheckpointError, shown
 
 PAUSES = (0.1, 0.4)
 """Seconds to wait before each retry of a failed read."""
@@ -64,23 +58,23 @@ class CheckpointReader:
     tensor([4, 5])
     """
 
-    def __init__(self, path: Path, manifest: Manifest, document: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, files: Mapping[str, Entry]) -> None:
         self._path = path
-        self.manifest = manifest
-        self.records: dict[str, Any] = _mapping(document, "records")
-        self._files: dict[str, Any] = {}
-        self._entries: dict[str, dict[str, TensorEntry]] = {}
-        self._aliases: dict[str, dict[str, str]] = {}
-        shards = _mapping(document, "shards")
-        for group, aliases in _mapping(document, "aliases").items():
-            places = self._index(group, _mapping(shards, group))
-            self._entries[group] = places
-            self._aliases[group] = _checked_aliases(group, aliases, places)
-        unknown = {group_of(name) for name in manifest.files} - {None, *self._entries}
-        if unknown:
-            raise DamagedError(
-                f"{RECORDS} does not describe {', '.join(sorted(map(str, unknown)))}"
-            )
+        self._open: Callable[[Path], Any] = cache(partial(safe_open, framework="pt", device="cpu"))
+        document = parse_object((path / RECORDS).read_bytes(), RECORDS)
+        with damage(RECORDS):
+            self.created: str | None = document["created"]
+            """When it was written, in UTC."""
+            self.records: dict[str, Any] = document["records"]
+            self._aliases: dict[str, dict[str, str]] = document["aliases"]
+            groups: dict[str, list[str]] = {}
+            for name in files:
+                if (group := group_of(name)) is not None:
+                    groups.setdefault(group, []).append(name)
+            self._entries = {
+                group: self._index(own, document["shards"].get(group, {}))
+                for group, own in groups.items()
+            }
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -112,9 +106,9 @@ class CheckpointReader:
         place = self._entry(group, name)
         if place.shape:
             return self.part(group, name, place.dim, 0, place.shape[place.dim])
-        with read_errors(self._path), _safetensors_errors(place.parts[0].file):
-            opened = self._open(place.parts[0].file)
-            tensor: Tensor = opened.get_tensor(self.original(group, name))
+        file = place.parts[0].file
+        with read_errors(self._path), damage(file):
+            tensor: Tensor = self._open(self._path / file).get_tensor(self.original(group, name))
             return tensor.clone()
 
     def part(self, group: str, name: str, dim: int, offset: int, length: int) -> Tensor:
@@ -126,14 +120,11 @@ class CheckpointReader:
         place = self._entry(group, name)
         shape = list(place.shape)
         if not (0 <= dim < len(shape) and 0 <= offset <= offset + length <= shape[dim]):
-            raise CheckpointError.cannot(
-                f"read {length} indices from {offset} of dimension {dim} of {shown(name)}",
-                why=f"its shape is {place.shape}",
-                instead="ask for a part of it",
-            )
+            what = f"read {length} indices from {offset} of dimension {dim} of {shown(name)}"
+            why = f"its shape is {place.shape}"
+            raise CheckpointError.cannot(what, why=why, instead="ask for a part of it")
         shape[dim] = length
-        with read_errors(self._path), _safetensors_errors(self._path.name):
-            result = torch.empty(shape, dtype=place.dtype)
+        result = torch.empty(shape, dtype=place.dtype)
         begin = offset if dim == place.dim else 0
         for part in place.parts:
             first = max(begin, part.offset)
@@ -143,8 +134,9 @@ class CheckpointReader:
             index = [slice(None)] * len(shape)
             index[dim] = slice(offset, offset + length)
             index[place.dim] = slice(first - part.offset, last - part.offset)
-            with read_errors(self._path), _safetensors_errors(part.file):
-                read = self._open(part.file).get_slice(self.original(group, name))[tuple(index)]
+            with read_errors(self._path), damage(part.file):
+                opened = self._open(self._path / part.file)
+                read = opened.get_slice(self.original(group, name))[tuple(index)]
                 result.narrow(place.dim, first - begin, last - first).copy_(read)
         return result
 
@@ -152,41 +144,21 @@ class CheckpointReader:
         try:
             return self._entries[group][self.original(group, name)]
         except KeyError:
-            raise CheckpointError.cannot(
-                f"read {shown(name)} of {shown(group)} from {self._path}",
-                why="there is no such tensor",
-                instead="ask for one of names(group)",
-            ) from None
+            what, why = f"read {shown(name)} of {shown(group)}", "there is no such tensor"
+            instead = "ask for one of names(group)"
+            raise CheckpointError.cannot(what, why=why, instead=instead) from None
 
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            # safetensors maps the file into memory, so check its size and type first.
-            check_member(self._path, file, self.manifest.files[file], content=False)
-            with with_file_name(self._path / file):
-                self._files[file] = safe_open(self._path / file, framework="pt", device="cpu")
-        return self._files[file]
-
-    def _index(self, group: str, shards: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    def _index(self, files: Sequence[str], shards: Mapping[str, Any]) -> dict[str, TensorEntry]:
         """Index the tensors of a group."""
-        found: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
-        files = [name for name in self.manifest.files if group_of(name) == group]
-        if not files:
-            raise DamagedError(f"the tensors of {shown(group)} are missing")
+        found: dict[str, dict[str, TensorInfo]] = {}
         for file in files:
-            with _safetensors_errors(file):
-                opened = self._open(file)
+            with damage(file):
+                opened = self._open(self._path / file)
                 for name in opened.keys():  # noqa: SIM118  not a mapping
                     header = opened.get_slice(name)
                     like = DTYPES[header.get_dtype()], tuple(header.get_shape())
                     found.setdefault(name, {})[file] = like
-        if not found.keys() >= shards.keys():
-            raise DamagedError(f"a tensor of {group} is missing")
-        return {
-            name: sharded_entry(name, parts, shards[name])
-            if name in shards
-            else single_entry(name, parts)
-            for name, parts in found.items()
-        }
+        return {name: stored_entry(parts, shards.get(name)) for name, parts in found.items()}
 
 
 def open_checkpoint(
@@ -196,8 +168,7 @@ def open_checkpoint(
 
     Args:
         path: its folder.
-        verify: read every file once and compare it with the manifest. Sizes, shapes and the
-            manifest itself are always checked.
+        verify: read every file once and compare it with the manifest. Sizes are always checked.
         sleep: waits some seconds before a retry of a failed read.
 
     >>> import tempfile
@@ -215,16 +186,11 @@ def open_checkpoint(
 
 
 def with_retries(work: Callable[[], _T], sleep: Callable[[float], None]) -> _T:
-    """Return `work()`; retry on system errors, from which network file systems recover.
-
-    Raises:
-        OSError: all attempts failed.
-        MemoryError: all attempts failed.
-    """
+    """Return `work()`; retry on system errors, from which network file systems recover."""
     for pause in PAUSES:
         try:
             return work()
-        except (OSError, MemoryError):
+        except OSError:
             sleep(pause)
     return work()
 
@@ -235,14 +201,12 @@ def open_or_damage(path: Path, *, verify: bool = True) -> CheckpointReader:
     Raises:
         DamagedError: it is damaged.
         OSError: it cannot be read.
-        MemoryError: there is too little memory to read it.
         CheckpointError: it is not a checkpoint, or has a newer format.
     """
-    path = find(path)
-    manifest = read_manifest(path)
-    for name, entry in manifest.files.items():
+    files = read_manifest(path)
+    for name, entry in files.items():
         check_member(path, name, entry, content=verify)
-    return CheckpointReader(path, manifest, read_document(path))
+    return CheckpointReader(path, files)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -276,16 +240,16 @@ def load_weights(model: nn.Module, path: Path, *, averaged: bool = False) -> Non
     reader = open_checkpoint(path)
     weights = {name: reader.tensor("model", name) for name in reader.names("model")}
     if averaged:
-        names = reader.names("callbacks") if "callbacks" in reader.groups else ()
-        parts = [(name, name.partition(".average.")[2]) for name in names]
-        found = {own: reader.tensor("callbacks", name) for name, own in parts if own in weights}
+        found = {
+            name.removeprefix("average."): reader.tensor(group, name)
+            for group in reader.groups
+            for name in reader.names(group)
+            if group.startswith("callback_") and name.startswith("average.")
+        }
         if not found:
-            raise CheckpointError.cannot(
-                f"load averaged weights from {path}",
-                why="no callback of the run has averaged them",
-                instead="train with callbacks=[ExponentialMovingAverage(...)], or leave averaged "
-                "out",
-            )
+            what, why = f"load averaged weights from {path}", "no callback has averaged them"
+            instead = "train with an ExponentialMovingAverage, or leave averaged out"
+            raise CheckpointError.cannot(what, why=why, instead=instead)
         weights |= found
     try:
         model.load_state_dict(weights)
@@ -297,49 +261,6 @@ def load_weights(model: nn.Module, path: Path, *, averaged: bool = False) -> Non
         ) from None
 
 
-def find(path: Path) -> Path:
-    """Return the real path of a checkpoint: the old one if a replacement was interrupted."""
-    aside = path.with_name(path.name + REPLACED)
-    return aside if not os.path.lexists(path) and os.path.lexists(aside) else path
-
-
-@contextmanager
-def _safetensors_errors(file: str) -> Iterator[None]:
-    """Turn errors of the safetensors library into `DamagedError`."""
-    try:
-        yield
-    except (
-        SafetensorError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        # The message may contain the name of a tensor, which can be any text.
-        why = "".join(c if c.isprintable() else " " for c in str(error)[:200])
-        raise DamagedError(
-            f"{file} is not a file of tensors ({type(error).__name__}: {why})"
-        ) from None
-
-
-def _mapping(document: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = document.get(key)
-    if not isinstance(found, dict):
-        raise DamagedError(f"{RECORDS} has no {shown(key)}")
-    return found
-
-
-def _checked_aliases(group: str, aliases: Any, places: Mapping[str, TensorEntry]) -> dict[str, str]:
-    if not isinstance(aliases, dict):
-        raise DamagedError(f"the aliases in {shown(group)} are damaged")
-    for name, original in aliases.items():
-        if not isinstance(original, str) or original not in places or name in places:
-            raise DamagedError(f"{shown(name)} of {shown(group)} is an alias of {shown(original)}")
-    return aliases
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
@@ -348,6 +269,7 @@ class TensorGroup:
     name: str
     num_tensors: int
     """Tensors that share memory count once."""
+    num_elements: int
     num_bytes: int
     dtypes: Mapping[str, int]
     """Number of tensors by type."""
@@ -361,16 +283,12 @@ class Description:
     path: str
     damage: str | None
     """What is wrong with it; None if it is undamaged."""
-    format: int | None
-    """Version of the layout; None if unknown."""
-    created: str | None
-    """When it was written, in UTC; None for older formats."""
-    position: Mapping[str, float]
-    """The position of the run, by unit of time; only known units."""
-    groups: tuple[TensorGroup, ...]
-    num_parameters: int
-    """Number of elements in the group `model`, floating-point buffers included."""
-    files: Mapping[str, int]
+    created: str | None = None
+    """When it was written, in UTC; None if unknown."""
+    position: Mapping[str, float] = field(default_factory=dict)
+    """The position of the run, by unit of time."""
+    groups: tuple[TensorGroup, ...] = ()
+    files: Mapping[str, int] = field(default_factory=dict)
     """Bytes of each file."""
 
     @property
@@ -384,10 +302,8 @@ class Description:
 
     def __str__(self) -> str:
         rows = [
-            ("format", "" if self.format is None else str(self.format)),
             ("written", self.created or ""),
-            ("position", "  ".join(_amount(*pair) for pair in self.position.items())),
-            ("weights and buffers", f"{self.num_parameters:,}" if self.groups else ""),
+            ("position", "  ".join(f"{value:.15g}{unit}" for unit, value in self.position.items())),
             *((group.name, _tensors(group)) for group in self.groups),
             *((name, f"{size:,} bytes") for name, size in self.files.items()),
         ]
@@ -405,99 +321,45 @@ def describe(path: Path) -> Description:
     >>> path = checkpoint_path(Path(tempfile.mkdtemp()), sample=4096)
     >>> write_checkpoint(path, {"model": {"weight": torch.ones(2, 3)}}, {})
     >>> found = describe(path)
-    >>> found.is_whole, found.num_parameters, found.groups[0].dtypes
+    >>> found.is_whole, found.groups[0].num_elements, found.groups[0].dtypes
     (True, 6, {'float32': 1})
 
     Raises:
         CheckpointError: there is no checkpoint, or it has a newer format, or it cannot be read.
     """
-    place = find(path)
+    files: dict[str, Entry] = {}
+    wrong: list[str] = []
     with read_errors(path):
         try:
-            manifest = read_manifest(place)
-        except DamagedError as damage:
-            return _described(path, str(damage))
-        wrong = []
-        for name, entry in manifest.files.items():
-            try:
-                check_member(place, name, entry)
-            except DamagedError as damage:
-                wrong.append(str(damage))
-        try:
-            reader = open_or_damage(place, verify=False)
-        except DamagedError as damage:
-            # A damaged file explains this error, so do not report it twice.
-            return _described(path, "; ".join(wrong) or str(damage), manifest)
-    return _described(path, "; ".join(wrong) or None, manifest, reader)
-
-
-def _described(
-    path: Path,
-    damage: str | None,
-    manifest: Manifest | None = None,
-    reader: CheckpointReader | None = None,
-) -> Description:
-    place = find(path)
-    files = {name: entry.size for name, entry in manifest.files.items()} if manifest else {}
-    if os.path.lexists(place / MANIFEST):
-        files = {MANIFEST: (place / MANIFEST).lstat().st_size, **files}
-    return Description(
-        path=str(path),
-        damage=damage,
-        format=manifest.format if manifest else None,
-        created=manifest.created if manifest else None,
-        position=_position(reader.records) if reader else {},
-        groups=tuple(_group(reader, name) for name in reader.groups) if reader else (),
-        num_parameters=_num_parameters(reader) if reader else 0,
-        files=files,
-    )
+            files = read_manifest(path)
+            for name, entry in files.items():
+                try:
+                    check_member(path, name, entry)
+                except DamagedError as damaged:
+                    wrong.append(str(damaged))
+            reader = None if wrong else CheckpointReader(path, files)
+        except DamagedError as damaged:
+            wrong, reader = [str(damaged)], None
+    sizes = {name: entry.size for name, entry in files.items()}
+    if reader is None:
+        return Description(str(path), "; ".join(wrong), files=sizes)
+    position: dict[str, float] = reader.records.get("position", {})
+    groups = tuple(_group(reader, name) for name in reader.groups)
+    return Description(str(path), None, reader.created, position, groups, sizes)
 
 
 def _group(reader: CheckpointReader, group: str) -> TensorGroup:
     entries = reader.entries(group)
     dtypes = Counter(str(entry.dtype).removeprefix("torch.") for entry in entries)
-    num_bytes = sum(entry.num_bytes for entry in entries)
-    ordered = sorted(dtypes.items(), key=lambda pair: (-pair[1], pair[0]))
-    return TensorGroup(group, len(entries), num_bytes, dict(ordered))
-
-
-def _num_parameters(reader: CheckpointReader) -> int:
-    return sum(
-        entry.num_bytes // entry.dtype.itemsize
-        for entry in reader.entries("model")
-        if entry.dtype.is_floating_point or entry.dtype.is_complex
+    return TensorGroup(
+        group,
+        len(entries),
+        num_elements=sum(math.prod(entry.shape) for entry in entries),
+        num_bytes=sum(entry.num_bytes for entry in entries),
+        dtypes=dict(dtypes.most_common()),
     )
-
-
-def _position(records: Mapping[str, Any]) -> dict[str, float]:
-    """The position of a run, in every unit that its records contain."""
-    position: dict[str, float] = {}
-    try:
-        timestamp = Timestamp.from_state(records["loader"]["clock"])
-        samples = _num_samples(records["loader"].get("order"))
-        within = timestamp.sample_in_epoch / samples if samples else 0
-        position |= {"ep": timestamp.epoch + within, "ba": timestamp.batch, "sp": timestamp.sample}
-        if timestamp.token:
-            position["tok"] = timestamp.token
-        position["sec"] = timestamp.run_nanoseconds / 1e9
-        horizon = Horizon(records["setup"]["max_duration"], dataset_num_samples=samples)
-        position["dur"] = horizon.elapsed(timestamp)
-    except (StrettoError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-        pass  # foreign records, or an older version: report what is known
-    return position
-
-
-def _num_samples(order: Any) -> int | None:
-    found = order.get("num_samples") if isinstance(order, dict) else None
-    return found if type(found) is int and found > 0 else None
-
-
-def _amount(unit: str, value: float) -> str:
-    # A count may be too large to be a float.
-    return f"{value if isinstance(value, int) else f'{value:.15g}'}{unit}"
 
 
 def _tensors(group: TensorGroup) -> str:
     types = ", ".join(f"{count} {dtype}" for dtype, count in group.dtypes.items())
-    size = f"{group.num_tensors:,} tensors, {group.num_bytes:,} bytes"
-    return f"{size} ({types})" if types else size
+    return f"{group.num_tensors:,} tensors, {group.num_bytes:,} bytes ({types})"

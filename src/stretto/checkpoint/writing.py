@@ -7,13 +7,13 @@ next begins. Nothing here communicates with other ranks or warns, so it can run 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,31 +21,20 @@ from typing import Any
 from torch import Tensor
 
 from stretto._location import local_path
-from stretto.checkpoint.manifest import (
-    LONGEST_RECORDS,
-    MANIFEST,
-    RECORDS,
-    Entry,
-    manifest_text,
-)
-from stretto.checkpoint.parts import RankPart, ShardEntry, merge, write_tensors
+from stretto.checkpoint.manifest import MANIFEST, RECORDS, Entry, group_of, manifest_text
+from stretto.checkpoint.parts import RankPart, merge, write_tensors
 from stretto.checkpoint.sharding import HostCopies, Shard, Staged, Tensors
 from stretto.errors import CheckpointError
 
 UNFINISHED = ".tmp"
 """Ending of a folder that is being written or deleted."""
-REPLACED = ".replaced"
-"""Ending of a checkpoint that is about to be replaced."""
-BAD = ".bad"
-"""Ending of a path that is named like a checkpoint but is damaged."""
-_GROUP = re.compile(r"[A-Za-z0-9_]+")
 
 
 def write_checkpoint(path: Path, tensors: Tensors, records: Mapping[str, Any] | str) -> None:
     """Write a checkpoint at `path` from one process, atomically.
 
     Args:
-        path: the folder to create. An existing one is replaced when the new one is complete.
+        path: the folder to create.
         tensors: tensors by group (one safetensors file each) and name; tensors that share memory
             are stored once.
         records: other state as JSON, or the text of `encode_records`.
@@ -58,8 +47,7 @@ def write_checkpoint(path: Path, tensors: Tensors, records: Mapping[str, Any] | 
     {'epoch': 1}
 
     Raises:
-        CheckpointError: it cannot be written, or the records are not JSON. An existing checkpoint
-            is kept.
+        CheckpointError: it cannot be written, the path exists, or the records are not JSON.
     """
     text = records if isinstance(records, str) else encode_records(records)
     staged = HostCopies().take(tensors)
@@ -81,23 +69,16 @@ def encode_records(records: Mapping[str, Any]) -> str:
     '{"epoch":1}'
 
     Raises:
-        CheckpointError: they are not JSON, or too long.
+        CheckpointError: they are not JSON.
     """
     try:
-        text = json.dumps(dict(records), separators=(",", ":"))
+        return _encode(dict(records))
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError.cannot(
             "save the state of the run",
             why=f"it is not JSON ({error})",
             instead="return numbers, texts, lists and dicts from state_dict()",
         ) from error
-    if len(text) > LONGEST_RECORDS // 2:
-        raise CheckpointError.cannot(
-            "save the state of the run",
-            why=f"it is {len(text):,} bytes long as JSON, apart from the tensors",
-            instead="keep large arrays as buffers of the model",
-        )
-    return text
 
 
 def begin_checkpoint(path: Path) -> None:
@@ -126,26 +107,28 @@ def write_part(path: Path, staged: Staged, *, rank: int = 0, world_size: int = 1
     """
     folder = _unfinished(path)
     part = RankPart({}, staged.aliases, {})
+    place = f"-{rank:05d}-of-{world_size:05d}" if world_size > 1 else ""
     with _writing(path):
         for group, named in staged.tensors.items():
-            _check_group(group)
-            file = _file(group, rank, world_size)
+            file = f"{group}{place}.safetensors"
+            if group_of(file) != group:
+                raise CheckpointError.bad(
+                    "group", group, "it names a file", "use letters, digits and underscores"
+                )
             own: dict[str, Tensor] = {}
-            entries = part.entries[group] = {}
+            shards = part.shards[group] = {}
             for name, entry in named.items():
                 if isinstance(entry, Shard):
                     length = entry.local.shape[entry.dim]
                     # The first rank also writes an empty shard, so that the type is known.
                     if length or rank == 0:
                         own[name] = entry.local
-                        entries[name] = ShardEntry(
-                            entry.shape, entry.dim, entry.offset, length, file
-                        )
+                        shards[name] = (entry.shape, entry.dim, entry.offset, length, file)
                 elif rank == 0:
                     own[name] = entry
             if own or rank == 0:
                 part.files[file] = write_tensors(folder / file, own)
-        _write(folder / _part_file(rank), part.to_text())
+        _write(folder / _part_file(rank), _encode(part))
 
 
 def finish_checkpoint(
@@ -153,39 +136,48 @@ def finish_checkpoint(
     records: Mapping[str, Any] | str,
     *,
     world_size: int = 1,
+    others: Iterable[Path] = (),
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Make a checkpoint whole and put it in its place; the first rank does, when all have written.
+    """Complete a checkpoint and rename it; call it on the first rank when all have written.
 
     Args:
-        path: where it goes; one that is there already is replaced.
+        path: where it goes.
         records: other state as JSON, or the text of `encode_records`.
         world_size: number of ranks that wrote a part.
+        others: files that the records refer to; they are flushed to disk first.
         clock: seconds since 1970.
 
     Raises:
-        CheckpointError: it cannot be written, or the parts are incomplete; what was there
-            before is still there.
+        CheckpointError: it cannot be written, the path exists, or the parts are incomplete.
     """
     text = records if isinstance(records, str) else encode_records(records)
     folder = _unfinished(path)
     with _writing(path):
+        for other in others:
+            synchronize(other)
         parts = []
         for rank in range(world_size):
             file = folder / _part_file(rank)
-            parts.append(RankPart.from_text(file.read_text()))
+            parts.append(RankPart(*json.loads(file.read_bytes())))
             file.unlink()
-        aliases, shards = merge(parts)
-        document = f'{{"aliases":{aliases},\n"shards":{shards},\n"records":{text}}}\n'
-        files = {name: written for part in parts for name, written in part.files.items()}
-        files[RECORDS] = _write(folder / RECORDS, document)
-        for name, written in files.items():
-            if (folder / name).stat().st_size != written.size:
-                raise OSError(f"{name} was changed while it was written")
+        aliases, shards = map(_encode, merge(parts))
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(clock()))
-        _write(folder / MANIFEST, manifest_text(files, created=created))
+        files = {name: written for part in parts for name, written in part.files.items()}
+        files[RECORDS] = _write(
+            folder / RECORDS,
+            f'{{"created":"{created}",\n"aliases":{aliases},\n"shards":{shards},\n'
+            f'"records":{text}}}\n',
+        )
+        for name, (size, _) in files.items():
+            if (folder / name).stat().st_size != size:
+                raise OSError(f"{name} was changed while it was written")
+        _write(folder / MANIFEST, manifest_text(files))
         synchronize(folder)
-        _put_in_place(folder, path)
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        folder.rename(path)
+        synchronize(path.parent)
 
 
 def abandon_checkpoint(path: Path) -> None:
@@ -206,32 +198,17 @@ def delete_checkpoint(path: Path) -> None:
     remove(_unfinished(path))
 
 
-def synchronize(folder: Path) -> None:
-    """Flush the names in a folder to disk (fsync)."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def synchronize(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a device, such as /dev/null
+            error.filename = str(path)
+            raise
     finally:
         os.close(descriptor)
-
-
-def _put_in_place(folder: Path, path: Path) -> None:
-    aside = path.with_name(path.name + REPLACED)
-    if os.path.lexists(path) and (path.is_symlink() or not (path / MANIFEST).is_file()):
-        rename_bad(path)  # not written by this module
-    is_replaced = os.path.lexists(path)
-    if is_replaced:
-        # A folder cannot replace another in one step. Meanwhile, readers find the renamed one.
-        remove(aside)
-        path.rename(aside)
-    try:
-        folder.rename(path)
-    except OSError:
-        if is_replaced:
-            aside.rename(path)
-        raise
-    synchronize(path.parent)
-    remove(aside)
 
 
 def _write(file: Path, text: str) -> Entry:
@@ -242,20 +219,6 @@ def _write(file: Path, text: str) -> Entry:
         opened.flush()
         os.fsync(opened.fileno())
     return Entry(len(content), hashlib.sha256(content).hexdigest())
-
-
-def rename_bad(path: Path) -> Path:
-    """Rename a damaged checkpoint to end in `.bad`, `.bad2` and so on; return its new path.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
-    target = path.with_name(path.name.removesuffix(REPLACED) + BAD)
-    number = 1
-    while os.path.lexists(target):
-        number += 1
-        target = target.with_suffix(f"{BAD}{number}")
-    return path.rename(target)
 
 
 def remove(path: Path) -> None:
@@ -278,18 +241,8 @@ def _part_file(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
-def _file(group: str, rank: int, world_size: int) -> str:
-    place = f"-{rank:05d}-of-{world_size:05d}" if world_size > 1 else ""
-    return f"{group}{place}.safetensors"
-
-
-def _check_group(group: str) -> None:
-    if not _GROUP.fullmatch(group):
-        raise CheckpointError.cannot(
-            f"save the group of tensors {group!r}",
-            why="a file is named after it",
-            instead="use letters, digits and underscores",
-        )
+def _encode(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 @contextmanager

@@ -2,131 +2,110 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from stretto.config.run import RunConfig
 from stretto.config.training import Finding, build_finding
-from stretto.errors import ConfigError, shown
+from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size, find_num_ranks
 from stretto.memory.finding.estimators import NoEstimateError
-from stretto.memory.finding.finder import FindMethod
 from stretto.memory.search import MAXIMUM
 from stretto.report.memory import memory_table, ranks_table
 
 ABSTRACT = ("auto", "predict")
-"""Ways that need no model with values."""
+"""Methods that need no model with values."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The ranks that are asked about."""
-
-    world_sizes: tuple[int, ...] = ()
-    shard: str | None = None
-    micro_batch_size: int | None = None
-    """Not None: how few ranks will do for it."""
-
-    @classmethod
-    def of(cls, world_size: str | None, shard: str | None, micro_batch_size: int | None) -> Spread:
-        """Read the options of the command line.
-
-        Raises:
-            ConfigError: the numbers of ranks cannot be read.
-        """
-        parts = [] if world_size is None else world_size.split(",")
-        if not all(part.strip().isdecimal() and int(part) for part in parts):
-            raise ConfigError.cannot(
-                f"read --world-size {shown(world_size)}",
-                why="it is not a positive number, or several with commas between them",
-                instead="write for example 64 or 8,16,64",
-            )
-        return cls(tuple(map(int, parts)), shard, micro_batch_size)
-
-
-def ask(config: RunConfig, *, method: str, device_memory: str | None, **wishes: Any) -> Answer:
-    """Return the largest micro-batch; without memory for the model where that will do."""
-
-    def find(found: Finding, method: str) -> Answer:
-        if wishes["maximum"] is None:
-            wishes["maximum"] = found.num_samples or MAXIMUM
-        return find_batch_size(
-            found.step,
-            found.batch,
-            accumulation=found.accumulation,
-            measures_noise=found.measures_noise,
-            method=cast(FindMethod, method),  # looked at there
-            device_memory=device_memory,
-            **wishes,
-        )
-
-    if device_memory is not None and method in ABSTRACT:
-        # The model may be larger than this machine, so it is built without memory first.
-        try:
-            found = build_finding(config, on_meta=True)
-        except (ConfigError, RuntimeError, NotImplementedError):
-            pass  # it reads values while it is built, or is wrong: the next attempt will say
-        else:
-            try:
-                return find(found, "predict")
-            except NoEstimateError:
-                if method == "predict":
-                    raise
-    return find(build_finding(config), method)
-
-
-class _Said(NamedTuple):
-    """An answer about ranks, as text and for JSON."""
+class Found(NamedTuple):
+    """An answer as text and for JSON."""
 
     text: str
     plain: Any
+    of_device: Answer | None = None
+    """The answer for one device, which can be drawn."""
+
+    @classmethod
+    def of(cls, answer: Answer) -> Found:
+        """Return the answer for one device."""
+        text = f"{memory_table(answer)}\n\n{answer}".lstrip()
+        return cls(text, _to_record(answer), answer)
+
+
+def for_device(config: RunConfig, *, method: str, **asked: Any) -> Found:
+    """Return the largest micro-batch, without memory for the model if that is enough."""
+    found = None
+    if asked["device_memory"] is not None and method in ABSTRACT:
+        # The model may be larger than this machine. If it reads values while it is built, or is
+        # wrong, it is built again with them.
+        with suppress(ConfigError, RuntimeError, NotImplementedError):
+            found = build_finding(config, on_meta=True)
+    if found is not None:
+        try:
+            return Found.of(_find(found, method="predict", **asked))
+        except NoEstimateError:
+            if method == "predict":
+                raise
+    return Found.of(_find(build_finding(config), method=method, **asked))
+
+
+def _find(found: Finding, **asked: Any) -> Answer:
+    if asked["maximum"] is None:
+        asked["maximum"] = found.num_samples or MAXIMUM
+    return find_batch_size(found.step, found.batch, **_facts(found), **asked)
+
+
+def _facts(found: Finding) -> dict[str, Any]:
+    return {"accumulation": found.accumulation, "measures_noise": found.measures_noise}
 
 
 def for_ranks(
-    config: RunConfig, spread: Spread, device_memory: str | None, *, method: str, **wishes: Any
-) -> _Said:
-    """Answer for simulated ranks of GPUs.
+    config: RunConfig,
+    world_size: str | None,
+    micro_batch_size: int | None,
+    *,
+    method: str,
+    shard: str | None,
+    **asked: Any,
+) -> Found:
+    """Return the largest micro-batch of simulated ranks of GPUs, or the fewest ranks for one.
 
     Raises:
-        ConfigError: the options do not go together.
+        ConfigError: the options contradict each other, or the numbers of ranks cannot be read.
     """
-    if device_memory is None or method not in ABSTRACT:
+    if asked["device_memory"] is None or method not in ABSTRACT:
         raise ConfigError.cannot(
-            "find a batch size for ranks that are not here",
-            why="the memory of their devices is not known"
-            if device_memory is None
-            else f"method {method!r} needs the devices",
-            instead="write --device-memory, for example 80GiB, and leave --method out",
+            "find a batch size for simulated ranks",
+            why="the memory of their devices is not known, or the method needs the devices",
+            instead="write --device-memory, for example 80GiB, without --method",
+        )
+    numbers = (world_size or "1").split(",")
+    if not all(number.strip().isdecimal() and int(number) for number in numbers):
+        raise ConfigError.bad(
+            "--world-size", world_size, "it is not a list of numbers", "write 64 or 8,16,64"
         )
     found = build_finding(config, on_meta=True)
-    shard = spread.shard or config.parallel
-    about = {
-        "accumulation": found.accumulation,
-        "measures_noise": found.measures_noise,
-        "device_memory": device_memory,
-        "shard": shard,
-        **{name: wishes[name] for name in ("gpu", "context", "margin")},
-    }
-    if spread.micro_batch_size is not None:
-        fewest = find_num_ranks(found.step, found.batch, spread.micro_batch_size, **about)
-        record = {"num_ranks": fewest.num_ranks, "rows": [row._asdict() for row in fewest.rows]}
-        return _Said(str(fewest), record)
-    for name in ("minimum", "maximum", "multiple_of", "power_of_two"):
-        if wishes[name] is not None:
-            about[name] = wishes[name]
+    asked |= {"shard": shard or config.parallel, **_facts(found)}
+    if micro_batch_size is not None:
+        names = ("minimum", "maximum", "multiple_of", "power_of_two")
+        rest = {name: value for name, value in asked.items() if name not in names}
+        fewest = find_num_ranks(found.step, found.batch, micro_batch_size, **rest)
+        rows = [row._asdict() for row in fewest.rows]
+        return Found(str(fewest), {"num_ranks": fewest.num_ranks, "rows": rows})
+    if asked["maximum"] is None:
+        del asked["maximum"]
     answers = {
-        ranks: find_batch_size(found.step, found.batch, world_size=ranks, **about)
-        for ranks in spread.world_sizes
+        ranks: find_batch_size(found.step, found.batch, world_size=ranks, **asked)
+        for ranks in map(int, numbers)
     }
-    rows = [{"ranks": ranks, **to_record(answer)} for ranks, answer in answers.items()]
+    records = [{"ranks": ranks, **_to_record(answer)} for ranks, answer in answers.items()]
     if len(answers) == 1:
         (answer,) = answers.values()
-        return _Said(f"{memory_table(answer)}\n\n{answer}", rows[0])
-    return _Said(ranks_table(answers), rows)
+        return Found(Found.of(answer).text, records[0])
+    return Found(ranks_table(answers), records)
 
 
-def to_record(answer: Answer) -> dict[str, Any]:
-    """Return an answer as plain values for JSON."""
+def _to_record(answer: Answer) -> dict[str, Any]:
     return {
         "size": answer.size,
         "certainty": answer.certainty,

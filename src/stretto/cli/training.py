@@ -6,17 +6,22 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from stretto._location import local_path
+from rich.console import Console
+
+from stretto._location import LEDGER, local_path
 from stretto.cli.planning import (
     PLAN,
     RUN_FILE,
+    add_working_folder,
     packaged_run_file,
+    split_arguments,
 )
-from stretto.config.run import RunConfig, dump_run_file
-from stretto.config.training import resolved
+from stretto.config.run import RunConfig, dump_run_file, read_run_file
+from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override
 from stretto.errors import ConfigError
 from stretto.planning import UnknownSizes, bound_of
@@ -24,48 +29,70 @@ from stretto.timing import TimeUnit
 from stretto.training import Callback
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
 from stretto.training.logs.console import show_metrics, show_position, show_seconds
+from stretto.training.loop import exit_code
 
 if TYPE_CHECKING:
     from stretto.training import Run, Trainer
 
 RUNS = Path("runs")
-"""Where runs go that were given no folder."""
-LEDGER = "ledger.csv"
-"""Holds a line for every batch; where there is one, a run has begun."""
+"""The folder of runs without a named folder."""
 
 
-def with_console(config: RunConfig) -> RunConfig:
-    """Return the run file with the console on, unless it says otherwise."""
-    if config.log.console is not None:
-        return config
-    return config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
+def train(arguments: Sequence[str], folder: Path | None, resume: str | None) -> None:
+    """Train; print an introduction and a summary."""
+    add_working_folder()
+    named, overrides = split_arguments(arguments)
+    path = named or unnamed_run_file(folder or overridden_folder(overrides), resume)
+    config = read_run_file(path, overrides)
+    console = Console(highlight=False)
+    is_first = os.environ.get("RANK", "0") == "0"
+    notes = Notes(config)
+    if config.log.console is None:
+        config = config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
+    folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
+    trainer = notes.trainer = build_trainer(config, folder=folder, callbacks=[notes])
+    found = None if resume is None else trainer.resume(resume)
+    if is_first:
+        for line in introduce(trainer, path, found):
+            console.print(line, markup=False, soft_wrap=True)
+    trainer.fit(on_signal="return")
+    if is_first:
+        for line in summarise(trainer, notes):
+            console.print(line, markup=False, soft_wrap=True)
+    if trainer.unsaved is not None:
+        raise SystemExit(1)
+    if trainer.stop_reason is not None:
+        raise SystemExit(exit_code(trainer.stop_reason))
 
 
 @final
-class Description(Callback):
-    """Writes what the run is into its folder, once that is known to be no other run's."""
+class Notes(Callback):
+    """Writes the run file and the plan to the run folder; keeps results for the summary."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.trainer: Trainer | None = None
+        self.metrics: dict[str, Mapping[str, float]] = {}
+        self.checkpoint: Path | None = None
 
     def on_fit_start(self, run: Run) -> None:
-        """Write the whole run file and the plan.
+        """Write the whole run file and the plan, once the folder is known to be this run's.
 
         Raises:
             ConfigError: the folder cannot be written to.
         """
-        if run.is_first_rank and run.folder is not None and self.trainer is not None:
-            _keep(run.folder, self._config, self.trainer)
-
-
-@final
-class Results(Callback):
-    """Keeps what the last evaluations measured, and the last checkpoint."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, Mapping[str, float]] = {}
-        self.checkpoint: Path | None = None
+        if not run.is_first_rank or run.folder is None or self.trainer is None:
+            return
+        plan = self.trainer.plan
+        try:
+            _replace(run.folder / RUN_FILE, dump_run_file(resolved(self._config, self.trainer)))
+            _replace(run.folder / PLAN, json.dumps(plan and plan.to_json(), indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError.cannot(
+                f"keep the run in {run.folder}",
+                why=(error.strerror or str(error)).lower(),
+                instead="name a folder that can be written to with --folder",
+            ) from None
 
     def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
         """Keep the metrics."""
@@ -78,62 +105,58 @@ class Results(Callback):
         self.checkpoint = path
 
 
+def _replace(file: Path, text: str) -> None:
+    """Write a file; a full disk or a kill leaves the old one."""
+    unfinished = file.with_name(file.name + ".tmp")
+    unfinished.write_text(text, "utf-8")
+    unfinished.replace(file)
+
+
 def choose_folder(config: RunConfig, stem: str, folder: Path | None, *, resumes: bool) -> Path:
-    """Return the run folder: the one that was named, or a new one in `runs`.
+    """Return the run folder: the one that is named, or a new one in `runs`.
 
     Raises:
-        ConfigError: the folder holds a run already; or there are several ranks and none is named.
+        ConfigError: the folder already has a run; or none is named, with several ranks or a
+            checkpoint to resume from.
     """
     named = folder or (Path(config.folder) if config.folder else None)
     if named is not None:
         if not resumes and (named / LEDGER).exists() and os.environ.get("RANK", "0") == "0":
             raise ConfigError.cannot(
                 f"begin a run in {named}",
-                why="it holds one already",
-                instead="add --resume auto to go on with it, or name another --folder",
+                why="there is one already",
+                instead="add --resume auto to continue it, or name another --folder",
             )
         return named
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if resumes or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError.cannot(
-            "choose a run folder for several ranks",
-            why="they could choose different ones",
-            instead="name one with --folder",
+            "choose a run folder",
+            why="a run that is resumed, or has several ranks, needs a named one",
+            instead=f"name one with --folder, or name its own {RUN_FILE}",
         )
-    if resumes:
-        raise ConfigError.cannot(
-            "go on with a run",
-            why="it is not said which",
-            instead=f"name its folder with --folder, or its own {RUN_FILE}",
-        )
-    return next(place for place in _numbered(RUNS / stem) if not place.exists())
+    numbered = (RUNS / (f"{stem}-{number}" if number > 1 else stem) for number in count(1))
+    return next(place for place in numbered if not place.exists())
 
 
 def unnamed_run_file(folder: Path | None, resume: str | None) -> Path:
-    """Return the run file that is meant where none is named: the folder's own, else the packaged.
+    """Return the default run file: that of the run folder, else the packaged one.
 
     Args:
-        folder: the run folder, if that is named.
-        resume: what the run goes on from; None: it begins.
+        folder: the run folder, if it is named.
+        resume: the checkpoint to resume from; None: the run begins.
 
     Raises:
-        ConfigError: the packaged one is not what the folder was trained with.
+        ConfigError: the folder has a run without a run file.
     """
     if folder is None:
         return packaged_run_file()
-    own = folder / RUN_FILE
+    if (folder / RUN_FILE).exists():
+        return folder / RUN_FILE
     has_begun = (folder / LEDGER).exists() or (folder / CHECKPOINTS).exists()
-    if own.exists():
-        if resume is None and not has_begun:
-            raise ConfigError.cannot(
-                f"begin a run in {folder} with the packaged run file",
-                why="it would be written over the run.yaml that is there",
-                instead=f"write 'stretto train {shlex.quote(str(own))}', or name another --folder",
-            )
-        return own
     if resume is not None and (resume != "auto" or has_begun):
         raise ConfigError.cannot(
-            f"go on in {folder} with the packaged run file",
-            why=f"there is no {RUN_FILE} that says how it was trained",
+            f"resume in {folder} with the packaged run file",
+            why=f"the run there has no {RUN_FILE}",
             instead="name the file: 'stretto train RUN.YAML "
             f"--folder {shlex.quote(str(folder))} --resume {shlex.quote(resume)}'",
         )
@@ -142,13 +165,12 @@ def unnamed_run_file(folder: Path | None, resume: str | None) -> Path:
 
 def overridden_folder(overrides: Sequence[str]) -> Path | None:
     """Return the folder that `folder=...` on the command line names."""
-    values = dict(map(parse_override, overrides))
-    folder = values.get(("folder",))
+    folder = dict(map(parse_override, overrides)).get(("folder",))
     return local_path(folder, "keep a run in", ConfigError) if isinstance(folder, str) else None
 
 
 def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]:
-    """Yield what is about to happen, a line each."""
+    """Yield the lines of the introduction."""
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     name = type(trainer.model).__name__
     yield f"{path.name}: {name} with {parameters:,} parameters, in {trainer.folder}"
@@ -156,11 +178,11 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     bounds = trainer.loader.prepared.decided_between
     if bounds is not None:
         many = f"batches of {bounds[0]:,} to {bounds[1]:,} samples"
-        yield f"run of {run}: {many}, which it decides as it goes"
+        yield f"run of {run}: {many}, decided during the run"
     elif plan is None or plan.num_batches is None:
         known = trainer.horizon.batch_sizes
         why = f" (the batch sizes: {known.why})" if isinstance(known, UnknownSizes) else ""
-        yield f"run of {run}; how many batches that is, only the run can tell{why}"
+        yield f"run of {run}; the number of batches is not known in advance{why}"
     else:
         sizes = [stage.size for stage in plan.stages]
         many = f"{sizes[0]:,}" if len(set(sizes)) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
@@ -175,12 +197,12 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
         yield f"max_batch_size auto: {answer.summary(size)}"
     yield from (f"note: {line}" for line in (plan.warnings if plan is not None else ()))
     if found is not None:
-        yield f"going on from {found}, at {position(trainer)}"
+        yield f"resumed from {found}, at {position(trainer)}"
         yield from (f"changed since: {line}" for line in trainer.changes)
 
 
-def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
-    """Yield what came of a run, and what to do next, a line each."""
+def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
+    """Yield the lines of the summary, and the next commands."""
     at = trainer.timer.timestamp
     tokens = f", {at.token:,} tokens" if at.token else ""
     counts = f"{at.batch:,} batches, {at.sample:,} samples{tokens}"
@@ -189,7 +211,7 @@ def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
         yield f"trained {trainer.horizon.max_duration}: {counts} in {took}"
     else:
         yield f"stopped at {position(trainer)} ({trainer.stop_reason}): {counts} in {took}"
-    for name, metrics in results.metrics.items():
+    for name, metrics in notes.metrics.items():
         yield f"{name}: {show_metrics(metrics)}"
     if trainer.skipped_steps:
         yield f"skipped steps: {trainer.skipped_steps:,} (a loss or gradient was not finite)"
@@ -198,14 +220,12 @@ def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
         yield f"NOT SAVED: the last checkpoint could not be written: {trainer.unsaved}"
     yield f"everything is in {folder}"
     if trainer.stop_reason is not None:
-        if results.checkpoint is None:
+        if notes.checkpoint is None:
             yield "no checkpoint was written; 'checkpoint: {every: 1ep}' in the run file keeps some"
         else:
             ranks = trainer.loader.world_size
             start = f"torchrun --nproc-per-node {ranks} --no-python " if ranks > 1 else ""
-            yield f"to go on:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
-    for what, file in filter(None, (one.result_file for one in trainer.callbacks)):
-        yield f"{what}:  {folder}/{file}"
+            yield f"to resume:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
     if trainer.plan is not None and trainer.plan.is_exact:
         yield f"as planned?  stretto plan --against {folder}"
     yield f"to see it:  stretto report {folder} --plot {folder}/run.png"
@@ -217,37 +237,3 @@ def position(trainer: Trainer) -> str:
     if unit is TimeUnit.SECOND:
         return show_position(at.run_nanoseconds / 1e9, unit)
     return show_position(float(trainer.horizon.position(at, unit).amount), unit)
-
-
-def _keep(folder: Path, config: RunConfig, trainer: Trainer) -> None:
-    """Write what the run is into its folder: the whole run file and the plan.
-
-    Raises:
-        ConfigError: the folder cannot be written to.
-    """
-    plan = trainer.plan
-    try:
-        _replace(folder / RUN_FILE, dump_run_file(resolved(config, trainer)))
-        _replace(folder / PLAN, json.dumps(plan and plan.to_json(), indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError.cannot(
-            f"keep the run in {folder}",
-            why=(error.strerror or str(error)).lower(),
-            instead="name a folder that can be written to with --folder",
-        ) from None
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file so that a full disk, or a kill, leaves the one before."""
-    unfinished = file.with_name(file.name + ".tmp")
-    unfinished.write_text(text, "utf-8")
-    unfinished.replace(file)
-
-
-def _numbered(path: Path) -> Iterator[Path]:
-    """The path itself, then with -2, -3, ... after its name."""
-    yield path
-    number = 2
-    while True:
-        yield path.with_name(f"{path.name}-{number}")
-        number += 1

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig, dump_run_file, parse_run_file, read_run_file
+from stretto.config.schema import run_file_schema
 from stretto.config.yaml import Source
 
 if TYPE_CHECKING:
-    from stretto.config.schema import run_file_schema
     from stretto.config.training import build_trainer
 
 __all__ = [
@@ -25,13 +25,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # A plan of stated sizes needs neither torch nor the schema, so they wait until they are wanted.
-    if name == "build_trainer":
-        from stretto.config.training import build_trainer
+    if name != "build_trainer":
+        raise AttributeError(f"module 'stretto.config' has no attribute {name!r}", name=name)
+    from stretto.config.training import build_trainer  # which imports torch
 
-        return build_trainer
-    if name == "run_file_schema":
-        from stretto.config.schema import run_file_schema
-
-        return run_file_schema
-    raise AttributeError(f"module 'stretto.config' has no attribute {name!r}", name=name)
+    return build_trainer

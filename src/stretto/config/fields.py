@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     GetPydanticSchema,
+    ModelWrapValidatorHandler,
     PlainSerializer,
+    PlainValidator,
     SerializerFunctionWrapHandler,
     Tag,
+    ValidationError,
     WithJsonSchema,
     model_serializer,
     model_validator,
 )
-from pydantic_core import core_schema
+from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from stretto.config.yaml import show_path
-from stretto.errors import ConfigError, TimeError
+from stretto._foreign import FOREIGN
+from stretto.config.yaml import Path
+from stretto.errors import ConfigError, StrettoError, TimeError, nearest, shown
 from stretto.timing import Every, Time, read_wall_clock
 from stretto.timing.conversion import check_run
 
@@ -32,83 +36,111 @@ TIME_PATTERN = (
     r"(%|[KMBT]?(ep|ba|sp|tok|dur|sec)|[dhms]([0-9dhm./]*[hms])?)\s*$"
 )
 """What an editor can check of a time; the whole grammar is that of `Time`."""
-TARGET_PATTERN = r"^[^\W0-9]\w*(\.[^\W0-9]\w*)*:[^\W0-9]\w*(\.[^\W0-9]\w*)*$"
 
 
-class Part(BaseModel):
-    """A mapping in a run file, read strictly and frozen; written out without what is not set."""
+class Section(BaseModel):
+    """A mapping in a run file: read strictly, frozen, and written without unset keys.
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    A null key counts as absent. All mistakes are reported together.
+    """
 
-    settings: ClassVar[type | None] = None
-    """The class whose fields are the keys; None: they are declared here."""
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, values: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(values, cls):
+            return values
+        keys = ", ".join(cls.model_fields)
+        if not isinstance(values, dict):
+            instead = f"write some of the keys {keys}"
+            raise ConfigError.cannot(
+                f"use {shown(values)}", why="it is not a mapping", instead=instead
+            )
+        is_closed = cls.model_config.get("extra") == "forbid"
+        given = without_nulls(values) if is_closed else values
+        unknown = [key for key in given if is_closed and key not in cls.model_fields]
+        meant = {key: nearest(key, cls.model_fields) for key in unknown}
+        found = [_details((key,), _no_such_key(key, near, keys)) for key, near in meant.items()]
+        found += [
+            _details((), _omitted(name, field))
+            for name, field in cls.model_fields.items()
+            if field.is_required() and given.get(name) is None and name not in meant.values()
+        ]
+        try:
+            section = read({key: value for key, value in given.items() if key not in meant})
+        except ValidationError as error:
+            found += _again(error)
+        if found:
+            raise ValidationError.from_exception_data(cls.__name__, found)
+        return section
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keys that are not fields: keyword arguments of a function."""
+        return dict(self.__pydantic_extra__ or {})
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_set(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = write(self)
         fields = type(self).model_fields
-        # An argument of a target may be null and mean it; a field is then left out.
+        # None is a real value for an argument of a target, but an unset field.
         return {
-            key: value for key, value in values.items() if value is not None or key not in fields
+            key: value
+            for key, value in write(self).items()
+            if value is not None or key not in fields
         }
 
 
-class Section(Part):
-    """A part of a run file without keys of its own invention.
-
-    A key that is null counts as left out, in every section.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_nulls(cls, values: Any) -> Any:
-        is_closed = cls.model_config.get("extra") == "forbid"
-        return without_nulls(values) if isinstance(values, dict) and is_closed else values
-
-
-def without_nulls(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a mapping without its nulls, which mean left out."""
-    return {key: value for key, value in mapping.items() if value is not None}
-
-
-def read_target(value: object) -> str:
-    """Return `value` if it has the form `package.module:attribute`.
-
-    >>> read_target("torch.optim:AdamW")
-    'torch.optim:AdamW'
-
-    Raises:
-        ConfigError: it has not.
-    """
-    if isinstance(value, str):
-        module, colon, attribute = value.partition(":")
-        parts = [*module.split("."), *attribute.split(".")]
-        if colon and all(part.isidentifier() for part in parts):
-            return value
-        if re.fullmatch(r"\w+(\.\w+)+", value):
-            module, _, attribute = value.rpartition(".")
-            raise ConfigError.cannot(
-                f"use {value!r} as a target",
-                why="a colon must part the module from what is in it",
-                instead=f"write '{module}:{attribute}'",
-            )
-    raise ConfigError.cannot(
-        f"use {shown(value)} as a target",
-        why="it is not of the form 'package.module:attribute'",
-        instead="write for example 'torch.optim:AdamW'",
+def _no_such_key(key: str, meant: str | None, keys: str) -> ConfigError:
+    instead = f"did you mean '{meant}'?" if meant else f"the keys here are {keys}"
+    return ConfigError.cannot(
+        f"use the key {key!r}",
+        why="there is no such key here",
+        instead=f"write {FOREIGN[key]}" if key in FOREIGN else instead,
     )
 
 
+def _omitted(name: str, field: FieldInfo) -> ConfigError:
+    example = field.examples[0] if field.examples else "..."
+    instead = f"write for example '{name}: {example}'"
+    return ConfigError.cannot(f"omit {name!r}", why="it has no default", instead=instead)
+
+
+def _details(path: Path, error: StrettoError) -> InitErrorDetails:
+    return InitErrorDetails(type="value_error", loc=path, input=None, ctx={"error": error})
+
+
+def _again(error: ValidationError) -> list[InitErrorDetails]:
+    """Return the details of an error, to raise them again; absent keys are reported already."""
+    found: list[Any] = [one for one in error.errors(include_url=False) if one["type"] != "missing"]
+    for one in found:
+        if one["type"] != "value_error":
+            one["type"] = PydanticCustomError(one["type"], one["msg"], one.get("ctx"))
+    return found
+
+
+@contextmanager
+def refused_at(*path: str) -> Iterator[None]:
+    """Let pydantic list an error of ours raised within at the path that it comes from."""
+    try:
+        yield
+    except StrettoError as error:
+        raise ValidationError.from_exception_data("value", [_details(path, error)]) from error
+
+
+def without_nulls(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a mapping without its nulls, which count as absent."""
+    return {key: value for key, value in mapping.items() if value is not None}
+
+
 def read_time(value: object) -> Time:
-    """Return the time that a value of a run file says; a bare number says none.
+    """Return the time in a value of a run file; it must have a unit.
 
     >>> read_time("10%")
     Time('0.1dur')
 
     Raises:
-        TimeError: it is not a time; the message says what to write.
+        TimeError: it is not a time.
     """
     if isinstance(value, Time):
         return value
@@ -122,22 +154,8 @@ def read_time(value: object) -> Time:
 
 
 def shape_of(shape: Callable[[Any], str | None], instead: str) -> Discriminator:
-    """Return what picks the way in which a value is written, with the error for none of them."""
-    return Discriminator(
-        shape,
-        custom_error_type="shape",
-        custom_error_message=instead,  # a context would be a dict, which has no hash
-    )
-
-
-def shown(value: object) -> str:
-    """Return a value of a run file as short text for a message.
-
-    >>> shown([1, True, None])
-    '[1, true, null]'
-    """
-    text = _plain(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """Return a discriminator of the forms of a value, with the error for an unknown form."""
+    return Discriminator(shape, custom_error_type="shape", custom_error_message=instead)
 
 
 def summary_of(kind: object) -> str:
@@ -149,40 +167,35 @@ def summary_of(kind: object) -> str:
     return (kind.__doc__ or "").partition("\n")[0]
 
 
-def _plain(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{', '.join(map(_plain, value[:20]))}]"
-    if isinstance(value, dict):
-        entries = (f"{show_path((key,))}: {_plain(item)}" for key, item in list(value.items())[:20])
-        return f"{{{', '.join(entries)}}}"
-    return repr(value)
+def read_as(kind: Any) -> GetPydanticSchema:
+    """Read a value as `kind`, in an `Annotated` type that a type checker understands."""
+    return GetPydanticSchema(lambda _, handler: handler(kind))
 
 
-def _time(check: Callable[[Time], Time], examples: list[str]) -> tuple[Any, ...]:
-    def read(value: object) -> Time:
-        return check(read_time(value))
+def reference(name: str) -> WithJsonSchema:
+    """Return the schema of a value that `$defs` describes under that name."""
+    return WithJsonSchema({"x-ref": name})
 
+
+def _time(check: Callable[[Time], Time], *examples: str) -> Any:
     return (
-        GetPydanticSchema(lambda _, __: core_schema.no_info_plain_validator_function(read)),
+        PlainValidator(lambda value: check(read_time(value))),
         PlainSerializer(str, return_type=str),
-        WithJsonSchema({"x-ref": "Time", "examples": examples}),
+        reference("Time"),
+        Field(examples=list(examples)),
     )
 
 
-TargetText: TypeAlias = Annotated[
-    str,
-    BeforeValidator(read_target),
-    Field(json_schema_extra={"pattern": TARGET_PATTERN}, examples=["torch.optim:AdamW"]),
-]
-"""`package.module:attribute`."""
-Length: TypeAlias = Annotated[Time, *_time(lambda time: Every(time).interval, ["1ep", "10%"])]
+Interval: TypeAlias = Annotated[Time, *_time(lambda time: Every(time).interval, "1ep", "10%")]
 """A time that is longer than nothing."""
-WallClock: TypeAlias = Annotated[Time, *_time(read_wall_clock, ["90s", "10m"])]
+WallClock: TypeAlias = Annotated[Time, *_time(read_wall_clock, "90s", "10m")]
 """A time on the wall clock that is longer than nothing."""
-RunLength: TypeAlias = Annotated[Time, *_time(check_run, ["2ep", "2Btok", "36h"])]
+RunLength: TypeAlias = Annotated[Time, *_time(check_run, "2ep", "2Btok", "36h")]
 """The length of a run."""
+AnyTime: TypeAlias = Annotated[
+    Any, PlainValidator(read_time), PlainSerializer(str), reference("Time")
+]
+"""A time that the class it is for checks further."""
 
 Count: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
 """A whole number of at least 1."""
@@ -196,21 +209,3 @@ CountOrAuto: TypeAlias = Annotated[
 """A whole number of at least 1, or `auto`."""
 Natural: TypeAlias = Annotated[int, Field(ge=0, strict=True)]
 """A whole number of at least 0."""
-
-
-class Target(Part):
-    """Something of Python's: `target` names it, all other keys are its arguments.
-
-    >>> Target.model_validate({"target": "torch.optim:AdamW", "lr": 1e-3}).arguments
-    {'lr': 0.001}
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    target: TargetText
-    """`package.module:attribute`, imported when the run is built."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments: every key that is not one of the section's own."""
-        return dict(self.__pydantic_extra__ or {})

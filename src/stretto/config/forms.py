@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import (
     Annotated,
     Any,
+    Generic,
     Literal,
     TypeAlias,
+    TypeVar,
     Union,
     cast,
+    final,
     get_args,
     get_origin,
     get_type_hints,
@@ -26,11 +30,13 @@ from typing import (
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Discriminator,
     Field,
+    GetPydanticSchema,
+    PlainSerializer,
     PlainValidator,
     Tag,
     TypeAdapter,
-    ValidationError,
     ValidationInfo,
     WithJsonSchema,
     create_model,
@@ -38,32 +44,34 @@ from pydantic import (
 
 from stretto import batching, schedules
 from stretto.batching import BatchSizePolicy, SizeFunction, rampup
-from stretto.batching.functions import IncreaseCallable
 from stretto.batching.periods import Periods as PeriodsOfSizes
 from stretto.batching.policy import Size
 from stretto.batching.seesaw import Continuous, Coupling
 from stretto.batching.steps import PolicyLike, StepsLike
 from stretto.config.fields import (
+    AnyTime,
     Count,
     CountOrAuto,
+    Interval,
     Section,
-    Target,
-    TargetText,
+    read_as,
     read_time,
+    reference,
+    refused_at,
     shape_of,
-    shown,
     summary_of,
+    without_nulls,
 )
-from stretto.config.messages import explain
-from stretto.config.settings import CHECKING, Building, refused_at
-from stretto.config.targets import call_target
+from stretto.config.targets import Target, TargetText, bound_target, call_target, import_target
 from stretto.config.yaml import Path, Source
-from stretto.errors import Argument, BatchSizeError, ScheduleError, TimeError, nearest
+from stretto.errors import BatchSizeError, nearest, shown
 from stretto.schedules import Schedule
-from stretto.schedules.fields import Factor, Interval, Length, Positive
-from stretto.timing import Horizon, TimeLike
+from stretto.schedules import fields as of_schedules
+from stretto.schedules.fields import Factor, Positive, Timed
+from stretto.timing import Horizon, TimeLike, Trigger
 from stretto.timing.time import Number
 
+Value = TypeVar("Value")
 CURVES: Mapping[str, type[Schedule]] = {
     "constant": schedules.Constant,
     "linear": schedules.Linear,
@@ -99,40 +107,6 @@ AROUND: Mapping[str, type[BatchSizePolicy]] = {
 """Further keys, which change the sizes, in the order in which they apply."""
 
 
-def from_accumulation(
-    final_size: int,
-    over: TimeLike,
-    *,
-    initial_global_train_batch_size: int | None = None,
-    building: Building,
-) -> BatchSizePolicy:
-    """Doubles up to a final size, by gradient accumulation alone.
-
-    Args:
-        final_size: the size from `over` on: a multiple of world_size * micro_batch_size, like every
-            other.
-        over: how long the ramp is, from the start of the run.
-        initial_global_train_batch_size: the size of the first batch; left out, the lowest possible,
-            world_size * micro_batch_size.
-        building: the ranks and their micro-batch size.
-    """
-    micro = building.micro_batch_size if building.imports else 1  # checking knows no ranks
-    if micro is None:
-        raise BatchSizeError.cannot(
-            f"ramp up to {final_size} by gradient accumulation",
-            why="the run file states no micro-batch size",
-            instead="write micro_batch_size: 8, or another ramp such as "
-            f"{{ramp: double, start: 8, end: {final_size}, over: {over}}}",
-        )
-    return rampup(
-        final_size,
-        over,
-        world_size=building.world_size,
-        micro_batch_size=micro,
-        initial_global_train_batch_size=initial_global_train_batch_size,
-    )
-
-
 SIZES: Mapping[str, tuple[Callable[..., BatchSizePolicy], str]] = {
     "size": (batching.Fixed, "size"),
     "steps": (batching.Steps, "steps"),
@@ -141,13 +115,51 @@ SIZES: Mapping[str, tuple[Callable[..., BatchSizePolicy], str]] = {
     "noise_scale": (batching.NoiseScale, "c"),
     "norm_test": (batching.NormTest, "eta"),
     "plateau": (batching.Plateau, "metric"),
-    "rampup": (from_accumulation, "final_size"),
+    "rampup": (rampup, "final"),
 }
-"""Batch sizes by the key that says what they are, and the argument that its value fills."""
+"""Batch sizes by their key, and the argument that the value of the key fills."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The facts that batch sizes depend on besides their own keys.
+
+    >>> Context(world_size=8, micro_batch_size=4).even_unit
+    32
+    """
+
+    world_size: int = 1
+    micro_batch_size: int | None = None
+    decay: Schedule = schedules.Cosine()  # noqa: RUF009  a frozen value
+    """The schedule of the learning rate, for batch sizes that are coupled with it."""
+
+    @classmethod
+    def of(cls, keys: Mapping[str, Any]) -> Context:
+        """Return the context from other keys of the run file; torchrun sets `WORLD_SIZE`."""
+        micro, rate = keys.get("micro_batch_size"), keys.get("schedules", {}).get("lr")
+        return cls(
+            keys.get("world_size") or int(os.environ.get("WORLD_SIZE", "1")),
+            None if micro == "auto" else micro,
+            schedules.Cosine() if rate is None else rate.value,
+        )
+
+    @property
+    def even_unit(self) -> int:
+        """The unit of an evenly split batch size."""
+        return self.world_size * (self.micro_batch_size or 1)
+
+    def for_arguments_of(self, make: Any) -> dict[str, Any]:
+        """Return the arguments of `make` that a run file does not write beside its own key."""
+        if make in COUPLED.values():
+            return {"decay": self.decay}
+        if make is not rampup:
+            return {}
+        return {"world_size": self.world_size, "micro_batch_size": self.micro_batch_size}
 
 
 def argument_texts(kind: object) -> dict[str, str]:
-    """Return what a docstring says of each argument.
+    """Return the description of each argument in a docstring.
 
     >>> argument_texts(batching.StagedRamp)["sizes"]
     'two or more sizes in ascending order.'
@@ -157,17 +169,13 @@ def argument_texts(kind: object) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in found}
 
 
-def _reference(name: str) -> WithJsonSchema:
-    return WithJsonSchema({"x-ref": name})
-
-
 def _nested(name: str) -> Any:
     """Return the type of a value that is read by the adapter of that name."""
 
     def read(value: Any, info: ValidationInfo) -> Any:
         return adapter(name).validate_python(value, context=info.context)
 
-    return Annotated[Any, PlainValidator(read), _reference(name)]
+    return Annotated[Any, PlainValidator(read), reference(name)]
 
 
 def _period(name: str) -> Any:
@@ -175,54 +183,26 @@ def _period(name: str) -> Any:
 
     def read(value: Any, info: ValidationInfo) -> tuple[Any, Any]:
         if not isinstance(value, dict) or value.get("duration") is None:
-            raise ScheduleError.cannot(
+            raise BatchSizeError.cannot(
                 f"use {shown(value)} as a period",
                 why="it has no 'duration'",
                 instead="write how long it is, such as 'duration: 10%', or 'duration: rest'",
             )
-        duration = value["duration"]
-        with refused_at(("duration",)):
-            if duration in (-1, "-1"):
-                raise TimeError.cannot(
-                    f"use {duration} as a duration",
-                    why="it is not a time",
-                    instead="write 'rest' for what is left of the run",
-                )
+        rest = dict(value)
+        duration = rest.pop("duration")
+        with refused_at("duration"):
             duration = duration if duration == "rest" else read_time(duration)
-        rest = {key: one for key, one in value.items() if key != "duration"}
-        if name == "BatchSize" and (key := coupled_key(rest)):
-            raise BatchSizeError.cannot(
-                f"use {key!r} here",
-                why="its sizes follow the learning rate of the whole run",
-                instead="write it as batch_size itself, and the periods in schedules.lr",
-            )
         return duration, adapter(name).validate_python(rest, context=info.context)
 
-    schema = _reference(f"PeriodOf{name}")
+    schema = reference(f"PeriodOf{name}")
     return Annotated[list[Annotated[Any, PlainValidator(read), schema]], Field(min_length=1)]
 
 
-def _function(value: Any, info: ValidationInfo) -> Any:
-    section = value if isinstance(value, Target) else Target.model_validate(value)
-    return _building(info).function(section)
-
-
-_Time: TypeAlias = Annotated[Any, PlainValidator(read_time), _reference("Time")]
 _Text: TypeAlias = Annotated[str, Field(examples=["0tok:768 250Btok:1536"])]
 _Mapping: TypeAlias = Annotated[
-    dict[str, Count],
-    Field(min_length=1),
-    WithJsonSchema(
-        {
-            "description": "A size from each of some times on.",
-            "type": "object",
-            "minProperties": 1,
-            "propertyNames": {"x-ref": "Time"},
-            "additionalProperties": {"type": "integer", "minimum": 1},
-        }
-    ),
+    dict[Annotated[str, WithJsonSchema({"type": "string", "x-ref": "Time"})], Count],
+    Field(min_length=1, description="A size from each of some times on."),
 ]
-_STEPS_SHAPES: dict[Any, str] = {dict: "<mapping>", str: "<text>"}
 _TYPES: dict[Any, Any] = {
     int: Count,
     Size: Count,
@@ -233,138 +213,119 @@ _TYPES: dict[Any, Any] = {
     Factor: Annotated[float, Field(ge=0)],
     Positive: Annotated[float, Field(gt=0)],
     Number: float,
-    **dict.fromkeys((TimeLike, Length, Interval), _Time),
+    **dict.fromkeys((TimeLike, of_schedules.Length, of_schedules.Interval), AnyTime),
+    TimeLike | Trigger: Interval,
     PolicyLike: _nested("BatchSize"),
     StepsLike: Annotated[
         Annotated[_Text, Tag("<text>")] | Annotated[_Mapping, Tag("<mapping>")],
         shape_of(
-            lambda value: _STEPS_SHAPES.get(type(value)),
+            lambda value: "<text>" if isinstance(value, str) else "<mapping>",
             "write for example '0ep:8 1ep:16'",
         ),
     ],
     PeriodsOfSizes: _period("BatchSize"),
-    IncreaseCallable: Annotated[Any, PlainValidator(_function), _reference("Target")],
 }
-"""What a run file holds for the annotation of an argument; for any other, the annotation itself."""
+"""The types of a run file by the annotation of an argument; others are the annotation itself."""
 
 
 def _type(hint: Any) -> Any:
     """Return the type of a value in a run file, from the annotation of an argument."""
-    arguments = get_args(hint)
+    arguments, origin = get_args(hint), get_origin(hint)
     if hint in _TYPES:
         return _TYPES[hint]
     if type(None) in arguments:
         rest = tuple(one for one in arguments if one is not type(None))
         return _type(Union[rest]) | None  # noqa: UP007  of a tuple
-    if get_origin(hint) is Annotated:
+    if origin is Annotated:
         return _type(arguments[0])
-    if get_origin(hint) is Sequence:
-        return list[_type(arguments[0])]  # type: ignore[misc]
-    return hint
-
-
-def _building(info: ValidationInfo) -> Building:
-    return cast(Building, info.context or CHECKING)
+    if origin is Callable:
+        return Target
+    return list[_type(arguments[0])] if origin is Sequence else hint  # type: ignore[misc]
 
 
 def _fields(make: Any, key: str, argument: str) -> dict[str, Any]:
     """Return the fields of a form by key: type and default."""
     params = getattr(make, "__dataclass_params__", None)
-    source = (
-        make if (params and params.init) or not isinstance(make, type) else vars(make)["__init__"]
-    )
-    hints, texts = get_type_hints(source, include_extras=True), argument_texts(make)
-    found = {}
+    has_own = isinstance(make, type) and not (params and params.init)
+    hints = get_type_hints(vars(make)["__init__"] if has_own else make, include_extras=True)
+    texts, found = argument_texts(make), {}
     for one in inspect.signature(make).parameters.values():
-        if one.name == "building" or (make in COUPLED.values() and one.name == "decay"):
+        if one.name in Context().for_arguments_of(make):
             continue
         is_key = one.name == argument
+        hint: Any = Annotated[_type(hints[one.name]), Field(description=texts.get(one.name))]
         default = ... if is_key or one.default is one.empty else one.default
-        kind: Any = _type(hints[one.name])
-        hint: Any = Annotated[kind, Field(description=texts.get(one.name))]
         found[key if is_key else one.name] = (hint, default)
     return found
-
-
-def _title(make: Any) -> str:
-    """Return the name of a form in the JSON schema."""
-    return str(make.__name__) if isinstance(make, type) else make.__name__.title().replace("_", "")
 
 
 def _form(make: Any, key: str = "", argument: str = "", **beside: Any) -> Any:
     """Return the type of a mapping whose keys are the arguments of `make`.
 
     Args:
-        make: what is called with them.
-        key: the key that says what it is.
+        make: the class or function to call with them.
+        key: the key that names the form.
         argument: the argument that its value fills.
         beside: further keys: type and default of each.
     """
     own = _fields(make, key, argument)
-    name = _title(make)
-    section = create_model(name, __base__=Section, __doc__=summary_of(make), **beside | own)
+    section = create_model(
+        make.__name__, __base__=Section, __doc__=summary_of(make), **beside | own
+    )
 
     def made(read: Any, info: ValidationInfo) -> Any:
+        context: Context = info.context or Context()
         given = {
             argument if one == key else one: getattr(read, one)
             for one in own
             if one in read.model_fields_set
         }
-        building, known = _building(info), inspect.signature(make).parameters
-        given |= {"building": building} if "building" in known else {}
+        given |= context.for_arguments_of(make)
         if make in COUPLED.values():
-            if read.even and building.even_unit > 1:
-                given["multiple_of"] = math.lcm(given.get("multiple_of", 1), building.even_unit)
-            return make(building.decay, **given)
+            return make(**given | {"multiple_of": _multiple_of(read, context) or 1})
+        if make is rampup and context.micro_batch_size is None:
+            raise BatchSizeError.cannot(
+                f"ramp up to {read.rampup} by gradient accumulation",
+                why="the run file has no number as micro_batch_size",
+                instead="write for example micro_batch_size: 8, or use another ramp",
+            )
         policy = make(**given)
-        if "at_most" not in beside:
+        if not beside:
             return policy
-        policy = _wrapped(policy, read, building)
+        wrapped = _wrapped(policy, read, context)
         if given.get("maximum") is not None:
-            _check_reach(make(**given), policy, given, is_bounded=read.at_most is not None)
-        return policy
+            _check_reach(policy, wrapped, is_bounded=read.at_most is not None)
+        return wrapped
 
-    return Annotated[section, AfterValidator(made)], f"<{name}>"
+    return Annotated[section, AfterValidator(made)], f"<{make.__name__}>"
 
 
-def _wrapped(policy: BatchSizePolicy, read: Any, building: Building) -> BatchSizePolicy:
-    """Return a policy with what is written beside it."""
+def _multiple_of(read: Any, context: Context) -> int | None:
+    unit = context.even_unit if read.even else 1
+    return read.multiple_of if unit == 1 else math.lcm(read.multiple_of or 1, unit)
+
+
+def _wrapped(policy: BatchSizePolicy, read: Any, context: Context) -> BatchSizePolicy:
+    """Wrap a policy as the keys beside it ask."""
     for key, kind in AROUND.items():
-        value = getattr(read, key)
-        if key == "multiple_of" and read.even and building.even_unit > 1:
-            value = math.lcm(value or 1, building.even_unit)
-        with refused_at((key,)):
-            if key == "monotone":
-                policy = kind(policy) if value else policy
-            elif value is not None:
-                policy = kind(policy, value)
+        value = _multiple_of(read, context) if key == "multiple_of" else getattr(read, key)
+        if value is None or value is False:
+            continue
+        with refused_at(key):
+            policy = kind(policy) if key == "monotone" else kind(policy, value)
     return policy
 
 
-def _check_reach(
-    policy: BatchSizePolicy,
-    wrapped: BatchSizePolicy,
-    given: Mapping[str, Any],
-    *,
-    is_bounded: bool,
-) -> None:
+def _check_reach(policy: BatchSizePolicy, wrapped: BatchSizePolicy, *, is_bounded: bool) -> None:
     """Refuse bounds and rounding that exceed the policy's own bounds."""
-    horizon = Horizon("1ep")
-    inner, outer = policy.bind(horizon).bounds, wrapped.bind(horizon).bounds
-    if inner is None or outer is None:
-        return
-    name = "start" if given.get("minimum") is None else "minimum"
-    if outer[1] > inner[1] and not is_bounded:
-        name, stated, reached = "maximum", inner[1], outer[1]
-    elif outer[0] < inner[0]:
-        stated, reached = inner[0], outer[0]
-    else:
-        return
-    raise BatchSizeError.cannot(
-        ("use ", Argument(name, stated)),
-        why=f"the bounds and rounding beside it lead to {reached}",
-        instead=f"write {reached}, or other bounds",
-    )
+    own, reached = (one.bind(Horizon("1ep")).bounds for one in (policy, wrapped))
+    if own and reached and (reached[0] < own[0] or (reached[1] > own[1] and not is_bounded)):
+        raise BatchSizeError.cannot(
+            f"keep sizes between {own[0]} and {own[1]}",
+            why=f"the bounds and rounding beside it lead to sizes from {reached[0]} to "
+            f"{reached[1]}",
+            instead="write those as start, minimum or maximum, or other bounds",
+        )
 
 
 def _around() -> dict[str, Any]:
@@ -381,52 +342,63 @@ def _around() -> dict[str, Any]:
 
 
 def _target_of_sizes() -> Any:
-    own = {name: one for name, one in _fields(SizeFunction, "", "").items() if name in _OPTIONS}
+    own = _fields(SizeFunction, "", "")
+    own = {name: own[name] for name in ("every", "planned")}
     text = "A function of yours, `function(timestamp, current) -> size`, or a policy of yours."
-    which = "`package.module:function`, or a class of policies; keys that are not listed here are "
-    target = Annotated[TargetText, Field(description=f"{which}its arguments.")]
-    section = create_model(
-        "TargetSizes", __base__=Target, __doc__=text, target=(target, ...), **own | _around()
-    )
+    which = "`package.module:function`, or a class of policies; other keys are its arguments."
+    own["target"] = (Annotated[TargetText, Field(description=which)], ...)
+    section = create_model("TargetSizes", __base__=Target, __doc__=text, **own | _around())
 
     def made(read: Any, info: ValidationInfo) -> BatchSizePolicy:
-        building = _building(info)
-        options = {name: getattr(read, name) for name in own if name in read.model_fields_set}
-        options = {name: value for name, value in options.items() if value is not None}
         target = Target(target=read.target, **read.arguments)
-        if building.is_class(target.target, BatchSizePolicy):
-            policy = call_target(target, source=None, **options)
-        else:
-            policy = SizeFunction(building.function(target), None, **options)
-        return _wrapped(policy, read, building)
+        policy = SizeFunction(target, None, every=read.every, planned=read.planned)
+        return _wrapped(policy, read, info.context or Context())
 
     return Annotated[section, AfterValidator(made)], "<TargetSizes>"
 
 
-_OPTIONS = ("every", "planned")
+def imported(value: Value, source: Source, path: Path) -> Value:
+    """Return batch sizes or a schedule with the functions that their targets name.
+
+    Raises:
+        ConfigError: a target cannot be imported or called.
+    """
+
+    def change(found: object) -> object:
+        target = getattr(found, "function", None)
+        if not isinstance(target, Target):
+            return found.replaced(change) if isinstance(found, Timed) else found
+        if isinstance(found, SizeFunction):
+            kind = import_target(target.target, where=source.where((*path, "target")))
+            if isinstance(kind, type) and issubclass(kind, BatchSizePolicy):
+                options = {"every": found.every, "planned": None if found.planned else False}
+                return call_target(target, source=source, path=path, **without_nulls(options))
+        function = bound_target(target, source=source, path=path)
+        if isinstance(found, Schedule):
+            return schedules.as_schedule(function)
+        return replace(cast(Any, found), function=function)
+
+    with source.at(*path):
+        return cast(Value, change(value))
 
 
 def _size_shape(value: Any) -> str | None:
     """Return the tag of the form that a batch size has."""
-    if isinstance(value, (bool, float)) or value is None:
-        return None
-    if isinstance(value, (int, str)):
+    if isinstance(value, (int, str)) and not isinstance(value, bool):
         return "<number>" if isinstance(value, int) else "<text>"
     if not isinstance(value, dict):
         return None
+    makes: dict[str, Any] = {key: make for key, (make, _) in SIZES.items()} | {**COUPLED}
+    found = [make for key, make in makes.items() if value.get(key) is not None]
     if isinstance(value.get("ramp"), str) and value["ramp"] in RAMPS:
-        return f"<{RAMPS[value['ramp']].__name__}>"
-    given = [key for key in (*SIZES, *COUPLED) if value.get(key) is not None]
-    if given:
-        make = COUPLED[given[0]] if given[0] in COUPLED else SIZES[given[0]][0]
-        return f"<{_title(make)}>"
-    if "target" in value:
-        return "<TargetSizes>"
+        found.insert(0, RAMPS[value["ramp"]])
+    if found or "target" in value:
+        return f"<{found[0].__name__}>" if found else "<TargetSizes>"
     return "<mapping>" if any(not str(key).isidentifier() for key in value) else None
 
 
-def _size_text(value: str) -> BatchSizePolicy:
-    return batching.as_policy(value)
+def _size_text(text: str) -> BatchSizePolicy:
+    return batching.as_policy(text)
 
 
 def _size_forms() -> Iterator[tuple[Any, str]]:
@@ -463,8 +435,7 @@ def _schedule_forms() -> Iterator[tuple[Any, str]]:
     yield Annotated[Annotated[float, Field(ge=0)], AfterValidator(schedules.Constant)], "<number>"
     several = Annotated[list[_nested("Schedule")], Field(min_length=1)]  # type: ignore[misc,valid-type]
     yield Annotated[several, AfterValidator(_product)], "<list>"
-    custom = AfterValidator(lambda read, info: schedules.as_schedule(_function(read, info)))
-    yield Annotated[Target, custom], "<Target>"
+    yield Annotated[Target, AfterValidator(schedules.as_schedule)], "<Target>"
     inner: dict[str, Any] = {key: _form(kind)[0] for key, kind in CURVES.items()}
     inner["periods"] = Annotated[_period("Schedule"), AfterValidator(schedules.Periods)]
     for key, kind in inner.items():
@@ -478,132 +449,84 @@ def _product(items: Sequence[Schedule]) -> Schedule:
     return items[0] if len(items) == 1 else schedules.Product(*items)
 
 
-def _arguments() -> set[str]:
-    """Return the arguments of all batch sizes."""
-    makes: list[Any] = [*RAMPS.values(), *COUPLED.values(), *(make for make, _ in SIZES.values())]
-    return {name for make in makes for name in inspect.signature(make).parameters}
-
-
-def _spelled(names: Sequence[str], error: Any, alternative: str) -> BeforeValidator:
-    """Return what refuses a mapping of no form or of several."""
-
-    def check(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if value.get("ramp", "double") not in [*RAMPS]:
-            near = nearest(value["ramp"], RAMPS)
-            with refused_at(("ramp",)):
-                raise error.cannot(
-                    f"use {shown(value['ramp'])} as a ramp",
-                    why="there is no such ramp",
-                    instead=f"did you mean {near!r}?" if near else f"write {' or '.join(RAMPS)}",
-                )
-        given = [name for name in names if value.get(name) is not None]
-        if len(given) > 1:
-            raise error.cannot(
-                f"combine {' and '.join(map(repr, given))}",
-                why="each of them says what it is",
-                instead=alternative,
-            )
-        for key in () if given else value:
-            # 'start' is near to 'target', and an argument of some form.
-            is_meant = str(key)[:1].isdigit() or key in _arguments()
-            if not is_meant and (near := nearest(key, names)):
-                with refused_at((key,)):
-                    raise error.cannot(
-                        f"use the key {shown(key)}",
-                        why="there is no such key here",
-                        instead=f"did you mean {near!r}?",
-                    )
-        return value
-
-    return BeforeValidator(check)
-
-
-_INSTEAD = {
-    "BatchSize": "write a number, '0ep:8 1ep:16', or for example "
-    "{ramp: double, start: 8, end: 64, over: 40%}",
-    "Schedule": "write for example {cosine: {end: 0.1}}, or a number",
-}
-
-
 @cache
 def adapter(name: str) -> TypeAdapter[Any]:
-    """Return what reads and describes a value: a "BatchSize" or a "Schedule"."""
-    is_size = name == "BatchSize"
-    forms = _size_forms() if is_size else _schedule_forms()
+    """Return the reader of a "BatchSize" or a "Schedule", which also describes it."""
+    if name == "BatchSize":
+        keys = ("ramp", *SIZES, *COUPLED)
+        ramp = f"{{ramp: double, start: 8, end: 64, over: 40%}} (or a ramp of {', '.join(RAMPS)})"
+        return _adapter(_size_forms(), _size_shape, keys, f"a number, '0ep:8 1ep:16', or {ramp}")
+    keys = (*CURVES, "periods")
+    return _adapter(_schedule_forms(), _schedule_shape, keys, "{cosine: {end: 0.1}}, or a number")
+
+
+def _adapter(
+    forms: Iterator[tuple[Any, str]],
+    shape: Callable[[Any], str | None],
+    keys: tuple[str, ...],
+    example: str,
+) -> TypeAdapter[Any]:
+    def check(value: Any) -> Any:
+        if shape(value) is not None:
+            return value
+        given = value if isinstance(value, dict) else ()
+        near = next(filter(None, (nearest(key, keys) for key in given if key not in keys)), None)
+        hint = f"did you mean {near!r}? Or " if near else ""
+        raise BatchSizeError.cannot(
+            f"use {shown(value)}",
+            why="it has none of the possible forms",
+            instead=f"{hint}write for example {example}",
+        )
+
     tagged = tuple(Annotated[form, Tag(tag)] for form, tag in forms)
-    shape = shape_of(_size_shape if is_size else _schedule_shape, _INSTEAD[name])
-    names = ["ramp", "target", *SIZES, *COUPLED] if is_size else [*CURVES, "periods", "target"]
-    known = (
-        _spelled(names, BatchSizeError, "keep one")
-        if is_size
-        else _spelled(names, ScheduleError, "keep one, or write a list: its items multiply")
-    )
-    whole: Any = Annotated[Union[tagged], shape, known]  # noqa: UP007  of a tuple
+    whole: Any = Annotated[Union[tagged], Discriminator(shape), BeforeValidator(check)]  # noqa: UP007  of a tuple
     return TypeAdapter(whole)
 
 
-def coupled_key(value: object) -> str | None:
-    """Return the key that couples a batch size with the learning rate, if there is one.
+@final
+@dataclass(frozen=True, slots=True)
+class Read(Generic[Value]):
+    """A value of a run file, and the object that it describes."""
 
-    >>> coupled_key({"seesaw": 16})
-    'seesaw'
-    """
-    words = value if isinstance(value, Mapping) else {}
-    return next((key for key in COUPLED if words.get(key) is not None), None)
-
-
-def build_sizes(
-    value: Any, written: Mapping[str, Schedule], building: Building, source: Source
-) -> tuple[BatchSizePolicy, Mapping[str, Schedule]]:
-    """Return the policy that a `batch_size` says, and what becomes of the schedules with it.
-
-    Sizes that take over the decay of the learning rate take it from its schedule.
-
-    >>> from stretto.schedules import Linear
-    >>> build_sizes({"seesaw": 16}, {"lr": Linear()}, Building(), Source())
-    (Seesaw(Linear(), Fixed(16)).policy, {'lr': Seesaw(Linear(), Fixed(16)).schedule})
-
-    Raises:
-        ConfigError: it cannot be built; the message says where it stands.
-    """
-    building = replace(building, decay=written.get("lr", building.decay))
-    sizes = _built("BatchSize", value, building, source, ("batch_size",))
-    if isinstance(sizes, Coupling):
-        return sizes.policy, {**written, "lr": sizes.schedule}
-    return sizes, written
+    written: Any
+    value: Value = field(compare=False)
 
 
-def build_schedule(value: Any, building: Building, source: Source, path: Path) -> Schedule:
-    """Return the schedule that a run file says; several in a list multiply.
+def _read(name: str) -> Any:
+    def read(written: Any, info: ValidationInfo) -> Read[Any]:
+        context = Context.of(info.data)
+        return Read(written, adapter(name).validate_python(written, context=context))
 
-    Raises:
-        ConfigError: a target cannot be imported or called, or the schedule cannot be.
-    """
-    return cast(Schedule, _built("Schedule", value, building, source, path))
-
-
-def _built(name: str, value: Any, building: Building, source: Source, path: Path) -> Any:
-    try:
-        return adapter(name).validate_python(value, context=building)
-    except ValidationError as error:
-        details: list[Any] = error.errors(include_url=False)
-        lines = [{**one, "loc": (*path, *one["loc"])} for one in details]
-        whole = ValidationError.from_exception_data(name, lines)  # type: ignore[arg-type]
-        cause = details[0].get("ctx", {}).get("error", error)
-        raise explain(whole, Section, source) from cause
+    return PlainValidator(read), PlainSerializer(lambda read: read.written), reference(name)
 
 
-def _checked(name: str) -> PlainValidator:
-    def check(value: Any) -> Any:
-        adapter(name).validate_python(value, context=CHECKING)
-        return value
-
-    return PlainValidator(check)
-
-
-BatchSize: TypeAlias = Annotated[Any, _checked("BatchSize"), _reference("BatchSize")]
+BatchSize: TypeAlias = Annotated[Read[BatchSizePolicy | Coupling], *_read("BatchSize")]
 """Samples of one optimizer step over all ranks, in any of the ways to write it."""
-ScheduleText: TypeAlias = Annotated[Any, _checked("Schedule"), _reference("Schedule")]
-"""A schedule as a run file holds it, which can be built."""
+AnySchedule: TypeAlias = Annotated[Read[Schedule], *_read("Schedule")]
+"""A schedule, in any of the ways to write it."""
+
+
+def settings_form(
+    kind: type, *without: str, types: Mapping[str, Any], **defaults: Any
+) -> GetPydanticSchema:
+    """Return a reader of mappings whose keys are the fields of a class of settings."""
+    hints = get_type_hints(kind)
+    own: dict[str, Any] = {
+        one.name: (
+            types.get(one.name) or _type(hints[one.name]),
+            defaults.get(one.name, one.default),
+        )
+        for one in fields(kind)
+        if one.name not in without
+    }
+    section = create_model(kind.__name__, __base__=Section, __doc__=summary_of(kind), **own)
+
+    def made(read: Any) -> Any:
+        return kind(**{name: getattr(read, name) for name in own})
+
+    def written(made: Any) -> dict[str, Any]:
+        return section.model_validate({name: getattr(made, name) for name in own}).model_dump(
+            mode="json"
+        )
+
+    return read_as(Annotated[section, AfterValidator(made), PlainSerializer(written)])

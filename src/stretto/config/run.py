@@ -1,8 +1,9 @@
-"""`RunConfig`: what a run file says."""
+"""`RunConfig`: the content of a run file, and its sections."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -10,68 +11,200 @@ import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ConfigDict,
     Field,
+    GetPydanticSchema,
+    PlainValidator,
     PrivateAttr,
     Tag,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from stretto._location import local_path
+from stretto.batching import Coupling, as_rule
+from stretto.batching.split import RULES
 from stretto.config.fields import (
     Count,
     CountOrAuto,
+    Interval,
+    Natural,
     RunLength,
     Section,
-    Target,
+    WallClock,
+    read_as,
     shape_of,
     without_nulls,
 )
-from stretto.config.forms import BatchSize, ScheduleText, coupled_key
-from stretto.config.messages import explain
-from stretto.config.settings import (
-    AnyRule,
-    Checkpoint,
-    Data,
-    Evaluate,
-    LoadingSection,
-    Log,
-    Optimizer,
-    SteppingSection,
-)
+from stretto.config.forms import AnySchedule, BatchSize, settings_form
+from stretto.config.targets import TARGET_PATTERN, Target
 from stretto.config.yaml import (
     MAX_BYTES,
     NO_SOURCE,
+    Dumper,
     Source,
     apply_overrides,
-    check_mapping,
-    parse_scalar,
+    as_key,
     parse_yaml,
-    source_name,
+    show_path,
 )
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, Message, StrettoError, cannot, nearest, shown
 from stretto.schedules.fields import parse_name
-from stretto.settings import Precision
-from stretto.timing import LastBatch
+from stretto.settings import Checkpointing, Loading, Precision, Stepping
+from stretto.timing import LastBatch, Time
 
 
-def _local(folder: str | None) -> str | None:
-    if folder is not None:
-        local_path(folder, "keep a run in", ConfigError)
-    return folder
+class Data(Target):
+    """Where samples come from, and how many there are."""
+
+    num_samples: Count | None = None
+    """Samples in an epoch. With it, a plan does not open the data."""
+    num_tokens: Count | None = None
+    """Tokens in an epoch."""
+    tokens_per_sample: Count | None = None
+    """Tokens of a sample, if all have equally many."""
+    sharded: bool | None = None
+    """Whether the iterable of each rank has only its share of the samples; by default no, and the
+    first batches are compared over the ranks."""
 
 
-Evaluations: TypeAlias = Annotated[
-    Annotated[Evaluate, Tag("<Evaluate>")] | Annotated[list[Evaluate], Tag("<list>")],
-    shape_of(
-        lambda value: "<list>" if isinstance(value, list) else "<Evaluate>",
-        "write for example {every: 1ep}",
+class Group(Section):
+    """Parameters with settings of their own; all other keys are the optimizer's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    parameters: Annotated[re.Pattern[str], Field(examples=["embedding"])]
+    """A regular expression, found anywhere in a parameter's name."""
+
+
+class Optimizer(Target):
+    """The optimizer: called with the model's parameters and its other keys."""
+
+    groups: dict[str, Group] = Field(default_factory=dict)
+    """Groups by name, for `lr@name`; a parameter belongs to the first whose pattern it matches."""
+
+
+def _checked_rule(value: Any) -> Any:
+    if isinstance(value, dict) and "target" in value:
+        return Target.model_validate(value)
+    as_rule(value)
+    return value
+
+
+_SIZE = {"type": "integer", "minimum": 1, "description": "The size that the rate is meant for."}
+_TARGET = {"type": "string", "pattern": TARGET_PATTERN}
+AnyRule: TypeAlias = Annotated[
+    Any,
+    PlainValidator(_checked_rule),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {**dict.fromkeys(RULES, _SIZE), "target": _TARGET},
+            "minProperties": 1,
+        }
     ),
+]
+"""How the learning rate follows the batch size: a rule, or a function of yours from the size to a
+factor."""
+
+
+def _or_target(word: Any, instead: str) -> GetPydanticSchema:
+    """Return a reader of a word or a target."""
+    tagged = Annotated[word, Tag("<word>")] | Annotated[Target, Tag("<target>")]
+
+    def shape(value: object) -> str:
+        return "<target>" if isinstance(value, (dict, Target)) else "<word>"
+
+    return read_as(Annotated[tagged, shape_of(shape, instead)])
+
+
+LossWeight: TypeAlias = Annotated[
+    Any,
+    _or_target(Literal["samples", "tokens"], "write samples, tokens, or {target: my.module:count}"),
+]
+AnyStore: TypeAlias = Annotated[
+    Any, _or_target(str, "write s3://bucket/run, or {target: my.module:Store}")
+]
+AnyLogger: TypeAlias = Annotated[
+    str | Target,
+    _or_target(
+        Literal["tensorboard", "wandb", "mlflow"],
+        "write tensorboard, wandb, mlflow, or {target: my.module:Logger}",
+    ),
+]
+LoadingSection: TypeAlias = Annotated[
+    Loading,
+    settings_form(
+        Loading,
+        "seed",
+        "last_batch",
+        types={"num_workers": Natural},
+        shuffle=True,
+        num_workers=0,
+    ),
+]
+SteppingSection: TypeAlias = Annotated[
+    Stepping,
+    settings_form(
+        Stepping,
+        "rule",
+        types={
+            "measure_noise": CountOrAuto,
+            "loss_weight": LossWeight,
+            "rank_timeout": WallClock | None,
+        },
+    ),
+]
+Checkpoint: TypeAlias = Annotated[
+    Checkpointing,
+    settings_form(Checkpointing, types={"upload": AnyStore | None}, every=Time("1ep")),
 ]
 
 
+class Evaluate(Section):
+    """What is measured during the run, and always at its end."""
+
+    every: Interval = Time("1ep")
+    """How often."""
+    data: Target | None = None
+    """What to measure on; by default the run's data with `split: validation`."""
+    metrics: dict[str, Target] = Field(default_factory=dict)
+    """By name: functions `function(model, batch) -> mean over the batch`, or classes whose objects
+    have update, compute and reset, such as those of torchmetrics."""
+    predict: Target | None = None
+    """A function `(model, batch) -> (outputs, targets)` for the `update` of such objects; by
+    default both are read from the batch."""
+    batch_size: Count | None = None
+    """Samples of one forward pass; by default the training micro-batch."""
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "validation"
+    """What its lines in the metrics begin with."""
+    loss: Target | None = None
+    """By default the training loss."""
+
+
+class Log(Section):
+    """When metrics are written, and where they go besides the run folder."""
+
+    every: Interval = Time("10ba")
+    """How often a line of metrics is written."""
+    flush: Interval = Time("30s")
+    """How often written lines are flushed to the disk."""
+    loggers: list[AnyLogger] | None = None
+    """Where metrics go besides metrics.jsonl; by default TensorBoard if it is installed."""
+    console: bool | None = None
+    """Whether the console shows the progress of the run; by default with `stretto train`, and on a
+    terminal."""
+
+
+def _local(folder: str) -> str:
+    local_path(folder, "keep a run in", ConfigError)
+    return folder
+
+
 class RunConfig(Section):
-    """What a run file says: how long, on what, with which sizes and schedules.
+    """A run file: its length, data, model, batch sizes, schedules and settings.
 
     >>> config = RunConfig.parse(
     ...     {"max_duration": "2ep", "data": {"target": "my.data:make"}, "batch_size": 64}
@@ -89,29 +222,32 @@ class RunConfig(Section):
     optimizer: Optimizer | None = None
     """Makes the optimizer. A plan needs none."""
     loss: Target | None = None
-    """`function(model, batch) -> loss`; left out: the `loss` of the model's class."""
+    """`function(model, batch) -> loss`; by default the `loss` of the model's class."""
     step: Target | None = None
     """Makes a `stretto.TrainStep` of yours: called with `model`, with `optimizer` if the file has
     one, and with `loss` if it takes one."""
+    micro_batch_size: CountOrAuto | None = None
+    """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
+    memory; by default all its share."""
+    world_size: Count | None = None
+    """How many ranks a plan is for; by default one. Training has those that torchrun starts."""
     schedules: Annotated[
         dict[
             Annotated[str, AfterValidator(lambda text: parse_name(text) and text)],
-            ScheduleText,
+            AnySchedule,
         ],
         BeforeValidator(lambda value: without_nulls(value) if isinstance(value, dict) else value),
     ] = Field(default_factory=dict)
     """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `betas.0`,
     `lr@group`."""
-    batch_size: Annotated[BatchSize, Field(examples=[64])]
+    batch_size: Annotated[BatchSize, Field(examples=[64])]  # after what it depends on
     """Samples of one optimizer step, over all ranks."""
-    micro_batch_size: CountOrAuto | None = None
-    """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
-    memory; left out: all its share."""
     rule: AnyRule = None
-    """How the learning rate follows the batch size, a rule or a function of yours; left out: not at
-    all."""
+    """How the learning rate follows the batch size, a rule or a function of yours; by default not
+    at all."""
     last_batch: LastBatch = "keep"
-    """Where an epoch ends inside a batch: `keep` a smaller one, `drop` it, or `carry` on."""
+    """What happens if an epoch ends inside a batch: `keep` a smaller one, `drop` it, or `carry`
+    on."""
     precision: Precision = "fp32"
     """The type that autocast computes in; weights stay as they are."""
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -120,134 +256,119 @@ class RunConfig(Section):
     """Whether the model runs through `torch.compile`."""
     device: str | None = None
     """Where to compute; by default this rank's CUDA device if there is one, else the CPU."""
-    loading: LoadingSection = LoadingSection()
+    loading: LoadingSection = Loading(shuffle=True, num_workers=0)
     """How samples are ordered and fetched."""
-    stepping: SteppingSection = SteppingSection()
+    stepping: SteppingSection = Stepping()
     """How a step is computed."""
-    evaluate: Evaluations | None = None
-    """What is measured now and then; one mapping or a list of them."""
+    evaluate: Annotated[
+        list[Evaluate],
+        BeforeValidator(
+            lambda value: [value] if isinstance(value, dict) else value,
+            json_schema_input_type=Evaluate | list[Evaluate],
+        ),
+    ] = Field(default_factory=list)
+    """What is measured during the run; one mapping or a list of them."""
     checkpoint: Checkpoint | None = None
-    """When checkpoints are written; left out: never."""
+    """When checkpoints are written; by default never."""
     log: Log = Log()
     """When metrics are written."""
     callbacks: list[Target] = Field(default_factory=list)
     """Listeners and algorithms: each makes a `stretto.training.Callback`."""
-    folder: Annotated[str | None, AfterValidator(_local)] = None
-    """Where the run is kept; left out: a new folder in `runs`."""
+    folder: Annotated[str, AfterValidator(_local)] | None = None
+    """Where the run is kept; by default a new folder in `runs`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of samples, and of all chance in building and training the model."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How several ranks share the model: each has all of it, or a part of each block (FSDP2)."""
-    world_size: Count | None = None
-    """How many ranks a plan is for; left out: one. Training has those that torchrun starts."""
     scale_schedule: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Makes the run this many times as long, with every time that is not a fraction of it. The
     number of samples in the data stays."""
     _source: Source = PrivateAttr(default=NO_SOURCE)
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], source: Source = NO_SOURCE) -> Self:
-        """Return the configuration that plain values say.
+    def parse(cls, values: object, source: Source = NO_SOURCE) -> Self:
+        """Return the configuration that plain values describe.
 
         Raises:
-            ConfigError: they say something else than they should; every mistake is listed.
+            ConfigError: some are wrong; every mistake is listed.
         """
         try:
-            config = cls.model_validate(dict(values))
+            config = cls.model_validate(values)
         except ValidationError as error:
-            raise explain(error, cls, source) from None
+            raise explain(error, source) from None
         config._source = source
         return config
+
+    def changed(self, **values: Any) -> Self:
+        """Return this configuration with other plain values of some keys."""
+        return self.parse(self.model_dump(mode="json") | values, self.source)
 
     @property
     def source(self) -> Source:
         """Where the values were written, for messages."""
         return self._source
 
-    @property
-    def evaluations(self) -> tuple[Evaluate, ...]:
-        """The evaluations, in their order."""
-        if self.evaluate is None:
-            return ()
-        return tuple(self.evaluate) if isinstance(self.evaluate, list) else (self.evaluate,)
-
     @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        names = [evaluation.name for evaluation in self.evaluations]
+    def _check_whole(self) -> Self:
+        names = [evaluation.name for evaluation in self.evaluate]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError.cannot(
                 f"evaluate twice as {twice!r}",
                 why="their metrics would have the same names",
-                instead="give each evaluation a 'name' of its own",
+                instead="give each evaluation another 'name'",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_coupling(self) -> Self:
-        if coupled_key(self.batch_size) is None:
-            return self
-        if "lr" not in self.schedules:
+        is_coupled = isinstance(self.batch_size.value, Coupling)
+        if is_coupled and "lr" not in self.schedules:
             raise ConfigError.cannot(
                 "grow the batch as the learning rate decays",
                 why="there is no 'schedules.lr'",
                 instead="write for example 'schedules: {lr: {cosine: {warmup: 5%}}}'",
             )
-        if self.rule is not None:
+        if is_coupled and self.rule is not None:
             raise ConfigError.cannot(
                 "follow the batch size by a 'rule'",
-                why="the batch size itself says how the learning rate goes with it",
-                instead="leave it out",
+                why="the batch size itself determines the learning rate",
+                instead="leave the rule out",
             )
         return self
 
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return what the run file at `path` says, with `key=value` overrides set.
+    """Read the run file at `path`, with `key=value` overrides.
 
     Raises:
-        ConfigError: it cannot be read, or says something else than it should.
+        ConfigError: it cannot be read, or something in it is wrong.
     """
-    path = Path(path)
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_BYTES + 1).decode()
     except (OSError, ValueError) as error:
-        why = (getattr(error, "strerror", None) or str(error)).lower().replace("is a", "it is a", 1)
         raise ConfigError.cannot(
             f"read {str(path)!r}",
-            why=why,
-            instead="write the path of a run file, or none for the packaged one",
+            why=(getattr(error, "strerror", None) or str(error)).lower(),
+            instead="write the path of a run file in UTF-8, or none for the packaged one",
         ) from None
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError.cannot(
-            f"read {source_name(path)}",
-            why=f"byte {error.start + 1} is not UTF-8",
-            instead="save it as UTF-8 text",
-        ) from None
-    return parse_run_file(text, source_name(path), overrides)
+    return parse_run_file(text, Path(path).name, overrides)
 
 
 def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] = ()) -> RunConfig:
-    r"""Return what the text of a run file says, with `key=value` overrides set.
+    r"""Read the text of a run file, with `key=value` overrides.
 
     >>> text = "max_duration: 2ep\ndata: {target: my.data:make}\nbatch_size: 64"
-    >>> parse_run_file(text, overrides=["batch_size=32"]).batch_size
-    32
+    >>> parse_run_file(text, overrides=["batch_size=32"]).batch_size.value
+    Fixed(32)
 
     Raises:
-        ConfigError: it is not YAML, or says something else than it should.
+        ConfigError: it is not YAML, or something in it is wrong.
     """
     document = parse_yaml(text, name)
-    values = check_mapping(document.value, name)
-    values, source = apply_overrides(values, Source(name, document.lines), overrides)
+    values, source = apply_overrides(document.value, Source(name, document.lines), overrides)
     return RunConfig.parse(values, source)
 
 
 def dump_run_file(config: RunConfig) -> str:
-    """Return the text of a run file that says all of `config`, defaults included.
+    """Return a run file with all of `config`, defaults included.
 
     >>> config = RunConfig.parse(
     ...     {"max_duration": "2ep", "data": {"target": "my.data:make"}, "batch_size": 64}
@@ -256,23 +377,47 @@ def dump_run_file(config: RunConfig) -> str:
     True
     """
     values = config.model_dump(mode="json")
-    for section, key in ((values, "callbacks"), (values.get("optimizer", {}), "groups")):
-        if not section.get(key):
-            section.pop(key, None)  # an empty one says nothing
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=90)
+    for section in (values, values.get("optimizer", {})):
+        for key in ("callbacks", "evaluate", "groups"):
+            if section.get(key) in ([], {}):
+                del section[key]
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=90)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes what our reader reads back: quotes any text that it would take for something else."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        del data
-        return True
+MAX_ERRORS = 20
+"""Most errors that one message lists."""
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = None if isinstance(parse_scalar(text), str) else "'"
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+def explain(error: ValidationError, source: Source) -> ConfigError:
+    """Return all that pydantic found in a run file, one message each."""
+    found = error.errors(include_url=False)
+    messages = list(dict.fromkeys(_message(details, source) for details in found))
+    explained = ConfigError(*messages[:MAX_ERRORS])
+    if len(messages) > MAX_ERRORS:
+        explained.add_note(f"and {len(messages) - MAX_ERRORS} more")
+    return explained
 
 
-_Dumper.add_representer(str, _text)
+def _message(details: ErrorDetails, source: Source) -> Message:
+    # Names of shapes, and the mark of a key's own error, are pydantic's and not the file's.
+    path = tuple(
+        part for part in details["loc"] if part != "[key]" and not str(part).startswith("<")
+    )
+    where, context = source.where(path), details.get("ctx", {})
+    if details["type"] == "value_error":
+        error: StrettoError = context["error"]
+        return error.message.recast(where, as_key)
+    said = details["msg"]
+    asked = said.removeprefix("Input should be ")
+    number = "a value " if asked.startswith(("greater", "less")) else ""
+    instead = said[:1].lower() + said[1:] if said == asked else f"write {number}{asked}"
+    if details["type"] == "literal_error":
+        choices = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        near = nearest(details["input"], choices)
+        instead = f"did you mean '{near}'?" if near else instead
+    return cannot(
+        f"use {shown(details['input'])} as {show_path(path)}",
+        why="it is not valid here",
+        instead=instead,
+        where=where,
+    )

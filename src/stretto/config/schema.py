@@ -9,9 +9,10 @@ from typing import Any, final
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from stretto.config.fields import TIME_PATTERN, Part
+from stretto.config.fields import TIME_PATTERN, Section
 from stretto.config.forms import COUPLED, adapter
 from stretto.config.run import RunConfig
+from stretto.settings import Checkpointing, Loading, Stepping
 from stretto.timing import Time
 
 _DURATION = {
@@ -27,16 +28,17 @@ def run_file_schema() -> dict[str, Any]:
     """Return the JSON Schema of run files.
 
     What needs the whole file or Python (that a warm-up fits, that a target exists) is beyond a
-    schema. A null, which counts as left out, is not among what it lets an editor suggest.
+    schema. Nulls, which count as absent, are not among the suggestions.
 
     >>> run_file_schema()["required"]
     ['max_duration', 'data', 'batch_size']
     """
     schema = RunConfig.model_json_schema(schema_generator=_Generator)
-    sections = {section.__name__: section for section in _inner_sections(Part)}
+    described = [*_inner_sections(Section), Loading, Stepping, Checkpointing]
+    sections = {section.__name__: section for section in described}
     parts = schema["$defs"]
     for name, part in [("RunConfig", schema), *parts.items()]:
-        _describe(part, sections[name].settings or sections[name])
+        _describe(part, sections[name])
     for name in ("BatchSize", "Schedule"):
         parts.update(_forms(name, parts))
     schema = _tidy(schema)
@@ -54,7 +56,7 @@ def run_file_schema() -> dict[str, Any]:
 
 
 def _forms(name: str, parts: dict[str, Any]) -> dict[str, Any]:
-    """Return the definitions of what an adapter reads, and of a period of it."""
+    """Return the definitions of the forms of an adapter, and of periods of it."""
     found = adapter(name).json_schema(schema_generator=_Generator)
     own = {key: one for key, one in found.pop("$defs").items() if key not in parts}
     several = found.get("oneOf") or found["anyOf"]
@@ -75,7 +77,7 @@ def _forms(name: str, parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def field_texts(section: type) -> dict[str, str]:
-    """Return the text that stands under each field of a section, those of its bases included.
+    """Return the docstring of each field of a section and its bases.
 
     pydantic can collect them too, but does so at every start: 0.2 s for all our sections.
     """
@@ -114,7 +116,7 @@ def _describe(part: dict[str, Any], section: type) -> None:
 
 
 def _tidy(part: Any) -> Any:
-    """Leave out titles and nulls, which say nothing, and write the pattern of times once."""
+    """Remove titles and nulls, and resolve references."""
     if isinstance(part, list):
         return [_tidy(item) for item in part]
     if not isinstance(part, dict):
@@ -138,5 +140,5 @@ def _tidy(part: Any) -> Any:
     return kept
 
 
-def _inner_sections(root: type[Part]) -> list[type[Part]]:
+def _inner_sections(root: type[Section]) -> list[type[Section]]:
     return [inner for child in root.__subclasses__() for inner in (child, *_inner_sections(child))]

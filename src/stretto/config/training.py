@@ -6,40 +6,47 @@ import contextlib
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from stretto.batching import awaits_maximum, with_maximum
-from stretto.config.parts import (
-    make_callbacks,
-    make_checkpointing,
-    make_evaluation,
-    make_loading,
-    make_logging,
-    make_loss,
-    make_model,
-    make_optimizer,
-    make_step,
-    make_stepping,
-)
-from stretto.config.plans import TimesAndSizes, build_run, make_spec, prepare_run
-from stretto.config.run import RunConfig
-from stretto.config.targets import import_target
+from stretto.config.plans import TimesAndSizes, build_run, make_spec, prepare_run, scale_of
+from stretto.config.run import Evaluate, RunConfig
+from stretto.config.targets import Target, accepts, bound_target, call_target, import_target
+from stretto.config.yaml import Path as Keys
+from stretto.config.yaml import show_path
 from stretto.data import DataSpec, StepLoader
+from stretto.distributed.ranks import find_device
 from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.training import Callback, Trainer
+from stretto.timing import Every
+from stretto.training import (
+    Callback,
+    Evaluation,
+    Loading,
+    Logger,
+    Logging,
+    MLflowLogger,
+    TensorBoardLogger,
+    Trainer,
+    WandbLogger,
+)
 from stretto.training.criterion import as_loss
-from stretto.training.stepping.fitting import FoundMaximum
-from stretto.training.stepping.measuring import keeps_gradients_apart
+from stretto.training.stepping.fitting import FoundMaximum, keeps_gradients_apart
 
+S = TypeVar("S")
+VALIDATION = "validation"
+"""The `split` of an evaluation without other data."""
 _NO_LIMIT = 2**31
-"""Stands for a largest batch size that only training finds."""
+"""The largest batch size while training has not found one."""
 
 
 def build_trainer(
@@ -52,24 +59,28 @@ def build_trainer(
 
     Args:
         config: the run file.
-        folder: the run folder; left out, that of the file, if it names one.
-        callbacks: listeners besides those of the file.
+        folder: the run folder; by default, that of the file, if it names one.
+        callbacks: more callbacks than those of the file.
 
     Raises:
-        ConfigError: something in it cannot be built; the message says where it stands.
+        ConfigError: something in it cannot be built; the message says where it was written.
         StrettoError: the run cannot be as described.
     """
     check_complete(config)
-    world_size = _world_size(config)
+    _check_world_size(config)
     spec = make_spec(config)
-    run = build_run(config, spec, world_size=world_size)
-    prepared = prepare_run(config, with_some_maximum(run))
+    run = build_run(config, spec)
+    prepare_run(config, with_some_maximum(run))
     seed_everything(config.seed)
     model = make_model(config)
     if config.parallel == "fsdp":
         model = shard_blocks(model, device=config.device)
     step = make_step(config, model)
-    evaluations = [make_evaluation(config, one, run) for one in config.evaluations]
+    evaluations = [make_evaluation(config, number, run) for number in range(len(config.evaluate))]
+    checkpoint = config.checkpoint
+    if checkpoint is not None:
+        every = run.triggers["checkpoint"]
+        checkpoint = _settings(config, checkpoint, "checkpoint", every=every)
     trainer = Trainer(
         model if step is None else step,
         spec,
@@ -79,33 +90,33 @@ def build_trainer(
         batch_size=run.policy,
         micro_batch_size=config.micro_batch_size,
         schedules=run.schedules,
+        rule=run.rule,
         precision=config.precision,
         clip_norm=config.clip_norm,
         compile=config.compile,
         device=config.device,
         loading=make_loading(config),
-        stepping=make_stepping(config, run),
+        stepping=_settings(config, config.stepping, "stepping"),
         evaluate=evaluations,
-        checkpoint=make_checkpointing(config, run),
+        checkpoint=checkpoint,
         log=make_logging(config, run),
         callbacks=[*make_callbacks(config), *callbacks],
         folder=folder if folder is not None else config.folder,
-        prepared=prepared,
     )
-    # From here on chance differs between ranks, as their samples do.
+    # From here on random numbers differ between ranks, as their samples do.
     torch.manual_seed(config.seed + int(os.environ.get("RANK", "0")))
     return trainer
 
 
 def with_some_maximum(run: TimesAndSizes) -> TimesAndSizes:
-    """The run with a largest batch size that is still to be found, so that it can be checked."""
+    """Replace a largest batch size that is still to be found, so that the run can be checked."""
     if not awaits_maximum(run.policy):
         return run
     return replace(run, policy=with_maximum(run.policy, _NO_LIMIT))
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all chance that is used while a model is built: Python, NumPy and torch."""
+    """Seed Python, NumPy and torch."""
     import numpy as np
 
     random.seed(seed)
@@ -114,37 +125,39 @@ def seed_everything(seed: int) -> None:
 
 
 def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
-    """Return the run file with what the run has found.
+    """Return the run file with the facts of the run; a plan then needs neither data nor torch.
 
-    That is the sizes of the data, the sizes that were `auto`, and its folder.
-
-    With it, `stretto plan` needs neither the data nor torch, and `stretto train` can go on.
+    That is the sizes of the data, the sizes that were `auto`, the scheduled values of the
+    optimizer, and the run's folder.
     """
-    horizon = trainer.horizon
-    sizes = {
+    horizon, optimizer, sizes = trainer.horizon, config.optimizer, config.batch_size
+    counts = {
         "num_samples": horizon.dataset_num_samples,
         "num_tokens": None if horizon.tokens_per_sample else horizon.dataset_num_tokens,
         "tokens_per_sample": horizon.tokens_per_sample,
     }
-    optimizer = config.optimizer
-    if optimizer is not None and "lr" not in optimizer.arguments:
-        base = trainer.hyperparameters.base.get("lr")
-        if base is not None:
-            optimizer = type(optimizer).model_validate({**optimizer.model_dump(), "lr": base})
-    folder = None if trainer.folder is None else str(trainer.folder)
+    if optimizer is not None:
+        defaults: dict[str, Any] = getattr(trainer.optimizer, "defaults", {})
+        target = import_target(optimizer.target)
+        scheduled = [name for name in ("lr", *config.schedules) if accepts(target, name)]
+        stated = {name: defaults.get(name) for name in scheduled}
+        numbers = {key: value for key, value in stated.items() if isinstance(value, (int, float))}
+        optimizer = type(optimizer).model_validate(numbers | optimizer.model_dump())
     return config.model_copy(
         update={
-            "data": config.data.model_copy(update=sizes),
+            "data": config.data.model_copy(update=counts),
             "optimizer": optimizer,
-            "folder": folder,
+            "folder": None if trainer.folder is None else str(trainer.folder),
             "micro_batch_size": trainer.loader.micro_batch_size,
-            "batch_size": _with_maximum(config.batch_size, trainer.found_maximum),
+            "batch_size": replace(
+                sizes, written=_with_maximum(sizes.written, trainer.found_maximum)
+            ),
         }
     )
 
 
 def _with_maximum(written: Any, found: FoundMaximum | None) -> Any:
-    """Return batch sizes with what was found in the place of each `max_batch_size: auto`."""
+    """Replace each `max_batch_size: auto` by the size that was found."""
     if found is None or not isinstance(written, dict):
         return written
     changed = dict(written)
@@ -159,42 +172,217 @@ def check_complete(config: RunConfig) -> None:
     """Refuse a run file that is enough for a plan and not for training.
 
     Raises:
-        ConfigError: there is no model, or no optimizer and no step of its own.
+        ConfigError: there is no model, or neither an optimizer nor a step.
     """
-    examples = {
-        "model": "model: {target: my.models:Model}",
-        "optimizer": "optimizer: {target: torch.optim:AdamW, lr: 3.0e-4}",
-    }
-    for name, example in examples.items():
-        is_made_by_step = name == "optimizer" and config.step is not None
-        if getattr(config, name) is None and not is_made_by_step:
-            raise ConfigError.cannot(
-                "train",
-                why=f"there is no '{name}'",
-                instead=f"write for example '{example}'",
-                where=config.source.name,
-            )
+    missing = "model" if config.model is None else "optimizer"
+    if config.model is None or (config.optimizer is None and config.step is None):
+        raise ConfigError.cannot(
+            "train",
+            why=f"there is no '{missing}'",
+            instead=f"write for example '{missing}: {{target: my.module:make}}'",
+            where=config.source.name,
+        )
 
 
-def _world_size(config: RunConfig) -> int:
+def _check_world_size(config: RunConfig) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.world_size not in (None, world_size):
         raise ConfigError.cannot(
-            f"train on {world_size} rank{'s' if world_size > 1 else ''}",
-            why=f"the run is said to have {config.world_size}",
-            instead=f"start it with torchrun --nproc-per-node {config.world_size}, "
-            "or set world_size=null",
+            f"train on {world_size} ranks",
+            why=f"world_size is {config.world_size}",
+            instead=f"use torchrun --nproc-per-node {config.world_size}, or set world_size=null",
             where=config.source.where(("world_size",)),
         )
-    return world_size
+
+
+def make_model(config: RunConfig) -> nn.Module:
+    """Return the model.
+
+    Raises:
+        ConfigError: it cannot be made, or is no module.
+    """
+    assert config.model is not None, "checked before anything is built"
+    return _made(config, config.model, nn.Module, ("model",))
+
+
+def make_loss(config: RunConfig, model: nn.Module) -> Any:
+    """Return the loss function: the file's, or that of the model's class."""
+    if config.loss is not None:
+        return bound_target(config.loss, source=config.source, path=("loss",))
+    loss = getattr(type(model), "loss", None)
+    if callable(loss):
+        return loss
+    raise ConfigError.cannot(
+        "train",
+        why=f"there is no 'loss', and {type(model).__name__} has no static method of that name",
+        instead="write 'loss: {target: my.models:loss}', a function (model, batch) -> loss",
+        where=config.source.name,
+    )
+
+
+def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
+    """Return the optimizer of the model's parameters, in the groups that the file names."""
+    section = config.optimizer
+    assert section is not None, "checked before anything is built"
+    rest = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    groups: list[dict[str, Any]] = []
+    for name, group in section.groups.items():
+        taken = [key for key in rest if group.parameters.search(key)]
+        if not taken:
+            raise ConfigError.cannot(
+                f"make the parameter group {name!r}",
+                why=f"no parameter left has a name with {group.parameters.pattern!r} in it",
+                instead=f"write a pattern of names such as {next(iter(rest), '')!r}",
+                where=config.source.where(("optimizer", "groups", name, "parameters")),
+            )
+        options = _tuples(group.arguments)
+        groups.append({"params": [rest.pop(key) for key in taken], "name": name, **options})
+    if rest:
+        # First, so that the ledger shows the general values without a group's name.
+        groups.insert(0, {"params": list(rest.values()), "name": "rest"})
+    parameters = groups if section.groups else list(rest.values())
+    tupled = Target(target=section.target, **_tuples(section.arguments))
+    return _made(config, tupled, Optimizer, ("optimizer",), parameters)
+
+
+def make_step(config: RunConfig, model: nn.Module) -> TrainStep | None:
+    """Return the file's own training step; None if it has none.
+
+    Raises:
+        ConfigError: it cannot be made, or is no `TrainStep`.
+    """
+    section = config.step
+    if section is None:
+        return None
+    target = import_target(section.target, where=config.source.where(("step", "target")))
+    given: dict[str, Any] = {"model": model}
+    if config.optimizer is not None:
+        given["optimizer"] = make_optimizer(config, model)
+    if config.loss is not None or accepts(target, "loss"):
+        given["loss"] = make_loss(config, model)
+    return _made(config, section, TrainStep, ("step",), **given)  # type: ignore[type-abstract]
+
+
+def _tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Lists as tuples: optimizers take `betas` as one, which YAML does not have."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+
+
+def _with_targets(config: RunConfig, value: Any, path: Keys) -> Any:
+    """Return a value, or the values of a mapping, with targets as the functions they name."""
+    if isinstance(value, Target):
+        return bound_target(value, source=config.source, path=path)
+    if isinstance(value, dict):
+        return {name: _with_targets(config, item, (*path, name)) for name, item in value.items()}
+    return value
+
+
+def _settings(config: RunConfig, settings: S, key: str, **more: Any) -> S:
+    """Return settings of the file with its targets imported, and some more."""
+    names = [one.name for one in fields(settings) if one.name not in more]  # type: ignore[arg-type]
+    made = {name: _with_targets(config, getattr(settings, name), (key, name)) for name in names}
+    with config.source.at(key):
+        return replace(settings, **made, **more)  # type: ignore[type-var]
+
+
+def make_loading(config: RunConfig) -> Loading:
+    """Return how samples are ordered and fetched."""
+    last_batch = config.last_batch
+    return _settings(config, config.loading, "loading", seed=config.seed, last_batch=last_batch)
+
+
+def make_evaluation(config: RunConfig, number: int, run: TimesAndSizes) -> Evaluation:
+    """Return an evaluation: its data, metrics and interval."""
+    section, path = config.evaluate[number], ("evaluate", number)
+    data = _evaluation_data(config, section, path)
+    names = ("metrics", "batch_size", "name", "loss", "predict")
+    made = {name: _with_targets(config, getattr(section, name), (*path, name)) for name in names}
+    with config.source.at(*path):
+        return Evaluation(data, run.triggers[f"evaluate {section.name}"], **made)
+
+
+def _evaluation_data(config: RunConfig, section: Evaluate, path: Keys) -> Any:
+    if section.data is not None:
+        return call_target(section.data, source=config.source, path=(*path, "data"))
+    target, arguments = config.data.target, config.data.arguments
+    function = import_target(target, where=config.source.where(("data", "target")))
+    if not accepts(function, "split") or arguments.get("split") == VALIDATION:
+        raise ConfigError.cannot(
+            "evaluate",
+            why=f"there is no 'data' to evaluate on, and {target} takes no 'split', or the "
+            "validation split is trained on",
+            instead="write for example 'data: {target: my.data:make_validation}' in it",
+            where=config.source.where(path),
+        )
+    validation = Target(target=target, **arguments | {"split": VALIDATION})
+    data = call_target(validation, source=config.source, path=("data",))
+    return DataSpec.of(data, sharded=config.data.sharded)
+
+
+def make_logging(config: RunConfig, run: TimesAndSizes) -> Logging:
+    """Return when metrics are logged, and where they go."""
+    with config.source.at("log", "loggers"):
+        return Logging(
+            run.triggers["log"],
+            Every(config.log.flush).scaled(scale_of(config)),
+            make_loggers(config),
+            config.log.console,
+            config.model_dump(mode="json"),
+        )
+
+
+def make_loggers(config: RunConfig) -> list[Logger]:
+    """Return where metrics go besides the run folder."""
+    kinds = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLflowLogger}
+    named = config.log.loggers
+    if named is None:
+        named = ["tensorboard"] if find_spec("tensorboard") else []
+    source = config.source
+    return [
+        call_target(one, source=source, path=("log", "loggers", number))
+        if isinstance(one, Target)
+        else kinds[one]()
+        for number, one in enumerate(named)
+    ]
+
+
+def make_callbacks(config: RunConfig) -> list[Callback]:
+    """Return the callbacks that the file names, with times for a run of its length."""
+    made = []
+    for number, section in enumerate(config.callbacks):
+        callback = _made(config, section, Callback, ("callbacks", number))
+        with config.source.at("callbacks", number):
+            made.append(callback.scaled(scale_of(config)))
+    return made
+
+
+def _made(
+    config: RunConfig, section: Target, kind: type[S], path: Keys, *positional: Any, **extra: Any
+) -> S:
+    """Call a target and check the result.
+
+    Raises:
+        ConfigError: it cannot be called, or returns another kind of object.
+    """
+    found = call_target(section, *positional, source=config.source, path=path, **extra)
+    if isinstance(found, kind):
+        return found
+    raise ConfigError.cannot(
+        f"use {section.target} as {show_path(path)}",
+        why=f"it makes a {type(found).__name__} and not a {kind.__name__}",
+        instead=f"name a class or a function that makes a {kind.__name__}",
+        where=config.source.where(path),
+    )
 
 
 MICRO_BATCHES = 2
-"""Of a step with several, the second is the one that needs the most: the gradients are there."""
+"""Of a step with several, the second needs the most memory: the gradients exist."""
 
 
 class Finding(NamedTuple):
-    """What a search for a batch size needs to know of a run."""
+    """The facts about a run for a search for a batch size."""
 
     step: TrainStep
     accumulation: int
@@ -202,7 +390,7 @@ class Finding(NamedTuple):
     batch: Any
     """A few samples, padded to the longest of them, or a function that makes other sizes."""
     num_samples: int | None
-    """Samples in the data set; None where that is not known."""
+    """Samples in the data set; None if that is not known."""
 
 
 def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
@@ -211,17 +399,18 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
     Args:
         config: the run file.
         on_meta: whether the model is built without memory, so that it may be larger than this
-            machine; else it is built and moved to where it trains.
+            machine; else it is built and moved to its device.
 
     Raises:
-        ConfigError: something in it cannot be built; the message says where it stands.
+        ConfigError: something in it cannot be built; the message says where it was written.
         StrettoError: the run cannot be as described.
     """
     check_complete(config)
     seed_everything(config.seed)
     spec = make_spec(config)
     batch = _examples(config, spec)
-    device = torch.device("meta") if on_meta else _device(config)
+    with config.source.at("device"):
+        device = torch.device("meta") if on_meta else find_device(config.device)
     with device if on_meta else contextlib.nullcontext():
         model = make_model(config)
     model.to(device)
@@ -240,15 +429,14 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
 
 
 def _measures_noise(config: RunConfig, spec: DataSpec) -> bool:
-    """Whether steps keep gradients apart, for batch sizes or callbacks that follow their noise."""
+    """Return whether batch sizes or callbacks read the noise of gradients, which takes memory."""
     reads: frozenset[str] = frozenset()
-    # What cannot be planned for the data here can where it trains, or is refused there.
+    # Some runs can be planned only where they train; others are refused there.
     with contextlib.suppress(StrettoError):
         run = with_some_maximum(build_run(config, spec))
         reads = run.policy.bind(run.horizon).reads
     callbacks = []
     for section in config.callbacks:
-        # What cannot be imported here can where it trains, or is refused there.
         with contextlib.suppress(ConfigError):
             callbacks.append(import_target(section.target))
     kinds = [one for one in callbacks if isinstance(one, type)]
@@ -264,22 +452,7 @@ def _examples(config: RunConfig, spec: DataSpec) -> Any:
         return resizable(spec, batch)
     raise ConfigError.cannot(
         "find a batch size",
-        why="the data have no batch to look at",
+        why="the data have no batch",
         instead="write data that yield at least one",
         where=config.source.where(("data",)),
     )
-
-
-def _device(config: RunConfig) -> torch.device:
-    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError.cannot(
-            f"use the device {name!r}",
-            why=str(error).splitlines()[0].lower().rstrip("."),
-            instead="write one that this machine has, or ask with --device-memory",
-            where=config.source.where(("device",)),
-        ) from None
-    return device

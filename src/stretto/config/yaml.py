@@ -1,8 +1,7 @@
 """YAML text to plain values with the line of each.
 
-PyYAML parses. The values are made here, because YAML 1.1 reads `1e3` as text, `1:30` as 90, `on` as
-true and a date as an object. Here a plain word is null, a boolean, a number or a text, as in YAML
-1.2, and a key is always a text. Tags are refused, so nothing in a file makes an object.
+PyYAML parses with words of YAML 1.2: YAML 1.1 reads `1e3` as text, `1:30` as 90, `on` as true and a
+date as an object. A key is always a text. Tags are refused, so nothing in a file makes an object.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any, NamedTuple, TypeAlias, final
 
 import yaml
@@ -30,7 +28,7 @@ def show_path(path: Path) -> str:
     >>> show_path(("schedules", "lr", "periods", 0, "duration"))
     'schedules.lr.periods.0.duration'
     """
-    # A key may hold what would move the cursor of a terminal.
+    # A key may contain control characters of a terminal.
     parts = (str(part) for part in path)
     return ".".join(part if part.isprintable() else repr(part)[1:-1] for part in parts)
 
@@ -38,9 +36,9 @@ def show_path(path: Path) -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a run file is called, and the line on which each of its values stands.
+    """The name of a run file, and the line of each of its values.
 
-    Two files that say the same are equal, so all sources are.
+    All sources are equal, so that two files with the same values are.
 
     >>> print(Source("run.yaml", {("seed",): 3}).where(("seed",)))
     seed in run.yaml, line 3
@@ -66,7 +64,7 @@ class Source:
 
     @contextmanager
     def at(self, *path: str | int) -> Iterator[None]:
-        """Let errors of ours raised within say that they come from `path`.
+        """Add `path` to errors of ours raised within.
 
         Raises:
             ConfigError: in place of any other error of ours.
@@ -103,31 +101,62 @@ def as_key(argument: Argument) -> str:
     return key if argument.value is None else f"{key}: {argument.value}"
 
 
-def source_name(path: object) -> str:
-    """Return how messages call a file: its name without the folder."""
-    return PurePath(str(path)).name or str(path)
-
-
 Value: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
-"""What a run file holds."""
+"""A value in a run file."""
 
 MAX_BYTES = 100_000
 """Longest run file, in bytes; the packaged ones have about a thousand."""
 MAX_VALUES = 10_000
 """Most values in a run file, aliases followed: a billion laughs end at the ten thousandth."""
 MAX_DEPTH = 30
-"""Deepest nesting; a batch size in periods in a schedule reaches 8."""
+"""Deepest nesting; batch sizes in periods reach 8."""
 
-_WORDS = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
+
+def _number(text: str) -> float | str:
+    """Return a number; one beyond all floats stays a text."""
+    return float(text) if math.isfinite(float(text)) else text
+
+
+_DIGITS = r"[0-9]+(?:_[0-9]+)*"
+_WORDS: dict[str, tuple[str, Callable[[str], Value]]] = {
+    "null": (r"~|null|Null|NULL|", lambda _: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    "int": (r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)", int),
+    "float": (
+        rf"(?![-+]?0[0-9])[-+]?(?:(?:{_DIGITS})?\.[0-9]+|{_DIGITS}\.?)(?:[eE][-+]?[0-9]{{1,3}})?",
+        _number,
+    ),
 }
-_INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
-_FLOAT = re.compile(
-    r"(?![-+]?0[0-9])[-+]?(([0-9]+(_[0-9]+)*)?\.[0-9]+|[0-9]+(_[0-9]+)*\.?)([eE][-+]?[0-9]{1,3})?"
-)
-_LONGEST_NUMBER = 100
+"""The form and the reader of each kind of plain word; any other is a text."""
+_TAG = "tag:yaml.org,2002:"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain words as YAML 1.2 does; refuses tags."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  as in PyYAML
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if getattr(event, "tag", None) is not None:
+            raise _error(event, f"the tag {shown(event.tag)} would make an object")  # type: ignore[attr-defined]
+        return super().compose_node(parent, index)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes a text that the loader would read as another kind of value."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  as in PyYAML
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write no aliases."""
+        del data
+        return True
+
+
+for _kind in (_Loader, Dumper):
+    for _name, (_form, _) in _WORDS.items():
+        _kind.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_form})\Z"), None)
 
 
 class Document(NamedTuple):
@@ -138,17 +167,17 @@ class Document(NamedTuple):
 
 
 def parse_yaml(text: str, name: str) -> Document:
-    """Return what the YAML `text` says.
+    """Return the value of a YAML text.
 
     >>> parse_yaml("seed: 7", "run.yaml").value
     {'seed': 7}
 
     Args:
         text: the whole text.
-        name: what messages call it.
+        name: its name in messages.
 
     Raises:
-        ConfigError: it is not YAML, or more than a run file may hold; the message says where.
+        ConfigError: it is not YAML, or it is too large.
     """
     lines: dict[Path, int] = {}
     where, instead = None, ""
@@ -176,41 +205,15 @@ def parse_yaml(text: str, name: str) -> Document:
     )
 
 
-def parse_scalar(text: str) -> bool | int | float | str | None:
-    """Return what a plain word of YAML says: null, a boolean, a number or itself.
-
-    >>> [parse_scalar(word) for word in ("1_000", "1e-3", "on", "1:30", "true")]
-    [1000, 0.001, 'on', '1:30', True]
-    """
-    if text in _WORDS:
-        return _WORDS[text]
-    if len(text) <= _LONGEST_NUMBER:
-        if _INT.fullmatch(text):
-            return int(text)
-        if _FLOAT.fullmatch(text) and math.isfinite(float(text)):
-            return float(text)
-    return text
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses tags."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
-        if getattr(event, "tag", None) is not None:
-            raise _error(event, f"the tag {shown(event.tag)} would make an object")  # type: ignore[attr-defined]
-        return super().compose_node(parent, index)
-
-
 def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Value:
     """Return the value of a node, and note the line of each key and item."""
     if len(lines) > MAX_VALUES:
-        raise _error(node, f"it holds more than {MAX_VALUES} values")
+        raise _error(node, f"it has more than {MAX_VALUES} values")
     if len(path) > MAX_DEPTH:
         raise _error(node, f"values nest deeper than {MAX_DEPTH}")
     if isinstance(node, yaml.ScalarNode):
-        text = _text(node)
-        return text if node.style else parse_scalar(text)
+        kind = node.tag.removeprefix(_TAG)
+        return _WORDS[kind][1](_text(node)) if kind in _WORDS else _text(node)
     if isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
             lines[*path, number] = item.start_mark.line + 1
@@ -222,7 +225,7 @@ def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Value:
             raise _error(at, "'<<' merges are not read; write the keys out")
         if key in entries:
             first = f"first on line {lines[*path, key]}; keep one of them"
-            raise _error(at, f"the key {shown(key)} stands twice, {first}")
+            raise _error(at, f"the key {shown(key)} is there twice, {first}")
         if ":" in key and not at.style and item.value == "" and not item.style:
             # In braces, '{0ep:8}' is the key '0ep:8' without a value.
             better = shown(key.replace(":", ": ", 1))
@@ -244,38 +247,13 @@ def _error(at: Any, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
-def check_mapping(value: Value, name: str) -> dict[str, Any]:
-    """Return `value` if it is a mapping, as a whole run file must be."""
-    if isinstance(value, dict):
-        return value
-    raise ConfigError.cannot(
-        f"use {name} as a run file",
-        why=f"it holds {describe(value)} and not keys with values",
-        instead="write lines such as 'max_duration: 2ep'",
-    )
-
-
-def describe(value: object) -> str:
-    """Return what kind of value this is, in the words of a run file.
-
-    >>> describe([1, 2])
-    'a list'
-    """
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return "true or false"
-    names = {int: "a number", float: "a number", str: "a text", list: "a list", dict: "a mapping"}
-    return names.get(type(value), f"a {type(value).__name__}")
-
-
 _INDEX = re.compile(r"[0-9]{1,9}")
 """A number that picks the item of a list; a longer one is a key like any other."""
 
 
 def apply_overrides(
-    values: dict[str, Any], source: Source, overrides: Sequence[str]
-) -> tuple[dict[str, Any], Source]:
+    values: Value, source: Source, overrides: Sequence[str]
+) -> tuple[Value, Source]:
     """Return the values of a run file with `overrides` set, in their order, and their source.
 
     A key is a path with dots, where a number picks the item of a list; the value is read as YAML;
@@ -294,7 +272,7 @@ def apply_overrides(
     for text in overrides:
         path, value = parse_override(text)
         _set(values, path, value, text)
-        # What stood there is gone, so its lines would mislead.
+        # The lines of the old value would mislead.
         for known in [known for known in lines if known[: len(path)] == path]:
             del lines[known]
         overridden.add(path)
@@ -311,43 +289,25 @@ def parse_override(text: str) -> tuple[Path, Value]:
         ConfigError: it is not of that form.
     """
     key, equals, rest = text.partition("=")
-    if not equals:
-        raise _no_override(text, "it has no '='", "write for example 'max_duration=1ep'")
-    if any("\ud800" <= character <= "\udfff" for character in key):
-        raise _no_override(text, "its key is not UTF-8", "write it in UTF-8")
     parts = key.split(".")
-    if not all(part.strip() == part and part for part in parts):
-        raise _no_override(
-            text, "a part of its key is empty", "write for example 'optimizer.lr=1e-3'"
-        )
-    if not rest.strip():
-        raise _no_override(
-            text,
-            "it has no value",
-            f"write a value, or {_short(key) + '=null'!r} to go back to the default",
-        )
+    is_key = key.isprintable() and all(part.strip() == part != "" for part in parts)
+    if not equals or not rest.strip() or not is_key:
+        raise _no_override(text, "it is not of the form key=value", "max_duration=1ep or seed=null")
     if len(parts) > MAX_DEPTH:
-        raise _no_override(
-            text, f"its key has {len(parts)} parts", f"write at most {MAX_DEPTH}, parted by dots"
-        )
+        raise _no_override(text, f"its key has {len(parts)} parts", "optimizer.lr=1e-3")
     path = tuple(int(part) if _INDEX.fullmatch(part) else part for part in parts)
-    return path, parse_yaml(rest, repr(f"{_short(key)}=...")).value
+    return path, parse_yaml(rest, repr(f"{shown(key)}=...")).value
 
 
-def _set(values: dict[str, Any], path: Path, value: Value, text: str) -> None:
+def _set(values: Value, path: Path, value: Value, text: str) -> None:
     inner: Any = values
     for depth, part in enumerate(path):
-        is_last = depth == len(path) - 1
-        if isinstance(inner, list):
-            place = _index(inner, part, path[:depth], text)
-        elif isinstance(inner, dict):
-            place = str(part)
-        else:
-            raise _no_override(
-                text,
-                f"{show_path(path[:depth])} is {describe(inner)}, which has no keys",
-                f"set it as a whole, with '{show_path(path[:depth])}=...'",
-            )
+        above, is_last = show_path(path[:depth]), depth == len(path) - 1
+        place: Any = part if isinstance(inner, list) else str(part)
+        if not isinstance(inner, (dict, list)):
+            raise _no_override(text, f"{above} has no keys", f"{above}=...")
+        if isinstance(inner, list) and not (isinstance(part, int) and part < len(inner)):
+            raise _no_override(text, f"{above} is a list of {len(inner)}", f"{above}.0=...")
         if not is_last:
             if isinstance(inner, dict) and inner.get(place) is None:
                 inner[place] = {}
@@ -358,22 +318,6 @@ def _set(values: dict[str, Any], path: Path, value: Value, text: str) -> None:
             inner[place] = value
 
 
-def _index(items: list[Any], part: str | int, path: Path, text: str) -> Any:
-    if isinstance(part, int) and part < len(items):
-        return part
-    raise _no_override(
-        text,
-        f"{show_path(path)} is a list of {len(items)}",
-        f"write a number from 0 to {len(items) - 1} after '{show_path(path)}.', such as 0"
-        if items
-        else f"set it as a whole, with '{show_path(path)}=...'",
-    )
-
-
-def _no_override(text: str, why: str, instead: str) -> ConfigError:
-    said = f"set {_short(text)!r}"
-    return ConfigError.cannot(said, why=why, instead=instead, where="command line")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."
+def _no_override(text: str, why: str, example: str) -> ConfigError:
+    instead = f"write for example {example}"
+    return ConfigError.cannot(f"set {shown(text)}", why=why, instead=instead, where="command line")

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, NamedTuple, final
 
 import torch
@@ -107,11 +108,8 @@ class ChunkSource:
     def take(self, count: int) -> list[Range]:
         """Return the next `count` samples of the epoch; fewer if it ends before."""
         if self._failed:
-            raise DataError.cannot(
-                f"go on reading data of type {self.kind}",
-                why="reading it has failed",
-                instead="resume from a saved position, in a new loader",
-            )
+            why, instead = "reading it has failed", "resume from a saved position, in a new loader"
+            raise DataError.cannot(f"read data of type {self.kind}", why=why, instead=instead)
         if self._iterator is None:
             self.start_epoch(self.epoch)
         ranges = []
@@ -132,11 +130,7 @@ class ChunkSource:
             DataError: the source can be read only once, or ends before.
         """
         if self._is_one_shot and self._was_read:
-            raise DataError.cannot(
-                f"read epoch {epoch} of data of type {self.kind}",
-                why="it can be iterated over only once",
-                instead="pass an object whose __iter__ starts anew, or end the run with its data",
-            )
+            raise read_once(f"read epoch {epoch} of data of type {self.kind}")
         self._was_read, self._failed = True, False
         self.epoch = epoch
         _tell_epoch(self._batches, epoch)
@@ -210,11 +204,20 @@ class ChunkSource:
             wanted = min(_SKIPPED_AT_ONCE, count - start)
             found = sum(one.size for one in self.take(wanted))
             if found < wanted:
-                raise DataError.cannot(
-                    f"return to sample {count} of the epoch",
-                    why=f"the data end after {start + found}",
-                    instead="resume with the data that the run was saved with",
-                )
+                why = f"the data end after {start + found}"
+                raise DataError.bad("position", count, why, "resume with the same data")
+
+
+def read_once(what: str) -> DataError:
+    """Return the error for data that can be read only once."""
+    return DataError.cannot(
+        what,
+        why="it can be iterated over only once",
+        instead="pass an object whose __iter__ starts anew, or write max_duration='1ep'",
+    )
+
+
+_INSIDE = ("dataset", "_ex_iterable", "ex_iterable")
 
 
 def has_whole_state(source: Any) -> bool:
@@ -227,20 +230,13 @@ def has_whole_state(source: Any) -> bool:
     if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
         return False
     # What a class of the user's or a loader reads from, and the chain of steps of `datasets`.
-    left, seen = [source, *getattr(source, "__dict__", {}).values()], set[int]()
-    while left:
-        one = left.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
+    left = [source, *getattr(source, "__dict__", {}).values()]
+    for one in islice(left, 1000):  # it grows in the loop, and may lead in a circle
         if type(one).__name__ == "BufferShuffledExamplesIterable":
             return False
         inside = getattr(one, "__dict__", {})
-        left += [
-            inside[name] for name in ("dataset", "_ex_iterable", "ex_iterable") if name in inside
-        ]
-        several = inside.get("ex_iterables")
-        left += several if isinstance(several, (list, tuple)) else ()
+        left += [inside[name] for name in _INSIDE if name in inside]
+        left += inside.get("ex_iterables") or ()
     return True
 
 
@@ -287,19 +283,15 @@ def check_streams(part: Part, source: ChunkSource, *, is_sharded: bool) -> None:
             ranks = " and ".join(str(rank) for rank, one in enumerate(found) if one == text)
             raise DataError.cannot(
                 f"read data of type {source.kind} as streams that are sharded",
-                why=f"the first batch is the same on ranks {ranks}, and every sample would be "
-                "trained on several times",
-                instead="leave sharded=True out if the streams are the same; else give each "
-                "rank its own share of the samples",
+                why=f"the first batch is the same on ranks {ranks}",
+                instead="leave sharded=True out, or give each rank its own share of the samples",
             )
     elif len(set(found)) > 1:
         raise DataError.cannot(
             f"read data of type {source.kind} on {part.world_size} ranks",
-            why="the first batch is not the same on every rank, and each rank would keep only "
-            "its share of what it reads",
-            instead="pass DataSpec(data, sharded=True) if each rank has its own part of the "
-            "samples; else give all ranks the same order; write sharded=False if only random "
-            "augmentation differs",
+            why="the first batch is not the same on every rank",
+            instead="pass DataSpec(data, sharded=True) if each rank has its own samples, "
+            "sharded=False if only augmentation differs, or else give all ranks the same order",
         )
 
 
@@ -351,9 +343,8 @@ def record_of_rank(part: Part, saved: Mapping[str, Any]) -> dict[str, Any]:
     ranks = saved["ranks"]
     if len(ranks) != part.world_size:
         raise CheckpointError.cannot(
-            f"go on from the saved position with world_size={part.world_size}",
-            why=f"it has the places in the streams of {len(ranks)} ranks, and others cannot go "
-            "on from them",
+            f"continue from the saved position with world_size={part.world_size}",
+            why=f"it has the positions of the streams of {len(ranks)} ranks",
             instead=f"resume with world_size={len(ranks)}, or start a new run from the weights",
         )
     own: dict[str, Any] = ranks[part.rank]

@@ -132,7 +132,7 @@ def count_samples(batch: Any) -> int:
     if found is None:
         raise DataError.cannot(
             f"count the samples of a batch of type {type(batch).__name__}",
-            why="it has no tensor with a first dimension and no list in it",
+            why="it has neither a tensor with a first dimension nor a list",
             instead="pass DataSpec(data, get_num_samples_in_batch=...)",
         )
     return found
@@ -174,12 +174,14 @@ def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any
     found: list[Any] = []
     result = _cut(batch, part, whole, found)
     if not found:
-        raise DataError.cannot(
-            f"cut a batch of {whole} samples",
-            why=f"nothing in it has {whole} as its first dimension or its length",
-            instead="pass DataSpec(data, split_batch=...), or batches of single samples",
-        )
+        raise not_cut(whole, f"nothing in it has {whole} as its first dimension or its length")
     return result
+
+
+def not_cut(num_samples: int, why: str) -> DataError:
+    """Return the error for a batch that cannot be cut."""
+    instead = "pass DataSpec(data, split_batch=...), or a map-style data set with a collate_fn"
+    return DataError.cannot(f"cut a batch of {num_samples} samples", why=why, instead=instead)
 
 
 def join_samples(batches: Sequence[Any], counts: Sequence[int]) -> Any:
@@ -205,11 +207,9 @@ def join_samples(batches: Sequence[Any], counts: Sequence[int]) -> Any:
     if lengths == list(counts):
         shapes = {tuple(one.shape[1:]) for one in batches}
         if len(shapes) > 1:
-            raise DataError.cannot(
-                "join batches to one",
-                why=f"their samples have different shapes, such as {sorted(shapes)}",
-                instead="pad all to one length, or use a map-style data set",
-            )
+            why = f"their samples have different shapes, such as {sorted(shapes)}"
+            instead = "pad all to one length, or use a map-style data set"
+            raise DataError.cannot("join batches to one", why=why, instead=instead)
         return torch.cat(list(batches)) if isinstance(first, Tensor) else np.concatenate(batches)
     if lengths[0] is not None:
         return first
@@ -227,12 +227,7 @@ def _cut(node: Any, part: slice, num_samples: int, found: list[Any]) -> Any:
     """Return `part` of what is per sample in a batch, which is also added to `found`."""
     length, kind = _length(node), type(node)
     if length not in (None, num_samples, 1):
-        raise DataError.cannot(
-            f"cut a batch of {num_samples} samples",
-            why=f"a tensor in it has the shape {tuple(node.shape)}",
-            instead="make its first dimension the samples, or 1 where all share it, "
-            "or pass DataSpec(data, split_batch=...)",
-        )
+        raise not_cut(num_samples, f"a tensor in it has the shape {tuple(node.shape)}")
     if length == num_samples or (length is None and _is_per_sample(node, num_samples)):
         found.append(node)
         return node[part]

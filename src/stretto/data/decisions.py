@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain, repeat
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyState, Signals
 from stretto.data import state as saved
 from stretto.data.fetch import Plans
-from stretto.planning import Prepared, StepPlan, next_step, walk
-from stretto.timing import Timer, Timestamp, TimeUnit
-from stretto.timing.epochs import end_tick, equal_batches, repeats_before
+from stretto.planning import PlannedBatch, Prepared, next_step
+from stretto.timing import Timer, Timestamp, advance
 
 _UNMEASURED_STEPS = 20
 """Steps without a noise measurement after which a warning is given."""
@@ -22,9 +20,6 @@ _UNMEASURED_STEPS = 20
 @final
 class Decisions:
     """Calls `stretto.planning.next_step`, ahead of the run or at each step.
-
-    Most batches are like the one before. While a static policy keeps its size and neither the
-    epoch nor the run ends, they share the plan of the first.
 
     It holds no reference to the loader, so a loader that is collected stops its workers.
 
@@ -44,45 +39,28 @@ class Decisions:
         """What that batch measured."""
         self.size: int | None = None
         """The size that was decided for it; None before the first one."""
-        self.last: StepPlan | None = None
-        """What was decided for the last finished batch."""
         self.end: Timestamp | None = None
         """The clock at the end of the run; None until then."""
         self._unmeasured = 0 if "noise" in run.bound_policy.reads else -1
 
     def plans(self, *, is_ahead: bool) -> Plans:
         """Yield the rest of the run's batches, decided ahead of the run or at each step."""
-        return self._ahead() if is_ahead else chain.from_iterable(self._alike())
-
-    def _ahead(self) -> Plans:
-        timestamp = self._timer.timestamp
-        plans = walk(self._horizon, self._policy, timestamp=timestamp, state=self.state)
+        now, state, signals = self._timer.timestamp, self.state, self.signals
         while True:
-            try:
-                plan = next(plans)
-            except StopIteration as stop:
-                self.end = stop.value
-                return
-            yield plan, plan.timestamp.sample
-
-    def _alike(self) -> Iterator[Plans]:
-        """Yield groups of batches that share one decision."""
-        while True:
-            now, plan = next_step(
-                self._horizon, self._policy, self._timer.timestamp, self.state, self.signals
-            )
+            now, plan = next_step(self._horizon, self._policy, now, state, signals)
             if plan is None:
                 self.end = now
                 return
-            start, size = plan.timestamp.sample, plan.size
-            stop = start + self._count(plan) * size
-            yield zip(repeat(plan), range(start, stop, size), strict=False)
+            yield plan
+            if is_ahead:
+                now, state = advance(self._horizon, now, plan.size), plan.state
+            else:
+                now, state, signals = self._timer.timestamp, self.state, self.signals
 
-    def finish(self, plan: StepPlan, signals: Signals, size: int) -> None:
+    def finish(self, plan: PlannedBatch, signals: Signals, size: int) -> None:
         """Record the decision for the finished batch and what that batch measured."""
         if signals.noise_numerator is not None and signals.num_samples is None:
             signals = replace(signals, num_samples=size)
-        self.last = plan
         self.state, self.signals, self.size = plan.state, signals, plan.decided
         if self._unmeasured >= 0:
             self._watch(signals)
@@ -119,7 +97,7 @@ class Decisions:
     def restart(self, state: PolicyState, signals: Signals) -> None:
         """Continue from the timer's present time."""
         self.state, self.signals = state, signals
-        self.last = self.end = None
+        self.end = None
 
     def _watch(self, signals: Signals) -> None:
         """Warn once if the sizes follow the noise and no step measures it."""
@@ -136,21 +114,3 @@ class Decisions:
                 RuntimeWarning,
                 stacklevel=5,  # the loop that asks the loader for steps
             )
-
-    def _count(self, plan: StepPlan) -> int:
-        """Count the consecutive batches like this one, itself included."""
-        timestamp, size, decided, skipped, ends_epochs, state = plan
-        horizon, hold = self._horizon, self._policy.holds_until(timestamp, state)
-        last = repeats_before(horizon, timestamp, size)
-        is_whole = size == decided and not skipped and not ends_epochs
-        if hold is None or horizon.dataset_num_samples is None or last is None or not is_whole:
-            return 1
-        counts = [-(-(last - timestamp.sample) // size)]
-        batches = equal_batches(horizon, timestamp, size)
-        for axis, tick in (*hold.limits, end_tick(horizon)):
-            count = batches.count_until(axis, tick)
-            # Tokens are known only when they are counted, wall time when it has passed.
-            if axis.unit is TimeUnit.TOKEN or count is None:
-                return 1
-            counts.append(count)
-        return max(1, min(counts)) if self._policy.is_static else 1

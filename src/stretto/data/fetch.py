@@ -14,7 +14,7 @@ from stretto.data.containers import mapped
 from stretto.data.indices import Bundle, IndexStream, sample_seed, seed_generators
 from stretto.data.spec import Collate, DataSpec
 from stretto.errors import DataError
-from stretto.planning import StepPlan
+from stretto.planning import PlannedBatch
 from stretto.runtime.random_state import kept_generators
 
 
@@ -42,16 +42,19 @@ class Fetch:
         self.collate: Collate = default_collate if collate_fn is None else collate_fn
         self._keyed_seed = keyed_seed
         self._num_samples = len(dataset)
-        self.is_default = collate_fn is None or collate_fn is default_collate
-        """Whether batches are made by the data set itself or by torch's default."""
         own = getattr(dataset, "get_batch", None)
-        is_whole = keyed_seed is None and self.is_default
+        is_whole = keyed_seed is None and self.collate is default_collate
         self.tensors: tuple[Tensor, ...] | None = None
         self._get_batch: Callable[[list[int]], Any] | None = None
         if is_whole and type(dataset) is TensorDataset:
             self.tensors = dataset.tensors
         elif is_whole and callable(own):
             self._get_batch = own
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether the data set makes batches itself."""
+        return self._get_batch is not None
 
     def uncollated(self) -> Fetch:
         """Return a fetcher of bundles of samples."""
@@ -71,18 +74,12 @@ class Fetch:
             DataError: the data set has no sample at an index below its length.
         """
         try:
-            return self._batch(indices)
+            return self.batch(indices)
         except IndexError as error:
             raise no_such_sample(self._num_samples, error) from error
 
-    def __getitem__(self, indices: list[int]) -> Any:
-        """Return the batch of the samples with these indices, as a worker asks for it."""
-        return self._batch(indices)
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def _batch(self, indices: list[int]) -> Any:
+    def batch(self, indices: list[int]) -> Any:
+        """Return the batch of the samples with these indices, without a check of the indices."""
         if self._keyed_seed is not None:
             return self.collate(self._keyed(indices, self._keyed_seed))
         if self.tensors is not None:
@@ -106,15 +103,12 @@ class Fetch:
 def no_such_sample(num_samples: int, error: BaseException) -> DataError:
     """Return the error for an IndexError of a data set."""
     reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason given"
-    return DataError.cannot(
-        f"read a sample of a data set of length {num_samples}",
-        why=f"it raised an IndexError ({reason})",
-        instead="let __len__ return how many samples there are",
-    )
+    why = f"a sample below it raised an IndexError ({reason})"
+    return DataError.bad("length", num_samples, why, "let __len__ return how many there are")
 
 
-Plans: TypeAlias = Iterator[tuple[StepPlan, int]]
-"""What is decided for each batch, and the position at which it starts."""
+Plans: TypeAlias = Iterator[PlannedBatch]
+"""What is decided for each batch."""
 CountedBatch: TypeAlias = tuple[Any, int]
 """A collated batch and its number of samples; 0 for a dummy, which holds one sample."""
 
@@ -122,7 +116,7 @@ CountedBatch: TypeAlias = tuple[Any, int]
 class FetchedStep(NamedTuple):
     """What one step reads. Under `drop`: the rest of an epoch that is too small for a batch."""
 
-    plan: StepPlan
+    plan: PlannedBatch
     """What was decided."""
     micro_batches: list[CountedBatch]
     """This rank's micro-batches; empty if the batch is dropped."""

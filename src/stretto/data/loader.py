@@ -19,7 +19,7 @@ from stretto.data.source import Source, make_source, prepared_for
 from stretto.data.spec import Collate, DataSpec
 from stretto.data.state import MicroBatch, Step
 from stretto.data.workers import Workers
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 from stretto.planning import Prepared
 from stretto.runtime.random_state import kept_generators
 from stretto.timing import LastBatch, TimeLike, Timer, Timestamp, TimeUnit, tick
@@ -157,11 +157,9 @@ class TokenCounter:
 
 
 def _uncountable() -> DataError:
-    return DataError.cannot(
-        "count the tokens of these data",
-        why="a batch has neither attention_mask nor input_ids, and the run needs its tokens",
-        instead="pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=...",
-    )
+    why = "a batch has neither attention_mask nor input_ids"
+    instead = "pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=..."
+    return DataError.cannot("count the tokens of these data", why=why, instead=instead)
 
 
 @final
@@ -267,12 +265,7 @@ class StepLoader(Iterator[Step]):
         """
         count = self.prepared.num_batches
         if count is None:
-            message = cannot(
-                f"tell how many steps a run of {self.horizon.max_duration} has",
-                why="only the run itself can tell, with these batch sizes and data",
-                instead="write max_duration in 'ba', or count what loader.timer.batch says",
-            )
-            raise TypeError(str(message))
+            raise TypeError(f"the steps of {self.horizon.max_duration} are only known in the run")
         return count
 
     def __bool__(self) -> bool:
@@ -333,11 +326,8 @@ class StepLoader(Iterator[Step]):
             DataError: no step or another one is open, or the ranks have different signals.
         """
         if self._pending is None or (step is not None and step is not self._pending[0]):
-            raise DataError.cannot(
-                "finish a step that is not the one in hand",
-                why="each is finished once, before the next is asked for",
-                instead="call finish() once for the step that was yielded last",
-            )
+            why = "no step is open, or another one is"
+            raise DataError.bad("step", step, why, "call finish() once for the last step")
         open_step, fetched = self._pending
         self._pending = None
         if self._part.world_size > 1:
@@ -349,8 +339,7 @@ class StepLoader(Iterator[Step]):
             self._cross(fetched, open_step, tokens, seconds)
         else:
             timer.update(samples=fetched.size, tokens=tokens, seconds=seconds)
-        if plan is not self._decisions.last or signals is not self._decisions.signals:
-            self._decisions.finish(plan, signals, fetched.size)
+        self._decisions.finish(plan, signals, fetched.size)
         if self._source.chunks is not None:
             self._source.chunks.keep()
         return timer.timestamp
@@ -417,11 +406,9 @@ class StepLoader(Iterator[Step]):
         """
         is_open = self._pending is not None
         if is_open or not self.spec.is_map_style:
-            raise DataError.cannot(
-                f"change the micro-batch size to {size}",
-                why="a step is open" if is_open else "the data are an iterable",
-                instead="call finish() first" if is_open else "pass it when the loader is made",
-            )
+            why = "a step is open" if is_open else "the data are an iterable"
+            instead = "call finish() first" if is_open else "pass it when the loader is made"
+            raise DataError.bad("size", size, why, instead)
         part = part_of(self.rank, self.world_size, size)
         self.close()
         self._read(part)

@@ -39,21 +39,14 @@ def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | No
         BatchSizeError: the world size or the micro-batch size is not an integer of at least 1.
     """
     if (rank is None) != (world_size is None):
-        raise DataError.cannot(
-            f"read the part of rank {rank} of {world_size}",
-            why="one of the two is missing",
-            instead="pass both rank and world_size, or neither",
-        )
+        raise DataError.bad("rank", rank, f"world_size is {world_size}", "pass both, or neither")
     if rank is None or world_size is None:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_started() else (0, 1)
     world_size = checked_size(world_size, "a world size")
     number = whole(rank)
     if number is None or not 0 <= number < world_size:
-        raise DataError.cannot(
-            f"read the part of rank {rank!r} of {world_size}",
-            why=f"ranks are integers from 0 to {world_size - 1}",
-            instead="pass the rank of this process",
-        )
+        why = f"ranks are integers from 0 to {world_size - 1}"
+        raise DataError.bad("rank", rank, why, "pass the rank of this process")
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
     return Part(number, world_size, micro_batch_size)
@@ -110,7 +103,7 @@ def gathered(part: Part, values: Sequence[int]) -> list[tuple[int, ...]]:
     """
     if part.world_size == 1:
         return [tuple(values)]
-    _check_started(f"read streams that are sharded over {part.world_size} ranks")
+    _check_started(part)
     rows = all_gather_rows(torch.tensor((part.rank, *values), dtype=torch.int64))
     return [row[1:] for row in _of_ranks(part, [tuple(row.tolist()) for row in rows])]
 
@@ -123,7 +116,7 @@ def gathered_texts(part: Part, text: str) -> list[str]:
     """
     if part.world_size == 1:
         return [text]
-    _check_started(f"read streams that are sharded over {part.world_size} ranks")
+    _check_started(part)
     rows = [tuple(json.loads(one)) for one in all_gather_texts(json.dumps((part.rank, text)))]
     return [row[1] for row in _of_ranks(part, rows)]
 
@@ -132,13 +125,9 @@ def _of_ranks(part: Part, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ..
     """Return the row of each rank from those of all processes; a row starts with the rank."""
     found = sorted(set(rows))
     if [row[0] for row in found] != list(range(part.world_size)):
-        raise DataError.cannot(
-            f"read streams that are sharded over {part.world_size} ranks",
-            why=f"torch.distributed has {len(rows)} processes, and not each is one of them; or "
-            "processes that are one rank read different streams",
-            instead="pass the rank and world_size of the processes that share a batch, and the "
-            "same stream to those with the same rank",
-        )
+        why = f"the {len(rows)} processes are other ranks, or those of a rank read other streams"
+        instead = "pass the rank and world_size of the processes that share a batch"
+        raise DataError.bad("world_size", part.world_size, why, instead)
     return found
 
 
@@ -157,18 +146,12 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
         DataError: the ranks are not connected or would decide differently, or the processes do not
             divide evenly into ranks. All of them raise it.
     """
-    _check_started(
-        f"count the tokens and seconds of {part.world_size} ranks",
-        "call loader.finish(tokens=..., seconds=...) with those of all ranks, or ",
-    )
+    _check_started(part)
     copies, odd = divmod(dist.get_world_size(), part.world_size)
     if odd or not copies:
-        raise DataError.cannot(
-            f"count the tokens and seconds of {part.world_size} ranks",
-            why=f"torch.distributed has {dist.get_world_size()} processes",
-            instead="call loader.finish(tokens=..., seconds=...) with those of all ranks, or "
-            "make each rank as many processes",
-        )
+        why = f"torch.distributed has {dist.get_world_size()} processes"
+        instead = "call loader.finish(tokens=..., seconds=...) with those of all ranks"
+        raise DataError.bad("world_size", part.world_size, why, instead)
     own = [
         tokens,
         seconds if dist.get_rank() == 0 else 0.0,
@@ -179,16 +162,15 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
         raise DataError.cannot(
             "follow signals that are not the same on every rank",
             why="each would decide another batch size",
-            instead="sum what the ranks have measured before finish() and note_metric(), as "
-            "docs/own-loop.md does under 'Several processes'",
+            instead="sum them over the ranks before finish() and note_metric()",
         )
     return int(total) // copies, measured
 
 
-def _check_started(what: str, instead: str = "call ") -> None:
+def _check_started(part: Part) -> None:
     if not is_started():
-        raise DataError.cannot(
-            what,
-            why="torch.distributed is not started",
-            instead=f"{instead}torch.distributed.init_process_group()",
+        why = "torch.distributed is not started"
+        instead = (
+            "call init_process_group(), or finish(tokens=..., seconds=...) with all ranks' sums"
         )
+        raise DataError.bad("world_size", part.world_size, why, instead)

@@ -10,21 +10,20 @@ from typing import Any, final
 from torch.utils.data import DataLoader, RandomSampler
 
 from stretto.batching import PolicyLike
-from stretto.data.chunks import ChunkSource, check_streams, record_of_all, record_of_rank
-from stretto.data.fetch import Fetch, Part, Steps
-from stretto.data.map_style import (
-    Chunks,
-    MapSource,
-    chunk_steps,
-    direct_steps,
-    planned_steps,
-    sample_steps,
+from stretto.data.chunks import (
+    ChunkSource,
+    check_streams,
+    read_once,
+    record_of_all,
+    record_of_rank,
 )
+from stretto.data.fetch import Fetch, Part, Steps
+from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
 from stretto.data.ranks import gathered
 from stretto.data.spec import DataSpec, is_one_shot
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
 from stretto.data.workers import Workers, batched
-from stretto.errors import DataError, shown
+from stretto.errors import DataError
 from stretto.ordering import SampleOrder
 from stretto.planning import Prepared, bind_run
 from stretto.runtime.random_state import kept_generators
@@ -46,11 +45,7 @@ def prepared_for(
         _check_run(batch_size, spec, {"max_duration": max_duration, "last_batch": last_batch})
         return batch_size
     if max_duration is None:
-        raise DataError.cannot(
-            "load data",
-            why="the length of the run is not known",
-            instead="pass max_duration='90ep', or a run that bind_run() has bound",
-        )
+        raise DataError.bad("max_duration", None, "a run needs a length", "write '90ep'")
     return bind_run(spec.horizon(max_duration, last_batch), batch_size)
 
 
@@ -58,17 +53,11 @@ def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> No
     """Refuse a run of other data, and arguments that repeat the run's."""
     for name, value in given.items():
         if value is not None:
-            raise DataError.cannot(
-                f"load data with {name}={shown(value)} and a run that bind_run() has bound",
-                why=f"the run has its own {name}",
-                instead=f"leave {name} out, or write it in the Horizon",
-            )
+            raise DataError.bad(name, value, f"the run has its own {name}", "leave it out")
     if run.facts.dataset_num_samples != spec.known_num_samples:
-        raise DataError.cannot(
-            f"load data with {spec.known_num_samples} samples",
-            why=f"the run was prepared for {run.facts.dataset_num_samples}",
-            instead="pass Horizon(..., dataset_num_samples=...) of these data to bind_run()",
-        )
+        why = f"the run was prepared for {run.facts.dataset_num_samples} samples"
+        instead = "bind the run with the number of samples of these data"
+        raise DataError.bad("num_samples", spec.known_num_samples, why, instead)
 
 
 LEAST_CHUNK = 128  # a batch from a worker costs 0.7 ms, whatever its size: few large ones are best
@@ -148,7 +137,7 @@ def make_source(
     Raises:
         DataError: the data cannot be read in this way.
     """
-    workers, end = workers.merged(spec.data), run.horizon.end_sample
+    workers = workers.merged(spec.data)
     # At least 128 samples, in whole micro-batches.
     micro_batch = part.micro_batch_size or 1
     chunk_size = -(-LEAST_CHUNK // micro_batch) * micro_batch
@@ -163,15 +152,13 @@ def make_source(
     order = SampleOrder(len(spec.dataset), seed, is_shuffled(spec, asked=shuffle))
     fetch = Fetch(spec.dataset, workers.collate_fn, keyed_seed=seed if is_keyed else None)
     source = MapSource(spec, order, part, fetch, workers, is_keyed)
-    if not workers.num_workers:
-        steps = partial(direct_steps, source)
-    elif run.is_planned:
+    # Indexing tensors is faster than any worker; `get_batch` does not give single samples.
+    is_direct = fetch.tensors is not None or (fetch.reads_whole and not run.is_planned)
+    if is_direct or not workers.num_workers:
+        return Source(partial(direct_steps, source), source, None, spec, part)
+    if run.is_planned:
         return Source(partial(planned_steps, source), source, None, spec, part, looks_ahead=True)
-    else:
-        grid = Chunks(chunk_size, None if end is None else source.place(end))
-        # A batch does not show whether views of it equal batches collated from fewer samples.
-        cuts = fetch.is_default or spec.split_batch is not None
-        steps = partial(chunk_steps if cuts else sample_steps, source, grid)
+    steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample)
     return Source(steps, source, None, spec, part)
 
 
@@ -189,16 +176,8 @@ def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:
 
 def _check_iterable(spec: DataSpec, horizon: Horizon, *, is_keyed: bool) -> None:
     if is_keyed:
-        raise DataError.cannot(
-            "key the randomness of an iterable",
-            why="its samples have no index and are made before they arrive here",
-            instead="use stretto.data.sample_seed where they are made, or leave it out",
-            where="keyed_randomness",
-        )
+        why, instead = "samples of an iterable have no index", "use stretto.data.sample_seed there"
+        raise DataError.bad("keyed_randomness", value=True, why=why, instead=instead)
     run = horizon.max_duration
     if is_one_shot(spec.data) and run.unit is TimeUnit.EPOCH and run.amount > 1:
-        raise DataError.cannot(
-            f"run for {run} on data of type {type(spec.data).__name__}",
-            why="it can be iterated over only once",
-            instead="pass an object whose __iter__ starts anew, or write max_duration='1ep'",
-        )
+        raise read_once(f"run for {run} on data of type {type(spec.data).__name__}")

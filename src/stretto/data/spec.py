@@ -16,7 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from stretto.data.containers import count_samples, take_samples
+from stretto.data.containers import count_samples, not_cut, take_samples
 from stretto.data.state import MicroBatch
 from stretto.data.tokens import count_tokens, longest_sequence
 from stretto.errors import DataError, shown
@@ -63,21 +63,15 @@ def own_counter(data: Any, *names: str) -> Callable[[Any], int] | None:
     return next((method for method in methods if _takes(method, 1)), None)
 
 
-def _takes(method: object, count: int) -> bool:
+def _takes(method: Any, count: int) -> bool:
     """Return whether something is a method of so many arguments; an optional `batch` counts."""
-    if not callable(method):
-        return False
     try:
-        parameters = inspect.signature(method).parameters
+        signature = inspect.signature(method)
+        given = signature.bind(*[None] * count).arguments
     except (TypeError, ValueError):
         return False
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = {
-        name
-        for name, one in parameters.items()
-        if one.default is one.empty and one.kind not in several
-    }
-    return count in {len(needed), len(needed | ({"batch"} & parameters.keys()))}
+    parameters = [signature.parameters[name] for name in given]
+    return all(one.default is one.empty or one.name == "batch" for one in parameters)
 
 
 _COUNTERS = {
@@ -262,12 +256,8 @@ class DataSpec:
         if self.get_num_samples_in_batch is not None:
             rows = count_samples(batch)
             if rows != num_samples:
-                raise DataError.cannot(
-                    f"cut a batch of {num_samples} samples",
-                    why=f"its first tensor has {rows} as its first dimension, so it is packed",
-                    instead="pass DataSpec(data, split_batch=...), or let each micro-batch be "
-                    "collated by a map-style data set's collate_fn",
-                )
+                why = f"its first tensor has {rows} as its first dimension, so it is packed"
+                raise not_cut(num_samples, why)
         return take_samples(batch, part, num_samples)
 
     def cut(self, micro: MicroBatch, part: slice) -> MicroBatch:
@@ -319,42 +309,29 @@ def is_one_shot(data: Any) -> bool:
 def _check_kind(data: Any, *, is_sharded: bool) -> None:
     sampler = getattr(data, "sampler", None) if isinstance(data, DataLoader) else None
     if isinstance(sampler, DistributedSampler) and not is_sharded:
-        raise DataError.cannot(
-            "read a DataLoader with a DistributedSampler",
-            why="samples would be dealt to the ranks twice",
-            instead="pass its data set",
-        )
+        why = "samples would be dealt to the ranks twice"
+        raise DataError.bad("sampler", sampler, why, "pass the data set of the DataLoader")
     if isinstance(data, (str, bytes, dict)) or not (
         is_map_style(data) or isinstance(data, Iterable)
     ):
         raise DataError.cannot(
             f"read data of type {type(data).__name__}",
-            why="it is neither a data set with a length and samples by index, nor an iterable "
-            "of batches",
+            why="it has no length and samples by index, and is no iterable of batches",
             instead="pass a torch data set, a DataLoader, or an iterable of collated batches",
         )
     if is_sharded and is_map_style(data):
-        raise DataError.cannot(
-            f"use sharded=True with data of type {type(data).__name__}",
-            why="the samples of a map-style data set are dealt to the ranks by their index",
-            instead="pass the whole data set on every rank and leave it out, or pass a "
-            "DataLoader over the samples of this rank",
-        )
+        why = f"ranks share a {type(data).__name__} by the index of its samples"
+        instead = "pass the whole data set, or a DataLoader over the samples of this rank"
+        raise DataError.bad("sharded", value=True, why=why, instead=instead)
 
 
 def _check_length(spec: DataSpec) -> None:
     length = _length(spec)
     if length == 0:
-        raise DataError.cannot(
-            f"train on a data set of type {type(spec.dataset).__name__}",
-            why="it has no samples",
-            instead="pass one with at least one sample",
-        )
+        raise DataError.bad("data", spec.dataset, "it is empty", "pass at least one sample")
     given = spec.num_samples
     if given is not None and length is not None and given != length:
-        raise DataError.cannot(
-            f"use num_samples={given}", why=f"the data have {length}", instead="leave it out"
-        )
+        raise DataError.bad("num_samples", given, f"the data have {length}", "leave it out")
 
 
 def _length(spec: DataSpec) -> int | None:

@@ -46,7 +46,7 @@ class MicroBatch:
         """
         raise DataError.cannot(
             "unpack a micro-batch",
-            why="the samples are one part of it, beside their weight",
+            why="its weight would be lost",
             instead="write 'inputs, targets = micro.batch', and multiply the loss by micro.weight",
         )
 
@@ -103,25 +103,15 @@ def check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
         CheckpointError: the saved state belongs to another order.
     """
     if "sharded" in (*saved, *present) and set(saved) != set(present):
-        before = "a stream of its own on each rank" if "sharded" in saved else "other data"
-        now = "has" if "sharded" in present else "does not have"
-        raise _other_order(
-            f"it was saved from {before}, and this run {now} sharded=True",
-            "pass the same data and the same DataSpec(data, sharded=...)",
-        )
+        has = "has" if "sharded" in saved else "does not have"
+        raise _other_order(f"the saved run {has} sharded=True", "pass the same DataSpec")
     if set(saved) != set(present):
         kind = "a map-style data set" if saved else "an iterable"
         raise _other_order(f"it was saved from {kind}, and these are other data", "pass the same")
-    for name, what in (
-        ("num_samples", "samples in the data set"),
-        ("seed", "as the order's seed"),
-        ("shuffle", "for shuffle"),
-    ):
-        if name in saved and saved[name] != present[name]:
-            raise _other_order(
-                f"it was saved with {saved[name]} {what} and this run has {present[name]}",
-                f"pass the data and {name} that the run was saved with, or start a new run",
-            )
+    for name in saved:
+        if saved[name] != present[name]:
+            why = f"it was saved with {name}={saved[name]} and this run has {present[name]}"
+            raise _other_order(why, "pass the same, or start a new run")
 
 
 def policy_record(policy: BatchSizePolicy, state: PolicyState) -> dict[str, Any]:
@@ -173,11 +163,8 @@ def read() -> Iterator[None]:
     except StrettoError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError.cannot(
-            "go on from the saved position",
-            why=f"the record is damaged ({type(error).__name__}: {error})",
-            instead="pass what StepLoader.state_dict() returned",
-        ) from error
+        why = f"the record is damaged ({type(error).__name__}: {error})"
+        raise _other_order(why, "pass what StepLoader.state_dict() returned") from error
 
 
 def signals_record(signals: Signals) -> dict[str, Any]:
@@ -203,11 +190,8 @@ def check_version(state: Mapping[str, Any]) -> None:
     """
     version = state.get("version")
     if version != VERSION:
-        raise CheckpointError.cannot(
-            f"read the position in the data of version {version!r}",
-            why=f"this version of stretto reads version {VERSION}",
-            instead="pass what StepLoader.state_dict() returned",
-        )
+        why = f"this version of stretto reads {VERSION}"
+        raise CheckpointError.bad("version", version, why, "pass what state_dict() returned")
 
 
 def _kind(policy: BatchSizePolicy, state: PolicyState) -> str:
@@ -235,4 +219,4 @@ def _kind(policy: BatchSizePolicy, state: PolicyState) -> str:
 
 
 def _other_order(why: str, instead: str) -> CheckpointError:
-    return CheckpointError.cannot("go on from the saved position", why=why, instead=instead)
+    return CheckpointError.cannot("continue from the saved position", why=why, instead=instead)

@@ -19,7 +19,7 @@ from stretto.data.fetch import (
 from stretto.data.spec import DataSpec
 from stretto.errors import DataError
 from stretto.ordering import evenly
-from stretto.planning import StepPlan
+from stretto.planning import PlannedBatch
 from stretto.timing import Horizon
 
 Gather: TypeAlias = Callable[[Sequence[int]], Sequence[Sequence[int]]]
@@ -182,11 +182,9 @@ def _dealt(count: int, ranks: Sequence[int], world_size: int) -> tuple[int, ...]
 def _check_samples(source: ChunkSource, everybody: Sequence[_Taken]) -> None:
     without = next((rank for rank, one in enumerate(everybody) if not one.has_sample), None)
     if without is not None and any(one.has_sample for one in everybody):
-        raise DataError.cannot(
-            f"share a batch of data of type {source.kind} over {len(everybody)} ranks",
-            why=f"the stream of rank {without} has no samples",
-            instead="give every rank at least one file or shard, or start fewer ranks",
-        )
+        why = f"the {source.kind} of rank {without} has no samples"
+        instead = "give every rank at least one shard, or start fewer ranks"
+        raise DataError.bad("sharded", value=True, why=why, instead=instead)
 
 
 def cut_steps(
@@ -202,11 +200,11 @@ def cut_steps(
         pins: whether batches go to pinned memory.
     """
     is_sized = horizon.dataset_num_samples is not None
-    for plan, start in plans:
+    for plan in plans:
         if is_sized and plan.skipped:
             stream.next_epoch()
         cut = _sized if is_sized else _unsized
-        size, crossings = cut(stream, kind, horizon, plan, start)
+        size, crossings = cut(stream, kind, horizon, plan)
         micro_batches = stream.micro_batches()
         if not is_sized and horizon.last_batch == "drop" and size < plan.size:
             micro_batches = []
@@ -216,12 +214,12 @@ def cut_steps(
 
 
 def _sized(
-    stream: Stream, kind: str, horizon: Horizon, plan: StepPlan, start: int
+    stream: Stream, kind: str, horizon: Horizon, plan: PlannedBatch
 ) -> tuple[int, tuple[int, ...]]:
     """Take exactly the samples of the plan, from as many epochs as it spans."""
     num_samples = horizon.dataset_num_samples
     assert num_samples is not None
-    within, taken = plan.timestamp.sample_in_epoch + start - plan.timestamp.sample, 0
+    start, within, taken = plan.timestamp.sample, plan.timestamp.sample_in_epoch, 0
     while taken < plan.size:
         wanted = min(plan.size - taken, num_samples - within)
         found = stream.take(wanted, start + taken)
@@ -232,7 +230,7 @@ def _sized(
         taken, within = taken + wanted, within + wanted
         if within == num_samples:
             if not stream.is_at_end:
-                raise _wrong_length(num_samples, "they go on after that")
+                raise _wrong_length(num_samples, "they have more")
             stream.next_epoch()
             within = 0
     if horizon.last_batch == "drop" and plan.ends_epochs and within:
@@ -241,10 +239,10 @@ def _sized(
 
 
 def _unsized(
-    stream: Stream, kind: str, horizon: Horizon, plan: StepPlan, start: int
+    stream: Stream, kind: str, horizon: Horizon, plan: PlannedBatch
 ) -> tuple[int, tuple[int, ...]]:
     """Take up to the samples of the plan; an epoch ends with the data."""
-    taken, ends_at = 0, list[int]()
+    start, taken, ends_at = plan.timestamp.sample, 0, list[int]()
     while taken < plan.size:
         found = stream.take(plan.size - taken, start + taken)
         if not found:
@@ -261,16 +259,9 @@ def _unsized(
 
 
 def _empty(kind: str) -> DataError:
-    return DataError.cannot(
-        f"read data of type {kind}",
-        why="an epoch of it has no samples",
-        instead="pass an iterable that yields at least one batch each time",
-    )
+    why, instead = "an epoch of it has no samples", "let it yield at least one batch each time"
+    return DataError.cannot(f"read data of type {kind}", why=why, instead=instead)
 
 
 def _wrong_length(num_samples: int, why: str) -> DataError:
-    return DataError.cannot(
-        f"read an epoch of {num_samples} samples",
-        why=why,
-        instead="pass the right num_samples, or leave it out where no time needs it",
-    )
+    return DataError.bad("num_samples", num_samples, why, "pass the right number, or leave it out")

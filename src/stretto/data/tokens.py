@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -60,7 +60,13 @@ def count_target_tokens(batch: Any, *, shifts_labels: bool | None = None) -> int
             why="it has no 'labels', and is no pair of inputs and integer targets",
             instead="pass a function that counts them as loss_weight",
         )
-    return sum(_targets(labels, inputs, shifts=shifts_labels) for labels, inputs in pairs)
+    if shifts_labels is None:
+        shifts_labels = needs_label_shift(batch) is not False
+    targets = [
+        labels[..., 1:] if shifts_labels and inputs is not None else labels
+        for labels, inputs in pairs
+    ]
+    return sum(int(torch.count_nonzero(one != IGNORED_LABEL)) for one in targets)
 
 
 def needs_label_shift(batch: Any) -> bool | None:
@@ -74,11 +80,16 @@ def needs_label_shift(batch: Any) -> bool | None:
     >>> needs_label_shift((ids, ids)), needs_label_shift((ids[:, :-1], ids[:, 1:]))
     (True, False)
     """
-    answers = {
-        _Labels.of(labels, inputs).are_inputs
-        for labels, inputs in _labels_and_inputs(batch)
-        if inputs is not None
-    } - {None}
+    answers = set[bool]()
+    for labels, inputs in _labels_and_inputs(batch):
+        if inputs is not None:
+            left_out = labels == IGNORED_LABEL
+            same = (labels == inputs) | left_out
+            moved = (labels[..., :-1] == inputs[..., 1:]) | left_out[..., :-1]
+            # Read in one transfer: on an accelerator each one waits for the device.
+            is_same, is_moved = torch.stack([same.all(), moved.all()]).tolist()
+            if not (is_same and is_moved):
+                answers.add(is_same)
     return answers.pop() if len(answers) == 1 else None
 
 
@@ -108,40 +119,6 @@ def _labels_and_inputs(batch: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
     if _is_tensor(labels) and not labels.is_floating_point():
         is_alike = _is_tensor(inputs) and inputs.shape == labels.shape and labels.dim() > 1
         yield labels, inputs if is_alike and not inputs.is_floating_point() else None
-
-
-class _Labels(NamedTuple):
-    """Counts of labels, compared with inputs of the same shape."""
-
-    targets: int
-    """Labels that are not -100."""
-    after_first: int
-    """Targets that are not the first of a sequence."""
-    are_inputs: bool | None
-    """Whether they equal the inputs and not the inputs one place further; None if both fit."""
-
-    @classmethod
-    def of(cls, labels: Tensor, inputs: Tensor) -> _Labels:
-        counts, left_out = labels != IGNORED_LABEL, labels == IGNORED_LABEL
-        same = (labels == inputs) | left_out
-        moved = (labels[..., :-1] == inputs[..., 1:]) | left_out[..., :-1]
-        sums = [counts.sum(), counts[..., 1:].sum(), same.all(), moved.all()]
-        # Read in one transfer: on an accelerator each one waits for the device.
-        targets, after_first, is_same, is_moved = torch.stack([one.long() for one in sums]).tolist()
-        return cls(targets, after_first, None if is_same and is_moved else bool(is_same))
-
-
-def _targets(labels: Tensor, inputs: Tensor | None, *, shifts: bool | None) -> int:
-    if inputs is None:
-        return _labelled(labels)
-    if shifts is not None:
-        return _labelled(labels[..., 1:] if shifts else labels)
-    found = _Labels.of(labels, inputs)
-    return found.targets if found.are_inputs is False else found.after_first
-
-
-def _labelled(labels: Tensor) -> int:
-    return int(torch.count_nonzero(labels != IGNORED_LABEL))
 
 
 def _tokens(part: Mapping[str, Any]) -> int | None:

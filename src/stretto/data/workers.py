@@ -59,11 +59,8 @@ class Workers:
                 instead = "write a number such as 2, or leave it out"
                 checked_whole(value, DataError, what, instead, least=least)
         if self.prefetch_factor is not None and self.num_workers == 0:
-            raise DataError.cannot(
-                f"use prefetch_factor={self.prefetch_factor}",
-                why="nothing is fetched ahead without workers",
-                instead="write num_workers=2, or leave it out",
-            )
+            why, instead = "nothing is fetched ahead without workers", "write num_workers=2"
+            raise DataError.bad("prefetch_factor", self.prefetch_factor, why, instead)
 
     def merged(self, data: Any) -> Workers:
         """Return the settings with None replaced by those of `data`, if it is a `DataLoader`."""
@@ -134,8 +131,7 @@ def start_workers(
             raise DataError.cannot(
                 "read samples with these workers",
                 why=f"one of them ended ({said})",
-                instead="use fewer of them if memory ran out, or num_workers=0 to see an error of "
-                "the data set itself; then resume",
+                instead="use fewer, or num_workers=0 to see an error of the data set; then resume",
             ) from error
         yield batch
 
@@ -159,11 +155,8 @@ def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
         given = {"num_workers": workers.num_workers or None, "collate_fn": workers.collate_fn}
         for name, value in given.items():
             if value is not None:
-                raise DataError.cannot(
-                    f"use {name}={shown(value)} with data of type {type(data).__name__}",
-                    why="they are batches already",
-                    instead=f"leave it out, or pass a DataLoader that has its own {name}",
-                )
+                why = f"data of type {type(data).__name__} are batches already"
+                raise DataError.bad(name, value, why, "leave it out, or write it in a DataLoader")
     batches: Iterable[Any] = data
     return batches
 
@@ -179,12 +172,8 @@ class _Seeded:
 
     def __getitem__(self, element: Element) -> Any:
         place, indices = element
-        if self._fetch.tensors is None:
-            seed_generators(sample_seed(self._seed, -2 - self._rank, place))
-        return self._fetch[indices]
-
-    def __len__(self) -> int:
-        return len(self._fetch)
+        seed_generators(sample_seed(self._seed, -2 - self._rank, place))
+        return self._fetch.batch(indices)
 
 
 @final

@@ -1,7 +1,8 @@
-"""Explains why a rank waits for the others in vain: which of them ended, or did not come.
+"""Names the ranks that ended, or did not come, when a collective fails.
 
-The collectives of gloo and NCCL do not tell which rank they wait for. So each rank that gave up
-leaves its number in the store in which all have met; the one that is missing there is stuck.
+The errors of gloo and NCCL do not name the rank that they wait for. So each rank that gives up
+writes its number to the store of the process group; a number that is missing there is of a rank
+that is stuck.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ _LOST = (
     *("gloo/transport", "connection closed by peer", "connection reset by peer"),
     *("ncclremoteerror", "communicator was aborted"),
 )
-"""What gloo and NCCL say where another process is gone, or does not come."""
+"""What gloo and NCCL say if another process has ended, or does not come."""
 _LATE = "timed out waiting"
-"""What gloo says where another process does not come in time."""
+"""What gloo says if another process does not come in time."""
+_TIMEOUT = Argument("rank_timeout", python="Stepping(rank_timeout=...)")
 _MOST = timedelta(seconds=30)
 """How long to wait for other ranks that give up: they began to wait at different times."""
 _MOMENT = timedelta(seconds=0.5)
-"""How long it takes until the first one that gave up has said so."""
+"""How long to wait for the first rank that gives up to write."""
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 5.0
 """How much longer the store may take to answer."""
@@ -97,18 +99,19 @@ class Peers:
         missing = answers[0] if answers else None
         instead: Text
         if missing:
-            why, instead = self._late(missing)
+            listed = ", ".join(map(str, missing[:8]))
+            who = f"rank {listed}" if len(missing) == 1 else f"ranks {listed}"
+            timeout = self._timeout
+            wait = "in time" if timeout is None else f"within {timeout.total_seconds():g} s"
+            why = f"{who} did not come {wait}"
+            instead = ("look at it, for example with py-spy; if it needs longer, raise ", _TIMEOUT)
         elif not is_late and missing is None:
             why, instead = "one of them has ended", "look for its own error, which came first"
         elif missing is None:
-            why = "one did not come in time, and the store that knows which does not answer"
-            instead = "look at rank 0 first, which keeps the store unless torchrun does"
+            why, instead = "one did not come in time", "look at rank 0, which keeps the store"
         else:
             why = "all of them wait, each for something else, or one came too late"
-            instead = (
-                "make the same calls on every rank (a loss function, metric or callback may not "
-                "meet other ranks on one of them alone), or write a longer rank_timeout"
-            )
+            instead = ("make the same calls on every rank, or raise ", _TIMEOUT)
         said = textwrap.shorten(str(error), 200, placeholder=" ...")
         return TrainingError.cannot(
             "go on with the other ranks", why=f"{why} ({said})", instead=instead
@@ -126,7 +129,7 @@ class Peers:
         self.store.set(here[self._rank], "")
         self._comes(here, grace)
         missing = [rank for rank, key in enumerate(here) if not self.store.check([key])]
-        # All say the same: a rank that goes on later, when the others have given up, as well.
+        # All ranks report the same, a rank that arrives later included.
         found: list[int] = json.loads(self.store.compare_set("missing", "", json.dumps(missing)))
         return found
 
@@ -137,15 +140,6 @@ class Peers:
         while not (has_come := self.store.check(list(keys))) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return has_come
-
-    def _late(self, missing: Sequence[int]) -> tuple[str, Text]:
-        listed = ", ".join(map(str, missing[:8]))
-        who = f"rank {listed}" if len(missing) == 1 else f"ranks {listed}"
-        wait = "in time" if self._timeout is None else f"within {self._timeout.total_seconds():g} s"
-        return f"{who} did not come {wait}", (
-            "find out what it does, for example with py-spy; or, if it needs longer, raise ",
-            Argument("rank_timeout", python="Stepping(rank_timeout=...)"),
-        )
 
 
 def own_store(name: str) -> Store:

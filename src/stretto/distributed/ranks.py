@@ -1,9 +1,9 @@
-"""The processes of a run, how they meet, and the little that they must tell each other.
+"""The processes of a run: how they meet, and what they exchange.
 
-All attempts of a job share one key-value store, and what a dead process wrote in it stays: its
-address, for one, so that a new process tries to reach it (torch 2.13, gloo; pytorch#135712). The
-count of restarts does not tell attempts apart, for each node has its own. So the processes agree on
-a name that nobody has used, and keep to the keys under it.
+All attempts of a job of torchrun share one key-value store, which keeps the entries of dead
+processes, such as their addresses, so a new process may try to reach a dead one (torch 2.13, gloo;
+pytorch#135712). Counts of restarts differ between nodes. So the processes of an attempt agree on a
+new name and use only keys under it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import atexit
 import hashlib
 import json
 import os
-import pickle
 import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import takewhile
 from math import isfinite
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -30,8 +28,8 @@ from torch import Tensor
 
 from stretto.checkpoint.sharding import is_dtensor
 from stretto.distributed.peers import Peers, own_store
-from stretto.errors import StrettoError, TrainingError
-from stretto.runtime.gradients import all_gather_texts, all_sum, is_started
+from stretto.errors import StrettoError, TrainingError, first_line
+from stretto.runtime.gradients import all_sum, is_started
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -69,17 +67,32 @@ def agree_on_name(
 ) -> str:
     """Return a new name, the same in all processes of this attempt.
 
-    Each says who it is. The first one proposes a name to those it sees; who finds itself among them
-    agrees; what the dead have left never does, and is replaced by what the living say.
+    Each process writes who it is. Rank 0 proposes a name to the processes that it sees, and those
+    that are among them agree. A dead process never agrees; its entry is replaced by a live one.
 
     Raises:
         TrainingError: some process did not come in time.
     """
-    own = uuid.uuid4().hex
+    own, others = uuid.uuid4().hex, range(1, world_size)
     store.set(f"{_KEY}/here/{rank}", own)
     deadline = clock() + _PATIENCE_SECONDS
-    look = _Proposer(store, own, world_size) if rank == 0 else _Follower(store, own, rank)
-    while (name := look()) is None:
+    proposed: list[str] = []
+    name = ""
+    while True:
+        if rank == 0 and store.check([f"{_KEY}/here/{other}" for other in others]):
+            seen = [own, *(store.get(f"{_KEY}/here/{other}").decode() for other in others)]
+            if seen != proposed:
+                proposed, name = seen, f"{_KEY}/{uuid.uuid4().hex}"
+                store.set(f"{_KEY}/proposal", json.dumps([name, *seen]))
+            if store.check([f"{name}/yes/{other}" for other in others]):
+                store.set(f"{name}/agreed", "")
+                return name
+        elif rank and store.check([f"{_KEY}/proposal"]):
+            name, *proposed = map(str, json.loads(store.get(f"{_KEY}/proposal")))
+            if own in proposed:
+                store.set(f"{name}/yes/{rank}", "")
+                if store.check([f"{name}/agreed"]):
+                    return name
         if clock() > deadline:
             raise TrainingError.cannot(
                 f"begin on {world_size} ranks",
@@ -87,49 +100,6 @@ def agree_on_name(
                 instead="look for the error of the one that did not",
             )
         sleep(_WAIT_SECONDS)
-    return name
-
-
-class _Proposer:
-    """The first process: proposes until all whom it sees have agreed."""
-
-    def __init__(self, store: Store, own: str, world_size: int) -> None:
-        self._store = store
-        self._own = own
-        self._others = range(1, world_size)
-        self._seen: list[str] | None = None
-        self._name = ""
-
-    def __call__(self) -> str | None:
-        keys = [f"{_KEY}/here/{rank}" for rank in self._others]
-        if not self._store.check(keys):
-            return None
-        seen = [self._own, *(self._store.get(key).decode() for key in keys)]
-        if seen != self._seen:
-            self._seen, self._name = seen, f"{_KEY}/{uuid.uuid4().hex}"
-            self._store.set(f"{_KEY}/proposal", json.dumps([self._name, *seen]))
-        if not self._store.check([f"{self._name}/yes/{rank}" for rank in self._others]):
-            return None
-        self._store.set(f"{self._name}/agreed", "")
-        return self._name
-
-
-class _Follower:
-    """Any other process: agrees to what it is part of."""
-
-    def __init__(self, store: Store, own: str, rank: int) -> None:
-        self._store = store
-        self._own = own
-        self._rank = rank
-
-    def __call__(self) -> str | None:
-        if not self._store.check([f"{_KEY}/proposal"]):
-            return None
-        name, *seen = json.loads(self._store.get(f"{_KEY}/proposal"))
-        if self._own not in seen:
-            return None
-        self._store.set(f"{name}/yes/{self._rank}", "")
-        return str(name) if self._store.check([f"{name}/agreed"]) else None
 
 
 @final
@@ -169,7 +139,7 @@ class Ranks:
         Raises:
             TrainingError: the device does not exist.
         """
-        found = _device(device)
+        found = find_device(device)
         if found.type == "cuda":
             torch.cuda.set_device(found)
         launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -205,34 +175,39 @@ class Ranks:
 
     def least(self, value: int) -> int:
         """Return the least value that a rank has."""
-        return min(int(text) for text in self.gather(str(value)))
+        return min(map(int, self.gather(value)))
 
-    def gather(self, text: str, *, call: str = "") -> list[str]:
-        """Return the texts of all ranks, in their order, on every rank.
+    def gather(self, value: Any, *, call: str = "") -> list[Any]:
+        """Return the values of all ranks, in their order, on every rank.
+
+        They are pickled, so each is a copy.
 
         Args:
-            text: that of this rank.
+            value: that of this rank.
             call: what the user has called, if every call of it begins with this.
 
         Raises:
             TrainingError: another rank has made another call, or has ended.
         """
         if self.world_size == 1:
-            return [text]
-        calls, texts = zip(*map(json.loads, self._gather(json.dumps([call, text]))), strict=True)
-        if len(set(calls)) > 1:
-            raise _apart(calls)
-        return list(texts)
-
-    def _gather(self, text: str) -> list[str]:
+            return [value]
+        found: list[Any] = [None] * self.world_size
         with self.peers.meeting():
-            return all_gather_texts(text, self._group)
+            dist.all_gather_object(found, (call, value), group=self._group)
+        calls, values = zip(*found, strict=True)
+        if len(set(calls)) > 1:
+            raise TrainingError.cannot(
+                "go on with the other ranks",
+                why=" and ".join(
+                    f"rank {calls.index(one)} has called {one or 'another method'}"
+                    for one in dict.fromkeys(calls)
+                ),
+                instead="call Trainer(), resume() and fit() on every rank, in the same order",
+            )
+        return list(values)
 
     def collect(self, value: object) -> list[Any]:
-        """Return the values of all ranks, in their order, on the first; nothing on the others.
-
-        They are pickled, so each is a copy.
-        """
+        """Return the values of all ranks on the first, which are pickled; nothing on the others."""
         found: list[Any] = [None] * self.world_size if self.is_first else []
         with self.peers.meeting():
             dist.gather_object(value, found if self.is_first else None, group=self._group)
@@ -247,16 +222,16 @@ class Ranks:
         """
         if self.world_size == 1:
             return work()
-        failed, answer = "", ""
+        answer: str | StrettoError = ""
         if self.is_first:
             try:
                 answer = work()
             except StrettoError as error:
-                failed = pickle.dumps(error).hex()
-        failed, answer = json.loads(self.gather(json.dumps([failed, answer]), call=call)[0])
-        if failed:
-            raise pickle.loads(bytes.fromhex(failed))  # noqa: S301  of a rank of this run
-        return str(answer)
+                answer = error.with_traceback(None)
+        answer = self.gather(answer, call=call)[0]
+        if isinstance(answer, StrettoError):
+            raise answer
+        return answer
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give `tensors` the values that they have on the first rank, but for those spread."""
@@ -272,22 +247,17 @@ class Ranks:
             dist.distributed_c10d._set_pg_timeout(self._timeout, group)  # torch has no public way
 
 
-def _apart(calls: Sequence[str]) -> TrainingError:
-    first = {call: calls.index(call) for call in calls}
-    made = (f"rank {rank} has called {call or 'another method'}" for call, rank in first.items())
-    return TrainingError.cannot(
-        "go on with the other ranks",
-        why=" and ".join(made),
-        instead="call Trainer(), resume() and fit() on every rank, in the same order",
-    )
-
-
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _device(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
+    """Return the device of that name; by default this rank's CUDA device if there is one.
+
+    Raises:
+        TrainingError: it does not exist.
+    """
     own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if name is None:
         return own if torch.cuda.is_available() else torch.device("cpu")
@@ -296,11 +266,7 @@ def _device(name: str | None) -> torch.device:
         device = own if name == "cuda" else device
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise TrainingError.cannot(
-            f"compute on {name!r}",
-            why=str(error).splitlines()[0],
-            instead="write 'cpu', or leave the device out",
-        ) from None
+        raise TrainingError.bad("device", name, first_line(error), "leave device out") from None
     return device
 
 
@@ -382,27 +348,17 @@ def as_text(value: Any) -> str:
 
 
 def _listed(values: Sequence[str]) -> str:
-    """The different values, each with the ranks that have it."""
-    pairs = takewhile(lambda letters: len(set(letters)) == 1, zip(*values, strict=False))
-    start = sum(1 for _ in pairs)
-    by_value: dict[str, list[int]] = {}
+    """Return the different values, each with its ranks; of a long one, the part that differs."""
+    letters = enumerate(zip(*values, strict=False))
+    first = next((place for place, several in letters if len(set(several)) > 1), 0)
+    start = max(0, first - _LONGEST // 4)
+    by_value: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
-        by_value.setdefault(value, []).append(rank)
-    shown = [f"{_cut(value, start)} on {_ranks(ranks)}" for value, ranks in by_value.items()]
-    return " and ".join(shown[:3]) + (" (and more)" if len(shown) > 3 else "")
-
-
-def _cut(value: str, start: int) -> str:
-    """A value; of a long one, what is around the first difference."""
-    if len(value) <= _LONGEST:
-        return value
-    first = max(0, min(start - _LONGEST // 4, len(value) - _LONGEST))
-    part = value[first : first + _LONGEST]
-    return f"{'...' if first else ''}{part}{'...' if first + _LONGEST < len(value) else ''}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    listed = ", ".join(map(str, ranks[:8]))
-    return f"ranks {listed}{' ...' if len(ranks) > 8 else ''}"
+        by_value.setdefault(value, []).append(str(rank))
+    parts = []
+    for value, ranks in by_value.items():
+        part = value[start : start + _LONGEST]
+        shown = value if len(value) <= _LONGEST else f"...{part}..."
+        listed = ", ".join(ranks[:8]) + (" ..." if len(ranks) > 8 else "")
+        parts.append(f"{shown} on rank{'s' if len(ranks) > 1 else ''} {listed}")
+    return " and ".join(parts[:3]) + (" (and more)" if len(parts) > 3 else "")

@@ -15,8 +15,8 @@ from stretto.checkpoint.sharding import is_dtensor, is_sharded
 from stretto.data.containers import mapped
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
-from stretto.noise import MicroGradients
 from stretto.runtime.gradients import fully_shard_blocks, is_fully_sharded, touching_all
+from stretto.runtime.micro_gradients import MicroGradients
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -178,7 +178,7 @@ class FullyShard(Strategy):
             elif parameter.requires_grad and ranks.world_size > 1:
                 raise _refused(
                     model,
-                    f"nobody would average the gradient of {name!r}, which fully_shard left out",
+                    f"fully_shard left out {name!r}, so no rank would average its gradient",
                     "shard it too, or freeze it with requires_grad_(False)",
                 )
         return model
@@ -209,13 +209,15 @@ def strategy_for(model: nn.Module, ranks: Ranks) -> Strategy:
     """
     if is_fully_sharded(model):
         return FullyShard()
+    if ranks.world_size == 1:
+        return Single()
     if is_sharded(model) or any(map(is_fully_sharded, model.modules())):
         raise _refused(
             model,
             "parts of it are spread over ranks and the model itself is not",
             "call fully_shard(model) on the whole after its parts",
         )
-    return Ddp() if ranks.world_size > 1 else Single()
+    return Ddp()
 
 
 def shard_blocks(model: nn.Module, *, device: str | None = None) -> nn.Module:
@@ -248,23 +250,17 @@ def shard_blocks(model: nn.Module, *, device: str | None = None) -> nn.Module:
 
 def _check_mesh(model: nn.Module, name: str, parameter: Tensor, ranks: Ranks) -> None:
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    if mesh.device_type != ranks.device.type:
-        raise _refused(
-            model,
-            f"it is spread over {mesh.device_type} and the run computes on {ranks.device.type}",
-            f"write device={mesh.device_type!r}, or shard it over {ranks.device.type}",
-        )
     # One dimension cuts; a second one before it holds copies of that (hybrid sharding).
     copies, cut = placements[:-1], placements[-1]
     is_plain = len(copies) <= 1 and all(one.is_replicate() for one in copies) and cut.is_shard()
-    if not is_plain or mesh.size() != ranks.world_size:
-        shape = " x ".join(map(str, mesh.shape))
-        raise _refused(
-            model,
-            f"{name!r} is spread over {shape} ranks by {placements}, and each of the "
-            f"{ranks.world_size} ranks of the run has samples of its own",
-            "let fully_shard use all ranks, and nothing but it",
-        )
+    shape = " x ".join(map(str, mesh.shape))
+    if mesh.device_type != ranks.device.type:
+        why = f"it is on {mesh.device_type} and the run computes on {ranks.device.type}"
+    elif not is_plain or mesh.size() != ranks.world_size:
+        why = f"{name!r} is spread over {shape} of {ranks.world_size} ranks by {placements}"
+    else:
+        return
+    raise _refused(model, why, "let fully_shard alone use all ranks, on the device of the run")
 
 
 def reshard(model: nn.Module) -> None:

@@ -45,11 +45,7 @@ class Digits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         elif split == "validation":
             kept = slice(NUM_TRAIN, None)
         else:
-            raise DataError.cannot(
-                f"read the split {split!r} of the digits",
-                why="there is no such split",
-                instead="write 'train' or 'validation'",
-            )
+            raise DataError.bad("split", split, "it has no digits", "write 'train' or 'validation'")
         self.split = split
         self._images, self._digits = images[kept], digits[kept]
 

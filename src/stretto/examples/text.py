@@ -57,11 +57,11 @@ class PythonDocs(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self, sequence_length: int = 128, *, split: Split = "train") -> None:
         text = _split_bytes(split)
         if not 1 <= sequence_length < len(text):
-            raise DataError.cannot(
-                f"cut the {split} text into sequences of {sequence_length} bytes",
-                why=f"it has {len(text) - 1} bytes to predict",
-                instead=f"write a sequence_length from 1 to {len(text) - 1}",
+            why, instead = (
+                f"the text has {len(text) - 1} bytes",
+                "write at least 1 and at most that",
             )
+            raise DataError.bad("sequence_length", sequence_length, why, instead)
         self.split = split
         self.tokens_per_sample = sequence_length
         """Bytes that one sample predicts."""
@@ -161,11 +161,7 @@ def _split_bytes(split: Split) -> bytes:
         return document[:validation_start]
     if split == "validation":
         return document[validation_start:end]
-    raise DataError.cannot(
-        f"read the split {split!r} of the packaged text",
-        why="there is no such split",
-        instead="write 'train' or 'validation'",
-    )
+    raise DataError.bad("split", split, "it has no text", "write 'train' or 'validation'")
 
 
 def _shares(values: torch.Tensor) -> torch.Tensor:

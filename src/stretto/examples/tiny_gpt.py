@@ -53,11 +53,8 @@ class TinyGPT(nn.Module):
     ) -> None:
         super().__init__()
         if heads < 1 or width % heads:
-            raise ConfigError.cannot(
-                f"build a TinyGPT of width {width} with {heads} heads",
-                why="the heads share the width equally",
-                instead="write a width that is a multiple of heads",
-            )
+            why = f"they share the width {width} equally"
+            raise ConfigError.bad("heads", heads, why, "write a width that is a multiple of heads")
         self.context = context
         self.token_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(context, width)
@@ -83,11 +80,8 @@ class TinyGPT(nn.Module):
         """
         length = tokens.shape[-1]
         if length > self.context:
-            raise ConfigError.cannot(
-                f"run a TinyGPT of context {self.context} on sequences of {length} tokens",
-                why="it has no embedding for the later positions",
-                instead=f"build it with context={length} or shorten the sequences",
-            )
+            why = f"the sequences have {length} tokens"
+            raise ConfigError.bad("context", self.context, why, f"write context={length}")
         features = self.token_embedding(tokens) + self.position_embedding.weight[:length]
         logits: torch.Tensor = self.head(self.norm(self.blocks(features)))
         return logits

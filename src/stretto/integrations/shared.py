@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from itertools import islice
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from stretto.batching import Signals
-from stretto.data import MicroBatch, Step, StepLoader
-from stretto.distributed.ranks import Ranks
-from stretto.distributed.strategy import adopted
-from stretto.errors import DataError
-from stretto.noise import NoiseSums
+from stretto.batching import NO_SIGNALS, Signals
+from stretto.data import DataSpec, MicroBatch, Step
+from stretto.errors import DataError, TrainingError
+from stretto.noise import NoiseMeter
+from stretto.run import Run
 from stretto.timing import Timer
-from stretto.training.run import Run
-from stretto.training.stepping.noise_meter import NoiseMeter, Pass
+
+BY_SIZE = "the batch size decides how many micro-batches a step has"
+"""Why an accumulation of the framework's own is refused."""
+
+
+def refuse(*rows: tuple[object, str, str, str]) -> None:
+    """Raise for the first row that is wrong.
+
+    Args:
+        rows: whether it is wrong, what cannot be done, why, and what to write instead.
+
+    Raises:
+        TrainingError: a row is wrong.
+    """
+    for is_wrong, what, why, instead in rows:
+        if is_wrong:
+            raise TrainingError.cannot(what, why=why, instead=instead)
 
 
 @final
@@ -71,72 +85,68 @@ class ClockScheduler(LRScheduler):
 
 @final
 class StepMeter:
-    """Measures the noise of a step's gradient from its micro-batches and ranks.
+    """Measures the loss and the gradient noise of a step, if the batch size policy reads them.
 
     Each step, in this order:
 
-    1. `micro_batches(step)` returns what to compute. A step of one micro-batch on one rank is cut
-       into two, since it takes two to compare.
+    1. `micro_batches(step)` returns what to compute. To measure noise, a step of one micro-batch
+       on one rank is cut into two.
     2. Each backward pass runs in `watch`.
     3. `signals()` returns what `Run.finish` takes. Call it before gradients are clipped.
 
     Args:
+        run: the run, bound.
         model: the model that the loss is computed with, wrapped if it is (DDP, FSDP2).
-        loader: the loader of the run.
+
+    Raises:
+        TrainingError: the policy reads the noise, and there is no model.
     """
 
-    def __init__(self, model: nn.Module, loader: StepLoader) -> None:
-        parameters = [one for one in model.parameters() if one.requires_grad]
-        self._ranks = Ranks(parameters[0].device)
-        strategy = adopted(model, self._ranks)
-        self._meter = NoiseMeter(parameters, spec=loader.spec, strategy=strategy, every=1)
-        self._size = 0
+    def __init__(self, run: Run, model: nn.Module | None) -> None:
+        self._run, reads = run, run.loader.reads
+        self._reads_loss = "loss" in reads
+        self._noise: NoiseMeter | None = None
+        if "noise" in reads:
+            refuse((model is None, "measure noise", "the model is not known", "pass model=model"))
+            assert model is not None, "refused"
+            self._noise = NoiseMeter.of(model, run.loader.spec)
 
     @property
     def averages_each(self) -> bool:
         """Whether ranks must average gradients in each pass, not only in the last (FSDP2)."""
-        return self._meter.averages_each
+        return self._noise is not None and self._noise.averages_each
 
     def micro_batches(self, step: Step) -> Sequence[MicroBatch]:
         """Begin a step; return the micro-batches to compute."""
-        self._size = step.num_samples
-        return self._meter.begin(step.micro_batches)
+        return step.micro_batches if self._noise is None else self._noise.begin(step)
 
-    def watch(
-        self,
-        micro: MicroBatch,
-        *,
-        is_last: bool,
-        units: int | None = None,
-        divisor: float | None = None,
-    ) -> AbstractContextManager[None]:
-        """Measure the backward pass inside.
+    def watch(self, micro: MicroBatch, **how: Any) -> AbstractContextManager[None]:
+        """Measure the backward pass inside; see `NoiseMeter.watch`."""
+        return nullcontext() if self._noise is None else self._noise.watch(micro, **how)
 
-        Args:
-            micro: its micro-batch.
-            is_last: whether it is the last of the step. DDP averages in this one.
-            units: what its loss is weighed by; None: its samples.
-            divisor: the units of the whole step, over all ranks; None: its samples.
-        """
-        units = micro.num_samples if units is None else units
-        divisor = float(self._size if divisor is None else divisor)
-        return self._meter.measure(Pass(micro, units, divisor, is_last))
-
-    def signals(self, scale: float = 1.0) -> Signals:
+    def signals(self, loss: Tensor | float | None = None, scaler: Any = None) -> Signals:
         """Return what the step measured, from all ranks, which must all call it.
 
         Args:
-            scale: what the loss was multiplied by (the loss scaling of fp16).
+            loss: this rank's loss of the step, times the number of ranks; None: not known.
+            scaler: what multiplies the loss of fp16; None: nothing does.
         """
-        sums = NoiseSums(*self._ranks.total(self._meter.sums(scale)))
-        terms = sums.terms(self._size)
-        if terms is None:
-            return Signals()
-        return Signals(
-            noise_numerator=terms.numerator,
-            noise_denominator=terms.denominator,
-            num_samples=self._size,
-        )
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        found = NO_SIGNALS if self._noise is None else self._noise.signals(scale)
+        if self._reads_loss and loss is not None:
+            found = replace(found, loss=self._run.all_reduce(float(loss), "mean"))
+        return found
+
+
+def counted_as_collated(data: Any, **facts: Any) -> DataSpec:
+    """Return a `DataSpec` in which a row of a batch need not be a sample.
+
+    Packing makes one row of several samples, DPO two of each. So map-style samples are counted.
+    """
+    spec = DataSpec.of(data, **facts)
+    if spec.is_map_style and spec.get_num_samples_in_batch is None:
+        return DataSpec.of(spec, get_num_samples_in_batch=lambda _: None)
+    return spec
 
 
 def counted_steps(run: Run) -> Iterator[Step]:
@@ -151,24 +161,6 @@ def counted_steps(run: Run) -> Iterator[Step]:
         yield step
     if is_empty and run.is_open:
         yield from run.steps()
-
-
-@final
-class StreamBatches:
-    """Collated batches of a stream of samples; it has the state of the stream, if there is one."""
-
-    def __init__(self, dataset: Any, size: int, collate: Any) -> None:
-        self.dataset, self._size, self._collate = dataset, size, collate
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict", "set_epoch"):
-            return getattr(self.dataset, name)
-        raise AttributeError(name)
-
-    def __iter__(self) -> Iterator[Any]:
-        samples = iter(self.dataset)
-        while chunk := list(islice(samples, self._size)):
-            yield self._collate(chunk)
 
 
 def is_shuffled(dataloader: Any) -> bool:

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from stretto.errors import FitError, first_line
-from stretto.noise import MicroGradients
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import detached
+from stretto.runtime.micro_gradients import MicroGradients
 
 _NOTHING = contextlib.nullcontext()
 _MOST_BYTES = 4 << 20

@@ -2,12 +2,12 @@
 
 from stretto.batching.noise_scale import Interval
 from stretto.noise.estimator import NoiseEstimator, NoiseSums, NoiseTerms, noise_terms
-from stretto.noise.measure import MicroGradients
+from stretto.noise.meter import NoiseMeter
 
 __all__ = [
     "Interval",
-    "MicroGradients",
     "NoiseEstimator",
+    "NoiseMeter",
     "NoiseSums",
     "NoiseTerms",
     "noise_terms",

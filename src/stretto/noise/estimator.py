@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsFloat, final
 
-from stretto.batching import Signals
+from stretto.batching import NO_SIGNALS, Signals
 from stretto.batching.noise_scale import (
     Interval,
     RatioAverage,
@@ -14,8 +14,8 @@ from stretto.batching.noise_scale import (
     checked_window,
 )
 from stretto.batching.policy import as_float, checked_size
-from stretto.errors import TrainingError, shown
-from stretto.noise.measure import total
+from stretto.errors import TrainingError
+from stretto.runtime.micro_gradients import total
 
 
 class NoiseTerms(NamedTuple):
@@ -49,13 +49,13 @@ class NoiseSums(NamedTuple):
     NoiseTerms(numerator=4.0, denominator=4.0)
     """
 
-    weighted: float
+    weighted: float = 0.0
     """`sum_j n_j |g_j|^2`."""
-    groups: float
+    groups: float = 0.0
     """Number of groups with any units."""
-    units: float
+    units: float = 0.0
     """`N = sum_j n_j`."""
-    whole: float
+    whole: float = 0.0
     """`|sum_j n_j g_j|^2`, over all ranks."""
 
     @classmethod
@@ -96,6 +96,17 @@ class NoiseSums(NamedTuple):
         terms = NoiseTerms(variance * num_samples / self.units, square - variance / self.units)
         return terms if all(map(math.isfinite, terms)) else None
 
+    def signals(self, num_samples: int) -> Signals:
+        """Return the terms of a step as signals for a policy, from the sums of all ranks."""
+        terms = self.terms(num_samples)
+        if terms is None:
+            return NO_SIGNALS
+        return Signals(
+            noise_numerator=terms.numerator,
+            noise_denominator=terms.denominator,
+            num_samples=num_samples,
+        )
+
 
 def noise_terms(
     squares: Iterable[float], sizes: Iterable[float], whole: float
@@ -121,17 +132,9 @@ def noise_terms(
             a number.
     """
     squares, sizes = list(map(_number, squares)), list(map(_number, sizes))
-    if len(squares) != len(sizes):
-        raise TrainingError.cannot(
-            f"measure the noise of {len(squares)} gradients",
-            why=f"there are {len(sizes)} sizes",
-            instead="pass the size of each group",
-        )
-    if any(size < 0 for size in sizes):
-        raise TrainingError.cannot(
-            f"measure the noise of gradients of {min(sizes):g} samples",
-            why="a size is at least 0",
-            instead="pass the size of each group",
+    if len(squares) != len(sizes) or any(size < 0 for size in sizes):
+        raise TrainingError.bad(
+            "sizes", sizes, "it is not one size for each gradient", "pass numbers of samples"
         )
     sums = NoiseSums.of(squares, sizes=sizes, whole=_number(whole))
     return sums.terms(sums.units)
@@ -146,11 +149,7 @@ def _number(value: object) -> float:
         return math.inf
     except (TypeError, ValueError, RuntimeError):
         pass  # several elements
-    raise TrainingError.cannot(
-        f"measure the noise of gradients with {shown(value)}",
-        why="it is not a number",
-        instead="pass squared norms, and the size of each group",
-    )
+    raise TrainingError.bad("a norm or size", value, "it is not a number", "pass squared norms")
 
 
 @final

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from stretto.errors import ScheduleError, shown
+from stretto.errors import ScheduleError, first_line
 from stretto.schedules import BoundSchedule, Schedule
 from stretto.schedules.fields import fill
 from stretto.schedules.scope import Scope, integers
@@ -34,17 +34,11 @@ class TorchSchedule(Schedule):
     def __init__(self, factory: Factory, *, every: TimeLike = "1ba") -> None:
         interval = Time(every)
         if not callable(factory):  # a scheduler itself is not
-            raise ScheduleError.cannot(
-                f"read {shown(factory)} as a torch scheduler",
-                why="it is not a function of the optimizer",
-                instead="write from_torch(lambda optimizer: OneCycleLR(optimizer, ...))",
+            raise ScheduleError.bad(
+                "factory", factory, "it is not a function", "pass a function optimizer -> scheduler"
             )
         if interval.amount <= 0:
-            raise ScheduleError.cannot(
-                f"step a torch scheduler every '{interval}'",
-                why="the interval is not positive",
-                instead="write every='1ba' or every='1ep'",
-            )
+            raise ScheduleError.bad("every", str(interval), "it is not positive", "write '1ba'")
         fill(self, factory=factory, every=interval)
 
     def times(self) -> tuple[Time, ...]:
@@ -97,15 +91,14 @@ class _SchedulerValues:
         except Exception as error:
             raise ScheduleError.cannot(
                 "build the torch scheduler",
-                why=f"{type(error).__name__}: {error}",
-                instead="write a function that returns a scheduler of the optimizer it gets",
+                why=first_line(error),
+                instead="return a scheduler of the given optimizer",
             ) from error
         if isinstance(self._scheduler, ReduceLROnPlateau):
             raise ScheduleError.cannot(
                 "read ReduceLROnPlateau as a function of time",
-                why="it follows a metric, which nobody knows before it is measured",
-                instead="let the batch size follow the metric, with batch_size=Plateau("
-                "'validation/loss', ...), or choose a schedule that goes by time",
+                why="it follows a metric",
+                instead="let the batch size follow it: Plateau('validation/loss', ...)",
             )
         self._first = 0
         self._values = [self._now()]
@@ -120,7 +113,7 @@ class _SchedulerValues:
                 done = self._first + len(self._values) - 1
                 raise ScheduleError.cannot(
                     f"step the torch scheduler more than {done} times",
-                    why=f"{type(error).__name__}: {error}",
+                    why=first_line(error),
                     instead="give it as many steps as the run has intervals",
                 ) from error
         self._values.append(self._now())

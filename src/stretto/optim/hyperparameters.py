@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, final
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.batching import LearningRateRule, NoRule, RuleLike, as_rule, check_pairs
-from stretto.errors import ScheduleError, shown
+from stretto.batching import RuleLike, as_rule, check_pairs
+from stretto.errors import ScheduleError
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
-from stretto.schedules.fields import find_name, parse_name
+from stretto.schedules.fields import checked_factor, find_name, parse_name
 from stretto.schedules.schedule import product_of
 from stretto.timing import Horizon, Timestamp
 
@@ -66,8 +64,8 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
     groups = optimizer.param_groups
     for name in found:
         _check(name, groups)
-    # Set even where nothing moves it: else a resumed run would keep the rate it was saved with,
-    # whatever its optimizer is now built with and its plan says.
+    # Set the learning rate even if nothing moves it: else a resumed run would keep the saved rate,
+    # not the one that its optimizer is built with.
     return {"lr": as_schedule(1.0), **found} if "lr" in groups[0] else found
 
 
@@ -78,11 +76,8 @@ def check_names(schedules: Any) -> None:
         ScheduleError: they are not.
     """
     if not isinstance(schedules, Mapping):
-        raise ScheduleError.cannot(
-            f"read {shown(schedules)} as schedules",
-            why="it does not say what each is for",
-            instead="write {'lr': ...}",
-        )
+        why = "they are not given by name"
+        raise ScheduleError.bad("schedules", schedules, why, "write {'lr': ...}")
 
 
 def as_one_schedule(value: Any) -> Schedule:
@@ -109,58 +104,24 @@ def group_name(number: int, group: Mapping[str, Any]) -> str:
     return str(group.get("name", number))
 
 
-GroupKey: TypeAlias = tuple[int, str]
-"""The number of a parameter group, and a key in it."""
 GroupValues = dict[str, Any]
 """The values of a parameter group, by key."""
+INITIAL = "initial_"
+"""Begins the keys of base values: `initial_lr`, as torch's schedulers call it."""
 
 
-@final
-class BaseValue:
-    """The base value of a schedule, and the value that was last written."""
+def restore_base_values(optimizer: Optimizer) -> None:
+    """Write the base values, which scheduled groups have as `initial_lr` and so on, to their keys.
 
-    __slots__ = ("value", "written")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.written = value
-
-
-_SCHEDULED: WeakKeyDictionary[Optimizer, dict[GroupKey, BaseValue]] = WeakKeyDictionary()
-
-
-def restore_base_values(optimizer: Optimizer) -> dict[GroupKey, BaseValue]:
-    """Restore the base values of an optimizer and return their record.
-
-    Torch stores `initial_lr` in the parameter group for this. Here the record belongs to the
-    optimizer object. It covers every key, not only `lr`, and is not part of `state_dict()`. So
-    checkpoints are unchanged, and a loaded state does not bring the base of another run. If a value
-    differs from the last written one, you have set it, and it becomes the new base.
-
-    Copies of the optimizer (`copy.deepcopy`, `pickle`) have no record.
+    They are part of the optimizer's `state_dict()`, as those of torch's schedulers are.
     """
-    optimizer = _unwrapped(optimizer)
-    if optimizer not in _SCHEDULED:
-        _SCHEDULED[optimizer] = {}
-        # A loaded value was written by a schedule, so it is not a base value.
-        with suppress(AttributeError):  # not an optimizer of torch, so it has no hooks
-            optimizer.register_load_state_dict_post_hook(_note_loaded)
-    record = _SCHEDULED[optimizer]
-    for place, base in list(record.items()):
-        group, key = _group(optimizer, place)
-        if key not in group or not _is_equal(group[key], base.written):
-            del record[place]
-        else:
-            write(group, key, base.value)
-            base.written = base.value
-    return record
+    for group in optimizer.param_groups:
+        for key in [key for key in group if f"{INITIAL}{key}" in group]:
+            write(group, key, group[f"{INITIAL}{key}"])
 
 
 def read_base_values(optimizer: Optimizer, given: Mapping[str, float]) -> list[GroupValues]:
-    """Return the base values of each parameter group.
-
-    The base of a learning rate is its `initial_lr`, which torch's schedulers and `set_base_values`
-    write and checkpoints keep; else `lr`.
+    """Return the base values of each parameter group: `initial_lr` if it has that, else `lr`.
 
     Args:
         optimizer: the optimizer.
@@ -169,12 +130,9 @@ def read_base_values(optimizer: Optimizer, given: Mapping[str, float]) -> list[G
     Raises:
         ScheduleError: the optimizer has no value of a given name.
     """
-    restore_base_values(optimizer)  # what a schedule of an earlier run has written
     found = []
     for number, group in enumerate(optimizer.param_groups):
-        values = {key: plain(value) for key, value in group.items() if key != "params"}
-        if "lr" in values:
-            values["lr"] = plain(values.get("initial_lr", values["lr"]))
+        values = {key: plain(group.get(f"{INITIAL}{key}", group[key])) for key in group}
         for text, value in given.items():
             name = find_name(text, group)
             if name.group in (None, group_name(number, group)):
@@ -193,16 +151,12 @@ def set_base_values(
     """
     groups = optimizer.param_groups
     if len(groups) != len(values):
-        raise ScheduleError.cannot(
-            f"schedule an optimizer with {len(groups)} parameter groups",
-            why=f"the run was bound to one with {len(values)} before",
-            instead="pass an optimizer with the same groups, or prepare a new run",
-        )
+        why = f"the run was bound to {len(values)} parameter groups before"
+        raise ScheduleError.bad("optimizer", optimizer, why, "pass one with the same groups")
     for group, base in zip(groups, values, strict=True):
         for key in {"lr", *(parse_name(text).of(group).key for text in names)} & group.keys():
             write(group, key, base[key])
-        if "lr" in base:
-            group["initial_lr"] = base["lr"]
+            group[f"{INITIAL}{key}"] = base[key]
 
 
 def write(group: dict[str, Any], key: str, value: Any) -> None:
@@ -224,31 +178,6 @@ def plain(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
 
 
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside wrappers such as Accelerate's and Lightning's."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return optimizer
-
-
-def _note_loaded(optimizer: Optimizer) -> None:
-    for place, base in _SCHEDULED.get(optimizer, {}).items():
-        group, key = _group(optimizer, place)
-        base.written = plain(group.get(key))
-
-
-def _group(optimizer: Optimizer, place: GroupKey) -> tuple[dict[str, Any], str]:
-    number, key = place
-    groups = optimizer.param_groups
-    return (groups[number] if number < len(groups) else {}), key
-
-
-def _is_equal(value: Any, written: Any) -> bool:
-    if isinstance(value, tuple) and isinstance(written, tuple):
-        return len(value) == len(written) and all(map(_is_equal, value, written))
-    return bool(value == written)
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class _Setting:
@@ -256,18 +185,18 @@ class _Setting:
 
     number: int
     key: str
-    base: BaseValue
+    base: Any
     factors: tuple[BoundSchedule, ...]
     """One; of what has several values (`betas`), one for each."""
     follows_rule: bool
 
     def at(self, timestamp: Timestamp, rule: float) -> Any:
         """Return the value at a time."""
-        value = self.base.value
-        if isinstance(value, tuple):
-            return tuple([one * at(timestamp) for one, at in zip(value, self.factors, strict=True)])
+        base = self.base
+        if isinstance(base, tuple):
+            return tuple([one * at(timestamp) for one, at in zip(base, self.factors, strict=True)])
         factor = self.factors[0](timestamp)
-        return value * factor * rule if self.follows_rule else value * factor
+        return base * factor * rule if self.follows_rule else base * factor
 
 
 class _Factor(NamedTuple):
@@ -296,9 +225,9 @@ class Hyperparameters:
     optimizer's saved state is loaded. Nothing is multiplied in place: a value is a function of the
     time and the batch size.
 
-    Building it again for the same optimizer (a retry, another run) starts from the same base: what
-    schedules have written is taken back first, in every group and for every key. A value that you
-    set yourself in between is the new base.
+    The base values stay in the parameter groups as `initial_lr`, `initial_weight_decay` and so on.
+    So building it again for the same optimizer (a retry, another run) starts from the same base.
+    To change it, set `initial_lr`.
 
     >>> import torch
     >>> from stretto.schedules import Linear
@@ -342,11 +271,12 @@ class Hyperparameters:
         bound: Mapping[str, BoundSchedule] | None = None,
     ) -> None:
         factors = read_schedules(optimizer, schedules)
-        self.rule: LearningRateRule = NoRule() if rule is None else as_rule(rule)
-        """How learning rates follow the batch size."""
+        self.rule = None if rule is None else as_rule(rule)
+        """How learning rates follow the batch size; None: not at all."""
         # Its groups are looked up each time: loading a state puts new ones in their place.
         self.optimizer = optimizer
         """What is written to."""
+        restore_base_values(optimizer)
         groups = optimizer.param_groups
         _part_tensors(groups)
         check_pairs(factors, rule=self.rule)
@@ -356,22 +286,15 @@ class Hyperparameters:
             for name, factor in factors.items()
         }
         followed = [_of_group(each, number, group) for number, group in enumerate(groups)]
-        # The initial values of each group, and its number in its own optimizer.
-        bases = [
-            (number, record)
-            for one in each_of(optimizer)
-            for record in [restore_base_values(one)]
-            for number in range(len(one.param_groups))
-        ]
         self._settings = [
             _Setting(
                 number,
                 key,
-                record.setdefault((own, key), BaseValue(plain(group[key]))),
+                plain(group.setdefault(f"{INITIAL}{key}", plain(group[key]))),
                 tuple(_product(factors).bound for factors in by_index.values()),
                 follows_rule=key == "lr",
             )
-            for number, (group, (own, record)) in enumerate(zip(groups, bases, strict=True))
+            for number, group in enumerate(groups)
             for key, by_index in followed[number].items()
         ]
         self._columns = {name: _column(name, followed, groups) for name in each}
@@ -380,7 +303,7 @@ class Hyperparameters:
         # Setting it is one multiplication: the common case, twice as fast by itself.
         first = self._settings[0] if len(self._settings) == 1 else None
         is_plain = first is not None and isinstance(groups[first.number][first.key], (int, float))
-        self._only = first if is_plain and isinstance(self.rule, NoRule) else None
+        self._only = first if is_plain and self.rule is None else None
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -404,20 +327,17 @@ class Hyperparameters:
         """
         only = self._only
         if only is not None:
-            value = only.base.value * only.factors[0](timestamp)
-            self.optimizer.param_groups[only.number][only.key] = only.base.written = value
+            value = only.base * only.factors[0](timestamp)
+            self.optimizer.param_groups[only.number][only.key] = value
             return
         rule = 1.0
-        if not isinstance(self.rule, NoRule):
+        if self.rule is not None:
             if batch_size is None:
-                raise ScheduleError.cannot(
-                    "apply a learning rate rule",
-                    why="the batch size was not given",
-                    instead="write apply(step.timestamp, step.batch_size)",
-                )
-            rule = self.rule(batch_size)
+                why, instead = "a learning rate rule needs it", "pass step.batch_size"
+                raise ScheduleError.bad("batch_size", None, why, instead)
+            rule = checked_factor(self.rule(batch_size), self.rule)
         for setting in self._settings:
-            setting.base.written = value = setting.at(timestamp, rule)
+            value = setting.at(timestamp, rule)
             write(self.optimizer.param_groups[setting.number], setting.key, value)
 
     def row(self) -> list[float]:

@@ -1,9 +1,17 @@
 """Plans of runs: where every batch begins, its size, and the events."""
 
 from stretto.planning.bind import Prepared, bind_run
-from stretto.planning.plan import Plan, PlannedBatch, plan
-from stretto.planning.sizes import PlannedSizes, StepPlan, UnknownSizes, next_step, walk
-from stretto.planning.stages import Event, FirstLast, Stage, bound_of, check_least
+from stretto.planning.plan import Plan, plan
+from stretto.planning.sizes import (
+    FirstLast,
+    PlannedBatch,
+    PlannedSizes,
+    Stage,
+    UnknownSizes,
+    next_step,
+    walk,
+)
+from stretto.planning.stages import Event, bound_of, check_least
 
 __all__ = [
     "Event",
@@ -13,7 +21,6 @@ __all__ = [
     "PlannedSizes",
     "Prepared",
     "Stage",
-    "StepPlan",
     "UnknownSizes",
     "bound_of",
     "check_least",

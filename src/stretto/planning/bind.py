@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, final
 
 from stretto.batching import (
     BatchSizePolicy,
     Bound,
     LearningRateRule,
-    NoRule,
     PolicyLike,
     RuleLike,
     as_policy,
@@ -20,8 +19,8 @@ from stretto.batching import (
     check_pairs,
     split,
 )
-from stretto.errors import PlanError, shown
-from stretto.planning.sizes import PlannedSizes, Segment, UnknownSizes, horizon_of
+from stretto.errors import PlanError
+from stretto.planning.sizes import PlannedSizes, UnknownSizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
 from stretto.timing import (
     BoundTrigger,
@@ -32,7 +31,7 @@ from stretto.timing import (
     Trigger,
     parse_trigger,
 )
-from stretto.timing.batch_sizes import EqualBatches
+from stretto.timing.epochs import equal_batches
 from stretto.timing.grammar import MAX_DIGITS
 
 UNKNOWN = 2**40
@@ -58,7 +57,7 @@ class Count(NamedTuple):
 
 
 def end_of(run: Prepared) -> int | None:
-    """Return the position at which a run ends; None if only the run can tell."""
+    """Return the position at which a run ends; None if unknown before the run."""
     if run.sizes is not None and run.sizes.end is not None:
         return run.sizes.end.sample
     return run.horizon.end_sample
@@ -114,16 +113,10 @@ def _between_bounds(run: Prepared, start: int, stop: int) -> Count:
         return Count(0, 0)
     if bounds is None or run.facts.dataset_num_samples is None:
         return Count(1, None)
-    least, most = (_equal(run, start, size).count_before(stop) for size in reversed(bounds))
-    return Count(least, most)
-
-
-def _equal(run: Prepared, start: int, size: int) -> EqualBatches:
-    num_samples = run.facts.dataset_num_samples
-    assert num_samples is not None, "checked"
-    epoch, within = divmod(start, num_samples)
+    epoch, within = divmod(start, run.facts.dataset_num_samples)
     first = Timestamp(epoch=epoch, sample=start, sample_in_epoch=within)
-    return EqualBatches(first, size, num_samples, run.facts.last_batch)
+    smallest, largest = (equal_batches(run.facts, first, size) for size in bounds)
+    return Count(largest.count_before(stop), smallest.count_before(stop))
 
 
 def micro_batches_of_epoch(
@@ -150,44 +143,25 @@ def planned_micro_batches(
     """Return how many micro-batches each rank has in the planned steps in `[start, stop)`."""
     assert run.sizes is not None, "planned"
     total, end = 0, end_of(run)
-    for segment in run.sizes.segments:
-        first, after = _index(segment, start), _index(segment, stop)
+    for stage in run.sizes.stages:
+        first, after = stage.count_before(start), stage.count_before(stop)
         if first == after:
             continue
-        batches = segment.batches
-        last = batches.size_of(after - 1)
+        last = stage.equal.size_of(after - 1)
         if end is not None and run.facts.last_batch != "drop":
-            last = min(last, end - batches.position(after - 1))
+            last = min(last, end - stage.equal.position(after - 1))
         total += sum(
             count * split(size, world_size, micro_batch_size).accumulation
-            for size, count in ((batches.size, after - 1 - first), (last, 1))
+            for size, count in ((stage.size, after - 1 - first), (last, 1))
         )
     return total
-
-
-def _index(segment: Segment, sample: int) -> int:
-    """Return how many batches of a segment begin before a position."""
-    count = segment.batches.count_before(sample)
-    return count if segment.count is None else min(count, segment.count)
 
 
 def smallest_step(run: Prepared) -> int | None:
     """Return the samples of the smallest step, as far as that is known before the run."""
     if run.sizes is None:
         return run.bound_policy.bounds[0] if run.bound_policy.bounds else None
-    end, num_samples, found = end_of(run), run.facts.dataset_num_samples, []
-    for segment in run.sizes.segments:
-        batches, count = segment.batches, segment.count
-        ends = [] if count is None else [count - 1]
-        if num_samples is not None:  # of the epochs, those after the second end alike
-            epoch = batches.first.epoch
-            stops = [(epoch + number) * num_samples for number in (1, 2)]
-            ends += [_index(segment, stop) - 1 for stop in stops]
-        for number in {one for one in ends if one >= 0} | {0}:
-            size, start = batches.size_of(number), batches.position(number)
-            cut = size if end is None or run.facts.last_batch == "drop" else end - start
-            found.append(min(size, cut))
-    return min(found)
+    return min(min(stage.size, *stage.cut_sizes) for stage in run.sizes.stages)
 
 
 _LIMIT = 10 ** (MAX_DIGITS - 2)
@@ -212,9 +186,8 @@ class Prepared:
     """Why `sizes` is None."""
     schedules: Mapping[str, Schedule]
     bound_schedules: Mapping[str, BoundSchedule]
-    triggers: Mapping[str, Trigger]
     bound_triggers: Mapping[str, BoundTrigger]
-    rule: LearningRateRule
+    rule: LearningRateRule | None
 
     @property
     def is_planned(self) -> bool:
@@ -223,7 +196,7 @@ class Prepared:
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in the run; None if only the run can tell."""
+        """The number of batches in the run; None if unknown before the run."""
         run = self.facts.max_duration
         if run.unit is TimeUnit.BATCH:
             return int(run.amount)
@@ -246,7 +219,7 @@ class Prepared:
         """Return where each batch begins.
 
         Raises:
-            PlanError: only the run can tell.
+            PlanError: the sizes are decided during the run.
         """
         if self.sizes is None:
             assert self.refusal is not None
@@ -261,7 +234,6 @@ def bind_run(
     schedules: Mapping[str, ScheduleLike] | None = None,
     triggers: Mapping[str, Trigger | TimeLike] | None = None,
     rule: RuleLike | None = None,
-    known: Prepared | None = None,
     most_stages: int | None = None,
     at: At = lambda *_: nullcontext(),
 ) -> Prepared:
@@ -279,7 +251,6 @@ def bind_run(
         schedules: by hyper-parameter.
         triggers: by name.
         rule: how learning rates follow the batch size.
-        known: the same run, prepared before; its equal parts are reused.
         most_stages: refuse sizes that change more often.
         at: entered with `"batch_size"`, `"max_duration"`, `"schedules", name` or
             `"triggers", name` while that is bound.
@@ -292,45 +263,32 @@ def bind_run(
     """
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
     fires = {name: parse_trigger(trigger) for name, trigger in (triggers or {}).items()}
-    learning_rate_rule = NoRule() if rule is None else as_rule(rule)
-    run = horizon.with_batch_sizes(None)
+    learning_rate_rule = None if rule is None else as_rule(rule)
+    facts, sizes, refusal = horizon.with_batch_sizes(None), None, None
     with at("batch_size"):
         policy = as_policy(policy)
         check_pairs(read, policy=policy, rule=learning_rate_rule)
-        if known is None or (known.facts, known.policy) != (run, policy):
-            known = _with_sizes(run, policy, most_stages)
+        bound_policy = policy.bind(facts)
+        try:
+            sizes = PlannedSizes(facts, policy, bound=bound_policy, most_stages=most_stages)
+            horizon = horizon_of(sizes)
+        except PlanError as error:
+            refusal = error.with_traceback(None)  # its frames hold the caller
+            horizon = facts.with_batch_sizes(UnknownSizes(str(error.message.why)))
     with at("max_duration"):
-        if known.sizes is not None:
-            _check_length(known.sizes)
+        if sizes is not None:
+            _check_length(sizes)
     bound: dict[str, BoundSchedule] = {}
-    for name, schedule in read.items():
+    for name, one in read.items():
         with at("schedules", name):
-            is_known = known.schedules.get(name) == schedule
-            bound[name] = known.bound_schedules[name] if is_known else schedule.bind(known.horizon)
+            bound[name] = one.bind(horizon)
     due: dict[str, BoundTrigger] = {}
     for name, trigger in fires.items():
         with at("triggers", name):
-            is_known = known.triggers.get(name) == trigger
-            due[name] = known.bound_triggers[name] if is_known else trigger.bind(known.horizon)
-    return replace(
-        known,
-        schedules=read,
-        bound_schedules=bound,
-        triggers=fires,
-        bound_triggers=due,
-        rule=learning_rate_rule,
+            due[name] = trigger.bind(horizon)
+    return Prepared(
+        facts, horizon, policy, bound_policy, sizes, refusal, read, bound, due, learning_rate_rule
     )
-
-
-def _with_sizes(facts: Horizon, policy: BatchSizePolicy, most_stages: int | None) -> Prepared:
-    bound, sizes, refusal = policy.bind(facts), None, None
-    try:
-        sizes = PlannedSizes(facts, policy, bound=bound, most_stages=most_stages)
-        horizon = horizon_of(sizes)
-    except PlanError as error:
-        refusal = error.with_traceback(None)  # its frames hold the caller
-        horizon = facts.with_batch_sizes(UnknownSizes(str(error.message.why)))
-    return Prepared(facts, horizon, policy, bound, sizes, refusal, {}, {}, {}, {}, NoRule())
 
 
 def _check_length(sizes: PlannedSizes) -> None:
@@ -341,11 +299,8 @@ def _check_length(sizes: PlannedSizes) -> None:
     """
     run = sizes.horizon.max_duration
     if sizes.end is not None and max(sizes.end) * run.amount.denominator >= _LIMIT:
-        raise PlanError.cannot(
-            f"plan a run of {shown(str(run))}",
-            why=f"where it stands takes more than {MAX_DIGITS} digits",
-            instead="write a length that a run can have, such as '90ep'",
-        )
+        why = f"its positions have more than {MAX_DIGITS} digits"
+        raise PlanError.bad("max_duration", str(run), why, "write a length such as '90ep'")
 
 
 def check_tokens(run: Prepared) -> None:
@@ -356,16 +311,16 @@ def check_tokens(run: Prepared) -> None:
     """
     facts = run.facts
     needs = [
-        (f"run for {facts.max_duration}", "max_duration", {facts.max_duration.unit}),
-        ("follow tokens with the batch size", "batch_size", run.bound_policy.units),
-        *(("follow tokens with a schedule", k, v.reads(facts)) for k, v in run.schedules.items()),
-        *(("wait for tokens", name, one.units) for name, one in run.bound_triggers.items()),
+        ("max_duration", {facts.max_duration.unit}),
+        ("batch_size", run.bound_policy.units),
+        *((name, schedule.reads(facts)) for name, schedule in run.schedules.items()),
+        *((name, trigger.units) for name, trigger in run.bound_triggers.items()),
     ]
-    for what, where, units in needs:
+    for name, units in needs:
         if TimeUnit.TOKEN in units:
             raise PlanError.cannot(
-                what,
+                "follow tokens",
                 why="the data cannot count their tokens",
                 instead="write it in 'sp' or 'ep', or pass get_num_tokens_in_batch with the data",
-                where=where,
+                where=name,
             )

@@ -6,46 +6,30 @@ import math
 import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias, cast, final
+from typing import Any, TypeAlias, cast, final
 
 from stretto.batching import BatchSizePolicy, Bound, PolicyLike, RuleLike
 from stretto.batching.policy import as_float, checked_size, checked_world_size
 from stretto.batching.split import is_learning_rate, split
-from stretto.errors import PlanError, shown
+from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
-from stretto.planning.sizes import PlannedSizes, walk
+from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, walk
 from stretto.planning.stages import (
     Event,
-    Stage,
     Values,
     bound_of,
     check_stage,
+    first_last,
     growth_alone,
     hyperparameters,
     known_schedules,
     make_event,
-    make_stage,
     warnings_of,
 )
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timestamp, TimeUnit, Trigger
-
-
-class PlannedBatch(NamedTuple):
-    """One batch of a plan."""
-
-    timestamp: Timestamp
-    """The clock at its start."""
-    size: int
-    """Its samples, over all ranks."""
-    decided: int
-    """The size before it was cut at the end of the epoch or of the run."""
-    accumulation: int
-    """Micro-batches of each rank."""
-    values: dict[str, float]
-    """The hyper-parameters."""
 
 
 @final
@@ -80,12 +64,12 @@ class Plan:
 
     @property
     def end(self) -> Timestamp | None:
-        """The clock at the end of the run; None if only the run can tell."""
+        """The clock at the end of the run; None if unknown before the run."""
         return self.sizes.end
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in the run; None if only the run can tell."""
+        """The number of batches in the run; None if unknown before the run."""
         return self.sizes.num_batches
 
     @property
@@ -125,13 +109,9 @@ class Plan:
         [8, 8, 4]
         """
         for step in walk(self.horizon, self._policy):
-            yield PlannedBatch(
-                step.timestamp,
-                step.size,
-                step.decided,
-                split(step.size, self.world_size, self.micro_batch_size).accumulation,
-                self._values(step.timestamp, step.decided),
-            )
+            shared = split(step.size, self.world_size, self.micro_batch_size)
+            values = self._values(step.timestamp, step.decided)
+            yield step._replace(accumulation=shared.accumulation, values=values)
 
     def values_at(self, batch: int, /) -> dict[str, float]:
         """Return the hyper-parameters of batch number `batch` (from 0).
@@ -144,11 +124,8 @@ class Plan:
             PlanError: the run has no such batch.
         """
         if self.num_batches is not None and batch >= self.num_batches:
-            raise PlanError.cannot(
-                f"tell the hyper-parameters of batch {batch:,}",
-                why=f"the run has {self.num_batches:,}, counted from 0",
-                instead=f"write a number of at most {self.num_batches - 1:,}",
-            )
+            why = f"the run has {self.num_batches:,} batches, counted from 0"
+            raise PlanError.bad("batch", batch, why, f"write {self.num_batches - 1} or less")
         after = bisect_right(self.stages, batch, key=lambda stage: stage.first.batch)
         timestamp = self.sizes.timestamp_at_batch(batch)
         return self._values(timestamp, self.stages[after - 1].size)
@@ -278,25 +255,17 @@ def plan_prepared(
     horizon = run.horizon if sizes.is_exact else run.facts.with_batch_sizes(sizes)
     at = hyperparameters(run.facts, known, _known(base or {}, values), run.rule)
     stages = tuple(
-        make_stage(
-            run.facts,
-            segment,
-            number,
+        replace(
+            stage,
             world_size=world_size,
             micro_batch_size=micro_batch_size,
-            values=at,
+            values=first_last(stage, at),
         )
-        for number, segment in enumerate(sizes.segments, 1)
+        for stage in sizes.stages
     )
     for stage in stages:
         if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample:
-            check_stage(
-                stage,
-                world_size=world_size,
-                micro_batch_size=micro_batch_size,
-                even=even,
-                is_coupled=run.bound_policy.is_coupled,
-            )
+            check_stage(stage, even=even, is_coupled=run.bound_policy.is_coupled)
     return Plan(
         horizon=horizon,
         sizes=sizes,
@@ -305,7 +274,7 @@ def plan_prepared(
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
         warnings=(
-            *warnings_of(horizon, sizes, stages, world_size=world_size, even=even),
+            *warnings_of(horizon, sizes, stages, even=even),
             *growth_alone(run.policy, run.schedules, run.rule),
             *unknown,
         ),
@@ -315,23 +284,16 @@ def plan_prepared(
 
 
 def _known(base: Mapping[str, float], schedules: Mapping[str, object]) -> Mapping[str, float]:
-    for name in base:
+    for name, value in cast(Mapping[str, object], base).items():
         if name not in schedules:
-            raise PlanError.cannot(
-                f"plan with the base value of {name!r}",
-                why="no schedule has that name",
-                instead="leave it out, or pass a schedule for it such as 1.0",
-            )
-        value: object = base[name]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        number = as_float(cast(float, value)) if is_number else math.nan
+            why = "no schedule has that name"
+            raise PlanError.bad("base", {name: value}, why, "pass a schedule for it such as 1.0")
+        number = math.nan
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            number = as_float(value)
         if not math.isfinite(number) or (number < 0 and is_learning_rate(name)):
-            least = " of at least 0" if is_learning_rate(name) else ""
-            raise PlanError.cannot(
-                f"plan with {shown(value)} as the base value of {name!r}",
-                why=f"it is not a finite number{least}",
-                instead="write what the optimizer is built with, such as 1e-3",
-            )
+            why = "a base value is a finite number, and a learning rate is not negative"
+            raise PlanError.bad("base", {name: value}, why, "write a value such as 1e-3")
     return base
 
 
@@ -384,7 +346,10 @@ def clock(horizon: Horizon, timestamp: Timestamp | None) -> dict[str, int | str]
 def _stage(horizon: Horizon, stage: Stage) -> dict[str, object]:
     values = {name: value._asdict() for name, value in stage.values.items()}
     return {
-        **{name: getattr(stage, name) for name in ("number", "size", "batches", "samples")},
+        "number": stage.number,
+        "size": stage.size,
+        "batches": stage.batches,
+        "samples": stage.samples,
         "skipped": stage.skipped,
         "cut_sizes": list(stage.cut_sizes),
         "shares": list(stage.shares),
@@ -399,8 +364,6 @@ WIDTH = 100
 """Columns of text."""
 _LOOKS = 64
 """Batches per row that are sampled in search of a peak, before the search narrows."""
-Best: TypeAlias = Callable[..., Any]
-"""`max` or `min`."""
 Column: TypeAlias = list[str]
 """A heading and the cells below it."""
 
@@ -523,35 +486,33 @@ def _batches(row: Sequence[Stage]) -> str:
 
 def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
     """Return the first and the last value, and extremes in between."""
-    first, last = row[0].values[name].first, row[-1].values[name].last
-    if last is None:
-        return f"{first:.4g} to ?"
+    if row[-1].values[name].last is None:
+        return f"{row[0].values[name].first:.4g} to ?"
     start, count = row[0].first.batch, sum(filter(None, (stage.batches for stage in row)))
     batches = range(start, start + count)
-    found = {batches[0]: first, batches[-1]: last}
-    for best in (max, min):
-        at, value = _extreme(plan, name, batches, best)
-        if best(value, first, last) == value:
-            found.setdefault(at, value)
-    texts = [f"{found[batch]:.4g}" for batch in sorted(found)]
+
+    def value(batch: int) -> float:
+        return plan.values_at(batch)[name]
+
+    turns = {_extreme(value, batches, best) for best in (max, min)}
+    texts = [f"{value(batch):.4g}" for batch in sorted({batches[0], batches[-1], *turns})]
     return " to ".join(text for text, _ in groupby(texts))
 
 
-def _extreme(plan: Plan, name: str, batches: range, best: Best) -> tuple[int, float]:
-    """Return the batch with the largest or the smallest value, and that value.
+def _extreme(value: Callable[[int], float], batches: range, best: Callable[..., Any]) -> int:
+    """Return the batch with the largest or the smallest value.
 
-    It samples 64 batches and narrows the search around the best. It can miss the extreme of a value
-    that oscillates faster than that.
+    It looks at 64 batches and narrows the search around the best. It can miss the extreme of a
+    value that oscillates faster than that.
     """
     stride = -(-(batches.stop - batches.start) // _LOOKS)  # may exceed what `len` can return
-    looks: Sequence[int] = batches[::stride]
+    looks = [*batches[::stride], batches[-1]]
     while True:
-        values = {batch: plan.values_at(batch)[name] for batch in looks}
-        at = best(values, key=values.__getitem__)
+        at: int = best(looks, key=value)
         if stride == 1:
-            return at, values[at]
+            return at
         stride = -(-stride // 2)
-        looks = [batch for batch in (at - stride, at, at + stride) if batch in batches]
+        looks = [batch for batch in (at, at - stride, at + stride) if batch in batches]
 
 
 def _event(event: Event) -> str:

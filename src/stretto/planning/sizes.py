@@ -6,13 +6,15 @@ Plans, the data loader and the trainer all take their batches from here, so they
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn, final
 
-from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy
+from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
 from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
 from stretto.errors import Argument, BatchSizeError, ConversionError, PlanError, Text
+from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
 from stretto.timing.batch_sizes import EqualBatches
 from stretto.timing.epochs import (
@@ -25,8 +27,10 @@ from stretto.timing.epochs import (
     rollover,
 )
 
+_NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
-class StepPlan(NamedTuple):
+
+class PlannedBatch(NamedTuple):
     """One batch before it is run."""
 
     timestamp: Timestamp
@@ -43,6 +47,10 @@ class StepPlan(NamedTuple):
     """How many epochs end inside it or at its end."""
     state: PolicyState
     """The policy's state after deciding."""
+    accumulation: int = 1
+    """Micro-batches of each rank; only in a plan."""
+    values: Mapping[str, float] = _NO_VALUES
+    """The hyper-parameters; only in a plan."""
 
 
 def next_step(
@@ -51,7 +59,7 @@ def next_step(
     timestamp: Timestamp,
     state: PolicyState,
     signals: Signals = NO_SIGNALS,
-) -> tuple[Timestamp, StepPlan | None]:
+) -> tuple[Timestamp, PlannedBatch | None]:
     """Decide the next batch; there is none if the run is over.
 
     >>> from stretto.batching import Fixed
@@ -89,21 +97,22 @@ def next_step(
     size = cut(horizon, timestamp, decided)
     ends = rollover(horizon, timestamp.sample_in_epoch + size, decided).epochs
     skipped = timestamp.sample - before
-    return timestamp, StepPlan(timestamp, size, decided, skipped, ends, decided_state)
+    return timestamp, PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
 
 
 def larger_than_epoch(horizon: Horizon, size: int, *, is_coupled: bool) -> BatchSizeError:
     """Return the error for a batch larger than an epoch."""
-    num_samples = horizon.dataset_num_samples
-    bound = Argument("at_most", num_samples, python=f"AtMost(policy, {num_samples})")
-    also = ""
-    if is_coupled:
-        bound = Argument("maximum", num_samples)
-        also = ", with no more samples than that to begin with,"
+    most = horizon.dataset_num_samples
+    bound = Argument("at_most", most, python=f"AtMost(policy, {most})")
     return BatchSizeError.cannot(
         (f"take a batch of {size} samples with ", Argument("last_batch", "drop")),
-        why=f"an epoch has only {num_samples}, so each would be dropped",
-        instead=("write ", bound, f"{also} or ", Argument("last_batch", "carry")),
+        why=f"an epoch has only {most}, so each would be dropped",
+        instead=(
+            "write ",
+            Argument("maximum", most) if is_coupled else bound,
+            " or ",
+            Argument("last_batch", "carry"),
+        ),
     )
 
 
@@ -113,7 +122,7 @@ def walk(
     *,
     timestamp: Timestamp | None = None,
     state: PolicyState | None = None,
-) -> Generator[StepPlan, None, Timestamp]:
+) -> Generator[PlannedBatch, None, Timestamp]:
     """Yield every batch of the run from `timestamp` on; return the clock at its end.
 
     It never ends if the length of the run is a wall time or a number of tokens not known before.
@@ -152,14 +161,17 @@ def check_plannable(horizon: Horizon, policy: Bound) -> None:
         PlanError: it follows measurements, the wall clock, or counts that are not known before.
     """
     unknown = unknown_count(horizon, {horizon.axis(unit).unit for unit in policy.units})
-    why, instead = _UNKNOWN.get(unknown or "", ("", ""))
-    if unknown is None and not policy.is_static:
-        why, instead = "they follow what the run measures", "run it without a plan"
+    if unknown is not None:
+        raise _unplannable(f"they follow {unknown}, which only the run can count", _STATE[unknown])
+    if not policy.is_static:
+        instead = "run it without a plan"
         if policy.bounds is not None:
-            least, most = policy.bounds
-            instead += f", or plan it once with batches of {least} and once of {most}"
-    if why:
-        raise PlanError.cannot("know the batch sizes before the run", why=why, instead=instead)
+            instead += ", or plan it once with batches of {} and once of {}".format(*policy.bounds)
+        raise _unplannable("they follow what the run measures", instead)
+
+
+def _unplannable(why: str, instead: Text) -> PlanError:
+    return PlanError.cannot("know the batch sizes before the run", why=why, instead=instead)
 
 
 def unknown_count(horizon: Horizon, units: Iterable[TimeUnit]) -> str | None:
@@ -172,47 +184,100 @@ def unknown_count(horizon: Horizon, units: Iterable[TimeUnit]) -> str | None:
 
 
 _COUNTS = {TimeUnit.EPOCH: "epochs", TimeUnit.TOKEN: "tokens", TimeUnit.SECOND: "the wall clock"}
-_UNKNOWN: dict[str, tuple[str, Text]] = {
-    "epochs": (
-        "they follow epochs, and the number of samples in the data set is not known",
-        ("set ", Argument("dataset_num_samples"), ", or write the times in 'sp' or 'ba'"),
-    ),
-    "tokens": (
-        "they follow tokens, and how many a sample has is not known",
-        (
-            "set ",
-            Argument("tokens_per_sample"),
-            " if all have equally many, or write the times in 'sp', 'ep' or 'ba'",
-        ),
-    ),
-    "the wall clock": (
-        "they follow the wall clock",
-        "write the times in 'sp', 'ep' or 'ba'",
-    ),
+_STATE: dict[str, Text] = {
+    "epochs": ("set ", Argument("dataset_num_samples"), ", or write the times in 'sp' or 'ba'"),
+    "tokens": ("set ", Argument("tokens_per_sample"), ", or write the times in 'sp' or 'ba'"),
+    "the wall clock": "write the times in 'sp', 'ep' or 'ba'",
 }
 
 
 _MOST_DECISIONS = 4096  # 0.1 s; the limit for a run of unknown length whose sizes never settle
 
 
+class FirstLast(NamedTuple):
+    """A hyper-parameter over a stage."""
+
+    first: float
+    """Its value for the first batch."""
+    last: float | None
+    """Its value for the last batch; None if unknown before the run."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive batches of one decided size."""
+class Stage:
+    """A part of a run with one batch size."""
 
-    batches: EqualBatches
-    count: int | None
-    """How many; None if only the run can tell."""
-    skipped: int
-    """Samples skipped right before the first batch (`last_batch="drop"`)."""
+    number: int
+    """From 1."""
+    equal: EqualBatches
+    """Where its batches begin."""
+    batches: int | None
+    """How many; None if unknown before the run."""
     end: Timestamp | None
-    """The clock after the last batch; None if only the run can tell."""
+    """The clock after its last batch; None if unknown before the run."""
+    skipped: int
+    """Samples skipped right before it because its first batch did not fit into the epoch."""
+    world_size: int = 1
+    micro_batch_size: int | None = None
+    values: Mapping[str, FirstLast] = field(default_factory=dict)
+    """The hyper-parameters; only in a plan."""
+
+    @property
+    def size(self) -> int:
+        """Samples of each batch over all ranks; fewer if an epoch or the run ends inside it."""
+        return self.equal.size
+
+    @property
+    def first(self) -> Timestamp:
+        """The clock at the start of its first batch."""
+        return self.equal.first
+
+    @property
+    def samples(self) -> int | None:
+        """The samples of all its batches, without skipped ones."""
+        if self.end is None or self.batches is None:
+            return None
+        if self.cut_sizes:
+            return self.end.sample - self.first.sample
+        return self.batches * self.size
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """The fewest and the most samples of a full batch on one rank."""
+        return self.size // self.world_size, -(-self.size // self.world_size)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per rank and batch."""
+        return split(self.size, self.world_size, self.micro_batch_size).accumulation
+
+    @property
+    def cut_sizes(self) -> tuple[int, ...]:
+        """The sizes of batches that are cut at the end of an epoch or of the run."""
+        equal, end = self.equal, self.end
+        found: dict[int, None] = {}
+        ends_epoch = end is None or end.epoch > self.first.epoch
+        if equal.num_samples is not None and equal.last_batch == "keep" and ends_epoch:
+            # The last batches of its first two epochs; later epochs end like the second.
+            for epoch in (self.first.epoch + 1, self.first.epoch + 2):
+                number = equal.count_before(epoch * equal.num_samples) - 1
+                if self.batches is None or number < self.batches:
+                    found[equal.size_of(number)] = None
+        if end is not None and self.batches and equal.last_batch != "drop":
+            found[end.sample - equal.position(self.batches - 1)] = None
+        found.pop(self.size, None)
+        return tuple(found)
+
+    def count_before(self, sample: int) -> int:
+        """Return how many of its batches begin before a position."""
+        return least(self.equal.count_before(sample), self.batches) or 0
 
 
-def find_segments(
+def find_stages(
     horizon: Horizon, policy: Bound, most_stages: int | None
-) -> tuple[list[Segment], Timestamp | None]:
-    """Return the segments of the run, and the clock at its end, if that is known.
+) -> tuple[list[Stage], Timestamp | None]:
+    """Return the stages of the run, and the clock at its end, if that is known.
 
     It makes the same decisions as `walk`, but one per possible change of size instead of one per
     batch.
@@ -221,10 +286,10 @@ def find_segments(
         PlanError: the sizes are not known before the run, or they keep changing and the end of
             the run is not known.
         BatchSizeError: under `drop`, a batch is larger than an epoch; or there are more than
-            `most_stages` segments.
+            `most_stages` stages.
     """
     check_plannable(horizon, policy)
-    found: list[Segment] = []
+    found: list[Stage] = []
     now, state, decisions = Timestamp(), policy.start, 0
     run_axis, run_end = end_tick(horizon)
     while True:
@@ -235,17 +300,16 @@ def find_segments(
         batches = equal_batches(horizon, now, step.decided)
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
-            raise PlanError.cannot(
-                f"plan the batch sizes of a run of {horizon.max_duration}",
-                why="they may change for ever, and only the run itself can tell when it ends",
-                instead="write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
+            raise _unplannable(
+                "they may change at any time, and the end of the run is unknown",
+                "write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
             )
-        count = _least(_count(batches, policy.holds_until(now, state)), until_end)
+        count = least(_count(batches, policy.holds_until(now, state)), until_end)
         after = None if count is None else _after(horizon, batches, count)
-        if found and found[-1].batches.size == step.decided and not step.skipped:
+        if found and found[-1].size == step.decided and not step.skipped:
             # The arithmetic of the first batches covers the later ones, too.
-            total = None if count is None else (found[-1].count or 0) + count
-            found[-1] = replace(found[-1], count=total, end=after)
+            total = None if count is None else (found[-1].batches or 0) + count
+            found[-1] = replace(found[-1], batches=total, end=after)
         elif len(found) == most_stages:  # a stage takes about 30 us to plan
             raise BatchSizeError.cannot(
                 "plan this run",
@@ -253,7 +317,7 @@ def find_segments(
                 instead="write a larger 'increment', or 'planned: false' beside a function",
             )
         else:
-            found.append(Segment(batches, count, step.skipped, after))
+            found.append(Stage(len(found) + 1, batches, count, after, step.skipped))
         if after is None:
             return found, None
         now = after
@@ -263,20 +327,19 @@ def _count(batches: EqualBatches, hold: Hold | None) -> int | None:
     """Count the equal batches until the hold ends; None: it lasts to the end of the run."""
     if hold is None:
         return 1
-    least = None
+    found = None
     for axis, tick in hold.limits:
         count = batches.count_until(axis, tick)
         if count is None:
-            raise PlanError.cannot(
-                "know the batch sizes before the run",
-                why=f"the policy follows a count of '{axis.unit}' that is not known before",
-                instead=f"name '{axis.unit}' among the units of the bound policy",
+            raise _unplannable(
+                f"the policy follows a count of '{axis.unit}' that is not known before",
+                f"name '{axis.unit}' among the units of the bound policy",
             )
-        least = _least(least, count)
-    return None if least is None else max(1, least)
+        found = least(found, count)
+    return None if found is None else max(1, found)
 
 
-def _least(one: int | None, other: int | None) -> int | None:
+def least(one: int | None, other: int | None) -> int | None:
     """Return the smaller count; None means unlimited."""
     if one is None or other is None:
         return other if one is None else one
@@ -320,9 +383,9 @@ class PlannedSizes:
     horizon: Horizon
     """The run, without batch sizes."""
     policy: BatchSizePolicy
-    segments: tuple[Segment, ...] = field(compare=False, repr=False)
+    stages: tuple[Stage, ...] = field(compare=False, repr=False)
     end: Timestamp | None = field(compare=False, repr=False)
-    """The clock at the end of the run; None if only the run can tell."""
+    """The clock at the end of the run; None if unknown before the run."""
     _sections: list[EqualBatches] = field(compare=False, repr=False)
     _batches: list[int] = field(compare=False, repr=False)
     _samples: list[int] = field(compare=False, repr=False)
@@ -337,25 +400,24 @@ class PlannedSizes:
     ) -> None:
         run, policy = horizon.with_batch_sizes(None), as_policy(policy)
         bound = policy.bind(run) if bound is None else bound
-        found, end = find_segments(run, bound, most_stages)
-        sections = [segment.batches for segment in found]
+        stages, end = find_stages(run, bound, most_stages)
+        sections = [stage.equal for stage in stages]
         if end is not None:
-            sections.append(_beyond(run, found[-1], end))
-        values: dict[str, object] = {
-            "horizon": run,
-            "policy": policy,
-            "segments": tuple(found),
-            "end": end,
-            "_sections": sections,
-            "_batches": [batches.first.batch for batches in sections],
-            "_samples": [segment.batches.first.sample for segment in found],
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+            sections.append(_beyond(run, stages[-1], end))
+        fill(
+            self,
+            horizon=run,
+            policy=policy,
+            stages=tuple(stages),
+            end=end,
+            _sections=sections,
+            _batches=[section.first.batch for section in sections],
+            _samples=[stage.first.sample for stage in stages],
+        )
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in the run; None if only the run can tell."""
+        """The number of batches in the run; None if unknown before the run."""
         return None if self.end is None else self.end.batch
 
     @property
@@ -371,10 +433,9 @@ class PlannedSizes:
         Raises:
             PlanError: the number is negative.
         """
-        _check_number(batch)
         if self.end is not None and batch == self.end.batch:
             return self.end.sample
-        batches = self._sections[bisect_right(self._batches, batch) - 1]
+        batches = self._section(batch)
         return batches.position(batch - batches.first.batch)
 
     def batch_at_sample(self, sample: int, /) -> int:
@@ -383,10 +444,8 @@ class PlannedSizes:
             return 0
         if self.end is not None and sample > self.end.sample:
             return self.end.batch + max(1, self._sections[-1].count_before(sample))
-        number = bisect_left(self._samples, sample) - 1
-        batches, count = self.segments[number].batches, self.segments[number].count
-        before = batches.count_before(sample)
-        return batches.first.batch + (before if count is None else min(before, count))
+        stage = self.stages[bisect_left(self._samples, sample) - 1]
+        return stage.first.batch + stage.count_before(sample)
 
     def timestamp_at_batch(self, batch: int) -> Timestamp:
         """Return the clock at the start of batch number `batch`; after the last, at the end.
@@ -397,27 +456,23 @@ class PlannedSizes:
         Raises:
             PlanError: the number is negative.
         """
-        _check_number(batch)
         if self.end is not None and batch >= self.end.batch:
             return self.end
-        batches = self._sections[bisect_right(self._batches, batch) - 1]
+        batches = self._section(batch)
         return batches.timestamp(batch - batches.first.batch)
 
-
-def _check_number(batch: int) -> None:
-    if batch < 0:
-        raise PlanError.cannot(
-            f"tell where batch {batch} begins",
-            why="batches are counted from 0",
-            instead="count back from num_batches, where that is known",
-        )
+    def _section(self, batch: int) -> EqualBatches:
+        """Return the equal batches that a batch is one of."""
+        if batch < 0:
+            raise PlanError.bad("batch", batch, "batches are counted from 0", "write 0 or more")
+        return self._sections[bisect_right(self._batches, batch) - 1]
 
 
-def _beyond(horizon: Horizon, last: Segment, end: Timestamp) -> EqualBatches:
-    """The batches that no run has, as if the last ones went on; a batch cut there counts whole."""
-    if last.end == end and last.count is not None:
-        return equal_batches(horizon, last.batches.timestamp(last.count), last.batches.size)
-    return equal_batches(horizon, end, last.batches.size)
+def _beyond(horizon: Horizon, last: Stage, end: Timestamp) -> EqualBatches:
+    """Return the batches after the end of the run; a batch cut there counts as whole."""
+    if last.end == end and last.batches is not None:
+        end = last.equal.timestamp(last.batches)
+    return equal_batches(horizon, end, last.size)
 
 
 @final
@@ -428,7 +483,7 @@ class UnknownSizes:
     >>> UnknownSizes("they follow what the run measures").sample_at_batch(10)
     Traceback (most recent call last):
     ...
-    stretto.errors.ConversionError: cannot tell batches from samples before the run: \
+    stretto.errors.ConversionError: cannot convert between batches and samples: \
 the batch sizes are not known, as they follow what the run measures; \
 write the time in 'sp', 'ep' or 'dur' like those it goes with
     """
@@ -439,7 +494,7 @@ write the time in 'sp', 'ep' or 'dur' like those it goes with
     def sample_at_batch(self, _batch: int, /) -> NoReturn:
         """Refuse."""
         raise ConversionError.cannot(
-            "tell batches from samples before the run",
+            "convert between batches and samples",
             why=f"the batch sizes are not known, as {self.why}",
             instead=self.instead,
         )
@@ -451,13 +506,7 @@ def horizon_of(sizes: PlannedSizes) -> Horizon:
     """Return the horizon of planned sizes, which converts as far as these are exact."""
     if sizes.is_exact:
         return sizes.horizon.with_batch_sizes(sizes)
-    unknown = UnknownSizes(
-        "an epoch of unknown length may end inside one of them",
-        (
-            "write the time in the unit of those it goes with, set ",
-            Argument("dataset_num_samples"),
-            ", or write ",
-            Argument("last_batch", "carry"),
-        ),
-    )
-    return sizes.horizon.with_batch_sizes(unknown)
+    carry = Argument("last_batch", "carry")
+    instead = ("set ", Argument("dataset_num_samples"), ", or write ", carry)
+    why = "an epoch of unknown length may end inside one of them"
+    return sizes.horizon.with_batch_sizes(UnknownSizes(why, instead))

@@ -1,16 +1,18 @@
-"""Stages and events of a plan."""
+"""What a plan says of its stages: events, hyper-parameters, checks and warnings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, final
+from typing import TypeAlias, final
 
-from stretto.batching import BatchSizePolicy, Bound, LearningRateRule, NoRule, couplings_in
-from stretto.batching.split import even_unit, is_learning_rate, not_even, split
+from stretto.batching import BatchSizePolicy, Bound, LearningRateRule, couplings_in
+from stretto.batching.split import even_unit, is_learning_rate, not_even
 from stretto.errors import Argument, ConversionError, PlanError, samples_text
-from stretto.planning.sizes import PlannedSizes, Segment, unknown_count
+from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, unknown_count
 from stretto.schedules import BoundSchedule, Schedule
+from stretto.schedules.fields import checked_factor
 from stretto.timing import Axis, BoundTrigger, Horizon, Timestamp, TimeUnit
 from stretto.timing.epochs import KnownCounts, UnknownCountError, unknown_counters
 
@@ -29,7 +31,7 @@ class Event:
     first: tuple[Timestamp, ...] = ()
     """The clock at the first few times."""
     count: int | None = None
-    """How often; None if only the run can tell."""
+    """How often; None if unknown before the run."""
     is_exact: bool = False
     """False if the count is unknown or an upper bound, which counts two marks in one batch
     twice."""
@@ -50,9 +52,9 @@ def make_event(name: str, trigger: BoundTrigger, sizes: PlannedSizes) -> Event:
         times = _times(trigger, sizes, marks)
         return Event(name, tuple(times[:FIRST]), len(times), is_exact=True)
     count = 0
-    for segment in sizes.segments:
-        if segment.count is not None and segment.end is not None:
-            count += min(segment.count, trigger.count(segment.batches.first, segment.end))
+    for stage in sizes.stages:
+        if stage.batches is not None and stage.end is not None:
+            count += min(stage.batches, trigger.count(stage.first, stage.end))
     return Event(name, tuple(times), count)
 
 
@@ -85,120 +87,20 @@ Values: TypeAlias = Callable[[Timestamp, int], dict[str, float]]
 """Every hyper-parameter at a timestamp, for a batch of a decided size."""
 
 
-class FirstLast(NamedTuple):
-    """A hyper-parameter over a stage."""
-
-    first: float
-    """Its value for the first batch."""
-    last: float | None
-    """Its value for the last batch; None if only the run can tell which that is."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A part of a run with one batch size."""
-
-    number: int
-    """From 1."""
-    size: int
-    """Samples of each batch over all ranks; fewer if an epoch or the run ends inside it."""
-    batches: int | None
-    """How many; None if only the run can tell."""
-    first: Timestamp
-    """The clock at the start of its first batch."""
-    end: Timestamp | None
-    """The clock after its last batch; None if only the run can tell."""
-    skipped: int
-    """Samples skipped right before it because its first batch did not fit into the epoch."""
-    cut_sizes: tuple[int, ...]
-    """The sizes of batches that are cut at the end of an epoch or of the run."""
-    shares: tuple[int, int]
-    """The fewest and the most samples of a full batch on one rank."""
-    accumulation: int
-    """Micro-batches per rank and batch."""
-    values: Mapping[str, FirstLast]
-    """The hyper-parameters."""
-
-    @property
-    def samples(self) -> int | None:
-        """The samples of all its batches, without skipped ones."""
-        if self.end is None or self.batches is None:
-            return None
-        if self.cut_sizes:
-            return self.end.sample - self.first.sample
-        return self.batches * self.size
-
-
-def make_stage(
-    horizon: Horizon,
-    segment: Segment,
-    number: int,
-    *,
-    world_size: int,
-    micro_batch_size: int | None,
-    values: Values,
-) -> Stage:
-    """Return the stage of a segment."""
-    batches, count = segment.batches, segment.count
-    shared = split(batches.size, world_size, micro_batch_size)
-    first = values(batches.first, batches.size)
-    last: dict[str, float | None] = dict.fromkeys(first)
-    if count == 1:
-        last.update(first)
-    elif count is not None and first:
-        last.update(values(batches.timestamp(count - 1), batches.size))
-    return Stage(
-        number=number,
-        size=batches.size,
-        batches=count,
-        first=batches.first,
-        end=segment.end,
-        skipped=segment.skipped,
-        cut_sizes=cut_sizes(horizon, segment),
-        shares=(batches.size // world_size, -(-batches.size // world_size)),
-        accumulation=shared.accumulation,
-        values={name: FirstLast(value, last[name]) for name, value in first.items()},
-    )
-
-
-def cut_sizes(horizon: Horizon, segment: Segment) -> tuple[int, ...]:
-    """Return the distinct sizes of cut batches: first epoch, later epochs, end of the run."""
-    batches, count, end = segment.batches, segment.count, segment.end
-    num_samples, first = horizon.dataset_num_samples, batches.first
-    found: dict[int, None] = {}
-    ends_epoch = end is None or end.epoch > first.epoch
-    if num_samples is not None and horizon.last_batch == "keep" and ends_epoch:
-        # The last batches of the first two epochs of the stage; later epochs end like the second.
-        for epoch in (first.epoch + 1, first.epoch + 2):
-            number = batches.count_before(epoch * num_samples) - 1
-            if count is None or number < count:
-                found[batches.size_of(number)] = None
-    if end is not None and count and horizon.last_batch != "drop":
-        found[end.sample - batches.position(count - 1)] = None
-    found.pop(batches.size, None)
-    return tuple(found)
-
-
-def check_stage(
-    stage: Stage,
-    *,
-    world_size: int,
-    micro_batch_size: int | None,
-    even: bool,
-    is_coupled: bool,
-) -> None:
+def check_stage(stage: Stage, *, even: bool, is_coupled: bool) -> None:
     """Refuse a stage that the ranks cannot share.
 
     Raises:
         PlanError: a batch has fewer samples than there are ranks or, with `even`, does not give
             each rank the same full micro-batches.
     """
-    if stage.size < world_size:
-        raise _below(stage.size, world_size, is_coupled=is_coupled, where=_where(stage))
-    if even and stage.size % even_unit(world_size, micro_batch_size):
-        error = not_even(stage.size, world_size, micro_batch_size, is_coupled=is_coupled)
-        raise error.recast(PlanError, where=_where(stage))
+    size, world_size, micro = stage.size, stage.world_size, stage.micro_batch_size
+    place = f"stage {stage.number}, from batch {stage.first.batch:,}, sample {stage.first.sample:,}"
+    if size < world_size:
+        raise _below(size, world_size, is_coupled=is_coupled, where=place)
+    if even and size % even_unit(world_size, micro):
+        error = not_even(size, world_size, micro, is_coupled=is_coupled)
+        raise error.recast(PlanError, where=place)
 
 
 def check_least(policy: Bound, *, world_size: int, size: int | None = None) -> None:
@@ -224,19 +126,13 @@ def check_least(policy: Bound, *, world_size: int, size: int | None = None) -> N
 
 def _below(size: int, world_size: int, *, is_coupled: bool, where: str | None = None) -> PlanError:
     least = Argument("at_least", world_size, python=f"AtLeast(policy, {world_size})")
-    bound: tuple[str | Argument, ...] = (f"write sizes of at least {world_size}, ", least)
-    if is_coupled:
-        bound = (f"begin with at least {world_size} samples, once rounded to multiple_of",)
+    bound = f"sizes of at least {world_size}, once rounded to multiple_of" if is_coupled else least
     return PlanError.cannot(
         f"run batches of {size} on {world_size} ranks",
         why="each rank needs at least one sample",
-        instead=(*bound, f", or start {size} ranks"),
+        instead=("write ", bound, f", or start {size} ranks"),
         where=where,
     )
-
-
-def _where(stage: Stage) -> str:
-    return f"stage {stage.number}, from batch {stage.first.batch:,}, sample {stage.first.sample:,}"
 
 
 def known_schedules(
@@ -257,7 +153,7 @@ def hyperparameters(
     horizon: Horizon,
     bound: Mapping[str, BoundSchedule],
     base: Mapping[str, float],
-    rule: LearningRateRule,
+    rule: LearningRateRule | None,
 ) -> Values:
     """Return every hyper-parameter as a function of the clock and the decided batch size.
 
@@ -272,47 +168,52 @@ def hyperparameters(
             try:
                 value = base.get(name, 1.0) * schedule(now)
             except UnknownCountError as error:
-                raise _undeclared(name, error) from None
-            found[name] = value * rule(size) if is_learning_rate(name) else value
+                raise PlanError.cannot(
+                    f"plan {name!r}",
+                    why=f"its function reads {error.name!r}, which only the run knows",
+                    instead=f"declare it: Custom(function, reads='{error.unit}')",
+                ) from None
+            if rule is not None and is_learning_rate(name):
+                value *= checked_factor(rule(size), rule)
+            found[name] = value
         return found
 
     return values
 
 
-def _undeclared(name: str, error: UnknownCountError) -> PlanError:
-    return PlanError.cannot(
-        f"plan {name!r}",
-        why=f"its function reads {error.name!r}, which only the run knows",
-        instead=f"say so: Custom(function, reads='{error.unit}')",
-    )
+def first_last(stage: Stage, values: Values) -> dict[str, FirstLast]:
+    """Return the hyper-parameters of the first and the last batch of a stage."""
+    first = values(stage.first, stage.size)
+    last: Mapping[str, float | None] = dict.fromkeys(first)
+    if stage.batches is not None and first:
+        last = values(stage.equal.timestamp(stage.batches - 1), stage.size)
+    return {name: FirstLast(value, last[name]) for name, value in first.items()}
 
 
 def warnings_of(
-    horizon: Horizon,
-    sizes: PlannedSizes,
-    stages: Sequence[Stage],
-    *,
-    world_size: int,
-    even: bool,
+    horizon: Horizon, sizes: PlannedSizes, stages: Sequence[Stage], *, even: bool
 ) -> Iterator[str]:
     """Yield a line for each likely mistake; `horizon` has the planned sizes."""
+    drops = horizon.last_batch == "drop"
     if sizes.end is None:
-        unit = sizes.horizon.max_duration.unit
+        unit = horizon.max_duration.unit
         measure = "wall time" if unit is TimeUnit.SECOND else "what the data turn out to hold"
         yield f"the run ends by {measure}, so the plan does not know when its last stage is over"
-    yield from _cut(sizes, stages, world_size=world_size, even=even)
-    yield from _left_out(sizes, stages)
-    yield from _beyond(horizon, sizes)
-    yield from sizes.policy.warnings(
-        sizes.horizon, max((stage.size for stage in stages), default=0)
-    )
+    yield from _cut(horizon, stages, even=even)
+    if drops and sizes.end is not None:
+        total = sizes.end.sample
+        left_out = total - sum(stage.samples or 0 for stage in stages)
+        if left_out:
+            yield f"last_batch='drop' leaves out {left_out:,} of {total:,} samples"
+    if sizes.end is not None:
+        yield from _late(horizon, sizes.policy)
+    yield from sizes.policy.warnings(sizes.horizon, max(stage.size for stage in stages))
     bound = bound_of(sizes)
     if bound is not None:
-        does = "leaves out samples" if horizon.last_batch == "drop" else "cuts a batch"
         yield (
             "the number of samples in the data set is not known: each epoch that ends during the "
-            f"run {does}, so this plan is a bound ({bound}); state the number, or write "
-            "last_batch='carry'"
+            f"run {'leaves out samples' if drops else 'cuts a batch'}, so this plan is a bound "
+            f"({bound}); state the number, or write last_batch='carry'"
         )
 
 
@@ -336,65 +237,43 @@ def growth_alone(
 ) -> Iterator[str]:
     """Yield a warning if batches replace a decay that the learning rate does not account for."""
     rates = [one for name, one in schedules.items() if is_learning_rate(name)]
-    pairs = [pair for rate in rates for pair in couplings_in(rate)]
-    has_rule = rule is not None and not isinstance(rule, NoRule)
-    if policy.is_coupled and rates and not pairs and not has_rule:
+    has_pair = any(pair for rate in rates for pair in couplings_in(rate))
+    if policy.is_coupled and rates and not has_pair and rule is None:
         yield (
             f"batches grow by {policy!r}, and no learning rate goes with them; "
             "schedules={'lr': pair.schedule} of the same pair does"
         )
 
 
-def _cut(
-    sizes: PlannedSizes, stages: Sequence[Stage], *, world_size: int, even: bool
-) -> Iterator[str]:
-    cut = [(size, stage) for stage in stages for size in stage.cut_sizes]
-    num_samples = sizes.horizon.dataset_num_samples
-    instead = "last_batch='carry' avoids it"
-    for stage in stages:
-        if sizes.horizon.last_batch == "keep" and num_samples and stage.size > num_samples:
-            yield (
-                f"batches of {stage.size} are cut to the {num_samples} samples of an epoch; "
-                f"{instead}"
-            )
-            return
-    small = [size for size, _ in cut if size < world_size]
-    if small:
+def _cut(horizon: Horizon, stages: Sequence[Stage], *, even: bool) -> Iterator[str]:
+    """Warn of batches that are cut to an epoch, below the number of ranks, or unevenly."""
+    instead, num_samples = "last_batch='carry' avoids it", horizon.dataset_num_samples
+    large = [one.size for one in stages if num_samples and one.size > num_samples]
+    cut = [size for stage in stages for size in stage.cut_sizes]
+    small = [size for size in cut if size < stages[0].world_size]
+    if large and horizon.last_batch == "keep":
+        yield f"batches of {large[0]} are cut to the {num_samples} samples of an epoch; {instead}"
+    elif small:
         yield (
-            f"the last batch of an epoch or of the run has {_range(small)} for {world_size} ranks, "
-            f"so some run a dummy of weight 0; {instead} within the run"
+            f"the last batch of an epoch or of the run has {_range(small)} for "
+            f"{stages[0].world_size} ranks, so some run a dummy of weight 0; {instead} within the "
+            "run"
         )
     elif even and cut:
         yield (
-            f"the last batch of an epoch or of the run has {_range([s for s, _ in cut])}, which "
-            f"is not split evenly; {instead} within the run"
+            f"the last batch of an epoch or of the run has {_range(cut)}, which is not split "
+            f"evenly; {instead} within the run"
         )
 
 
-def _left_out(sizes: PlannedSizes, stages: Sequence[Stage]) -> Iterator[str]:
-    if sizes.horizon.last_batch != "drop" or sizes.end is None:
-        return
-    seen = sum(stage.samples or 0 for stage in stages)
-    if seen < sizes.end.sample:
-        yield (
-            f"last_batch='drop' leaves out {sizes.end.sample - seen:,} of {sizes.end.sample:,} "
-            "samples"
-        )
-
-
-def _beyond(horizon: Horizon, sizes: PlannedSizes) -> Iterator[str]:
+def _late(horizon: Horizon, policy: BatchSizePolicy) -> Iterator[str]:
     """Warn of policy times after the end of the run, usually a ramp longer than the run."""
     axis = horizon.axis(TimeUnit.DURATION)
-    if sizes.end is None:
-        return
-    for time in dict.fromkeys(sizes.policy.times()):
-        try:
-            late = horizon.ticks(time, axis) > horizon.ticks(horizon.max_duration, axis)
-        except ConversionError:
-            continue
-        if late:
-            run = horizon.max_duration
-            yield f"the run of {run} is over before {time} of the batch size policy"
+    for time in dict.fromkeys(policy.times()):
+        with suppress(ConversionError):
+            if horizon.ticks(time, axis) > horizon.ticks(horizon.max_duration, axis):
+                run = horizon.max_duration
+                yield f"the run of {run} is over before {time} of the batch size policy"
 
 
 def _range(sizes: Sequence[int]) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from stretto.report.ledger import Comparison, Difference, LedgerRow, compare, read_ledger
-from stretto.report.plan_picture import draw_plan
+from stretto.report.pictures import draw_plan, draw_run
 from stretto.report.run import RunMetrics, read_metrics, run_table
-from stretto.report.run_picture import draw_run
 
 __all__ = [
     "Comparison",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,26 +63,6 @@ MAX_SIZES = 6
 """Up to this many batch sizes, each gets a tick."""
 
 
-def check_drawable(path: Path) -> None:
-    """Check before a long run that a plot can be written.
-
-    Raises:
-        ConfigError: the file ending is not supported, or the folder is not writable.
-        MissingPackageError: matplotlib is not installed.
-    """
-    check_format(path)
-    import_optional("matplotlib", "plot")
-    # Missing folders are created later.
-    place = next((one for one in (path, *path.absolute().parents) if one.exists()), path)
-    is_file = place == path and path.is_file()
-    if not os.access(place, os.W_OK) or not (is_file or (place != path and place.is_dir())):
-        raise ConfigError.cannot(
-            f"draw {str(path)!r}",
-            why=f"'{place}' is no place that a file can be written to",
-            instead="name a file in a folder of yours",
-        )
-
-
 def check_format(path: Path) -> None:
     """Check the file ending of a plot.
 
@@ -90,69 +70,60 @@ def check_format(path: Path) -> None:
         ConfigError: the file ending is not supported.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError.cannot(
-            f"draw {str(path)!r}",
-            why="its name does not say what kind of picture it is",
-            instead=f"let it end in {', '.join(FORMATS)}",
-        )
+        why = "its name does not say what kind of picture it is"
+        raise ConfigError.bad("path", str(path), why, f"let it end in {', '.join(FORMATS)}")
 
 
-def panels(heights: Sequence[float], title: str) -> tuple[Figure, list[Axes]]:
-    """Return a figure of stacked panels with a shared horizontal axis."""
-    figures = import_optional("matplotlib.figure", "plot")
-    figure: Figure = figures.Figure(figsize=(8, 1.1 + sum(heights)), layout="constrained")
-    figure.suptitle(title, x=0.012, ha="left", fontsize=10.5, color=INK)
-    grid = figure.subplots(
-        len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": list(heights)}
-    )
-    return figure, [row[0] for row in grid]
+@contextmanager
+def drawn(path: Path, heights: Sequence[float], title: str) -> Iterator[list[Axes]]:
+    """Yield stacked panels with a shared horizontal axis, and write their picture at the end.
+
+    Raises:
+        ConfigError: the file ending is not supported, or the file cannot be written.
+        MissingPackageError: matplotlib is not installed.
+    """
+    check_format(path)
+    with import_optional("matplotlib", "plot").rc_context(STYLE):
+        figures = import_optional("matplotlib.figure", "plot")
+        figure: Figure = figures.Figure(figsize=(8, 1.1 + sum(heights)), layout="constrained")
+        figure.suptitle(title, x=0.012, ha="left", fontsize=10.5, color=INK)
+        ratios = {"height_ratios": list(heights)}
+        grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw=ratios)
+        yield [row[0] for row in grid]
+        save(figure, path)
 
 
 def finish_time_axis(axes: Axes, unit: TimeUnit, end: float) -> None:
     """Label the horizontal axis of the lowest panel, from 0 to the end."""
-    ticker = import_optional("matplotlib.ticker", "plot")
     axes.set_xlim(0, end)
     axes.set_xlabel(LABELS[unit])
     if unit is TimeUnit.DURATION:
-        axes.xaxis.set_major_formatter(ticker.PercentFormatter(1, decimals=0))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     elif end >= 10_000:
-        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: short(value)))
+        axes.xaxis.set_major_formatter(lambda value, _: short(value))
 
 
 def finish_size_axis(axes: Axes, sizes: Sequence[int]) -> None:
     """Format the axis of batch sizes; it is logarithmic for a few distant sizes."""
-    ticker = import_optional("matplotlib.ticker", "plot")
     distinct = sorted(set(sizes))
-    if len(distinct) <= MAX_SIZES and distinct[-1] >= 4 * distinct[0]:
+    is_few = len(distinct) <= MAX_SIZES
+    if is_few and distinct[-1] >= 4 * distinct[0]:
         axes.set_yscale("log", base=2)
         axes.set_ylim(distinct[0] / 1.5, distinct[-1] * 1.3)
     else:
         axes.set_ylim(0, distinct[-1] * 1.15)
-    if len(distinct) <= MAX_SIZES:
+    if is_few:
         axes.set_yticks(distinct)
-        axes.yaxis.set_minor_locator(ticker.NullLocator())
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def finish_value_axis(axes: Axes) -> None:
     """Format the axis of a hyper-parameter: from 0, with plain numbers."""
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
-    ticker = import_optional("matplotlib.ticker", "plot")
     # Print 0.004 and 1e-5; matplotlib would put a power of 10 above the axis.
-    plain = ticker.FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
-    axes.yaxis.set_major_formatter(plain)
-
-
-def finish_count_axis(axes: Axes, counts: Sequence[int]) -> None:
-    """Format an axis of integers from 0."""
-    ticker = import_optional("matplotlib.ticker", "plot")
-    axes.set_ylim(0, max(counts) * 1.2)
-    distinct = sorted(set(counts))
-    if len(distinct) <= MAX_SIZES - 2:
-        axes.set_yticks(distinct)
-    else:
-        axes.yaxis.set_major_locator(ticker.MaxNLocator(4, integer=True))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
 
 
 def short(value: float) -> str:
@@ -178,8 +149,5 @@ def save(figure: Figure, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, metadata=dated.get(path.suffix.lower()))
     except OSError as error:
-        raise ConfigError.cannot(
-            f"write {str(path)!r}",
-            why=(error.strerror or str(error)).lower(),
-            instead="name a file in a folder that can be written to",
-        ) from None
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError.bad("path", str(path), why, "choose another folder") from None

@@ -10,15 +10,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, final
 
-from stretto.errors import DataError
+from stretto._location import LEDGER, LEDGER_COLUMNS
 from stretto.planning import Plan, PlannedBatch
-from stretto.report.run import plain_lines
+from stretto.report.run import plain_lines, unreadable
 
-LEDGER = "ledger.csv"
-"""File name of the ledger in a run folder."""
 FIRST = 10
 """The most differences that a comparison lists."""
-_COUNTS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
 
 
 class LedgerRow(NamedTuple):
@@ -84,18 +81,18 @@ def read_ledger(folder: Path) -> Iterator[LedgerRow]:
     path = folder / LEDGER
     try:
         rows = csv.DictReader(plain_lines(path))
-        names = [name for name in rows.fieldnames or () if name not in _COUNTS]
-        if not set(_COUNTS) <= set(rows.fieldnames or ()):
-            raise _unreadable(path, "its first line does not name the columns of a ledger")
+        names = [name for name in rows.fieldnames or () if name not in LEDGER_COLUMNS]
+        if not set(LEDGER_COLUMNS) <= set(rows.fieldnames or ()):
+            raise unreadable(path, "its first line does not name the columns of a ledger")
         for number, row in enumerate(rows, 2):
             try:
-                counts = {name: int(row[name]) for name in _COUNTS}
+                counts = {name: int(row[name]) for name in LEDGER_COLUMNS}
                 yield LedgerRow(counts, {name: float(row[name]) for name in names})
             except (TypeError, ValueError):
-                raise _unreadable(path, f"line {number} is not a batch") from None
+                raise unreadable(path, f"line {number} is not a batch") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = getattr(error, "strerror", None) or "it is not a text of rows"
-        raise _unreadable(path, why.lower()) from None
+        raise unreadable(path, why.lower()) from None
 
 
 def decided_sizes(rows: Sequence[LedgerRow]) -> list[int]:
@@ -142,7 +139,7 @@ def compare(plan: Plan, folder: Path) -> Comparison:
         differences += _differences(row, expected, names, batches)
         batches += 1
     if batches == 0:
-        raise _unreadable(folder / LEDGER, "it holds no batch")
+        raise unreadable(folder / LEDGER, "it holds no batch")
     return Comparison(batches, plan.num_batches, tuple(differences[:FIRST]), tuple(names))
 
 
@@ -171,9 +168,3 @@ def _differences(
             equal = math.isclose(done[name], expected[name], rel_tol=1e-12, abs_tol=1e-300)
         if not equal:
             yield Difference(number, name, expected[name], done[name])
-
-
-def _unreadable(path: Path, why: str) -> DataError:
-    return DataError.cannot(
-        f"read {path}", why=why, instead="name the folder of a run, such as runs/default"
-    )

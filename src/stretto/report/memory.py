@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from stretto._optional import import_optional
 from stretto.errors import FitError
 from stretto.memory import Answer
 from stretto.memory.amounts import show_bytes
@@ -17,10 +16,7 @@ from stretto.report.drawing import (
     MUTED,
     ORANGE,
     PURPLE,
-    STYLE,
-    check_format,
-    panels,
-    save,
+    drawn,
 )
 
 if TYPE_CHECKING:
@@ -99,20 +95,25 @@ def draw_memory(answer: Answer, path: Path) -> None:
         FitError: the answer comes from trials, which know no other sizes.
         MissingPackageError: matplotlib is not installed.
     """
-    check_format(path)
     if answer.estimator is None:
-        raise FitError.cannot(
-            "draw what a step needs",
-            why="the answer was found by trials, which tell of no other size",
-            instead="find it with --method predict or probe",
-        )
+        why = "the answer comes from trials, which know no other size"
+        raise FitError.cannot("draw an answer", why=why, instead="use --method predict or probe")
     sizes, areas = memory_areas(answer)
-    with import_optional("matplotlib", "plot").rc_context(STYLE):
-        figure, (axes,) = panels([3.6], answer.headline)
-        _draw_areas(axes, sizes, areas)
-        _draw_limit(axes, answer, sizes[-1])
-        _finish(axes, answer, sizes)
-        save(figure, path)
+    with drawn(path, [3.6], answer.headline) as (axes,):
+        colors = [KINDS[name][1] if name in KINDS else INK for name in areas]
+        axes.stackplot(sizes, *areas.values(), labels=list(areas), colors=colors, alpha=0.45)
+        axes.plot(sizes, [sum(column) for column in zip(*areas.values(), strict=True)], color=INK)
+        _draw_limit(axes, answer)
+        axes.set_title("memory at the peak of a step")
+        axes.set_xlabel("samples in a micro-batch")
+        axes.set_xlim(0, sizes[-1])
+        axes.set_ylim(0, answer.limit.bytes * 1.22)
+        # Binary units at round numbers.
+        unit = max(1, 1 << (max(answer.limit.bytes.bit_length() - 3, 0)))
+        axes.set_yticks(range(0, int(answer.limit.bytes * 1.22) + 1, unit))
+        axes.yaxis.set_major_formatter(lambda value, _: show_bytes(int(value)))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
 
 
 def memory_areas(answer: Answer) -> tuple[list[int], dict[str, list[int]]]:
@@ -138,50 +139,13 @@ def memory_areas(answer: Answer) -> tuple[list[int], dict[str, list[int]]]:
     return sizes, {name: values for name, values in areas.items() if any(values)}
 
 
-def _draw_areas(axes: Axes, sizes: list[int], areas: dict[str, list[int]]) -> None:
-    colors = {name: color for name, (_, color) in KINDS.items()}
-    axes.stackplot(
-        sizes,
-        list(areas.values()),
-        labels=list(areas),
-        colors=[colors.get(name, INK) for name in areas],
-        alpha=0.45,
-        linewidth=0,
-    )
-    axes.plot(sizes, [sum(column) for column in zip(*areas.values(), strict=True)], color=INK)
-
-
-def _draw_limit(axes: Axes, answer: Answer, right: int) -> None:
+def _draw_limit(axes: Axes, answer: Answer) -> None:
     usable = answer.limit.bytes - answer.reserve
-    axes.axhline(usable, color=INK, linestyle="--", linewidth=1.2)
     label = f"limit: {show_bytes(answer.limit.bytes)}"
     if answer.reserve:
         label += f", {show_bytes(answer.reserve)} left free"
         axes.axhspan(usable, answer.limit.bytes, color=INK, alpha=0.08, linewidth=0)
-    axes.annotate(label, (0.012 * right, answer.limit.bytes), (0, 4), textcoords="offset points")
+    axes.axhline(usable, color=INK, linestyle="--", linewidth=1.2, label=label)
     if answer.peak is not None:
-        axes.plot([answer.size], [answer.peak], "o", color=INK, markersize=6)
-        axes.annotate(
-            f"{answer.size:,}",
-            (answer.size, answer.peak),
-            (-6, 8),
-            textcoords="offset points",
-            ha="right",
-            fontweight="bold",
-        )
-
-
-def _finish(axes: Axes, answer: Answer, sizes: list[int]) -> None:
-    ticker: Any = import_optional("matplotlib.ticker", "plot")
-    axes.set_title("memory at the peak of a step")
-    axes.set_xlabel("samples in a micro-batch")
-    axes.set_xlim(0, sizes[-1])
-    axes.set_ylim(0, answer.limit.bytes * 1.22)
-    # Binary units at round numbers.
-    unit = max(1, 1 << (max(answer.limit.bytes.bit_length() - 3, 0)))
-    axes.yaxis.set_major_locator(ticker.MultipleLocator(unit))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: show_bytes(int(value))))
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    handles, labels = axes.get_legend_handles_labels()
-    # In the order of the areas.
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
+        label = f"{answer.size:,} samples"
+        axes.plot([answer.size], [answer.peak], "o", color=INK, markersize=6, label=label)

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from stretto._location import local_path
+from stretto._location import METRICS, local_path
 from stretto.batching.policy import as_float
 from stretto.errors import DataError
 
-METRICS = "metrics.jsonl"
 _LONGEST_LINE = 1 << 20
-"""The name of the metrics file in a run folder."""
 CLOCK = ("ep", "ba", "sp", "tok", "dur", "sec")
 """The units of time on each line."""
 
@@ -65,11 +63,11 @@ def read_metrics(folder: Path) -> RunMetrics:
     folder = local_path(folder, "read the run in", DataError)
     lines = list(_lines(folder / METRICS))
     if not lines:
-        raise _unreadable(folder / METRICS, "it holds no line yet")
+        raise unreadable(folder / METRICS, "it holds no line yet")
     training = tuple(line for line in lines if "loss" in line)
     evaluations = tuple(line for line in lines if any("/" in name for name in line))
     if not (training or evaluations):
-        raise _unreadable(folder / METRICS, "no line of it holds a loss")
+        raise unreadable(folder / METRICS, "no line of it holds a loss")
     return RunMetrics(training, evaluations)
 
 
@@ -80,10 +78,10 @@ def _lines(path: Path) -> Iterator[dict[str, float]]:
             if line is not None:
                 yield line
             elif text.endswith("\n"):
-                raise _unreadable(path, f"line {number} is not a line of metrics")
+                raise unreadable(path, f"line {number} is not a line of metrics")
     except (OSError, UnicodeDecodeError) as error:
         said = getattr(error, "strerror", None)
-        raise _unreadable(path, said.lower() if said else "it is not UTF-8 text") from None
+        raise unreadable(path, said.lower() if said else "it is not UTF-8 text") from None
 
 
 def plain_lines(path: Path) -> Iterator[str]:
@@ -118,7 +116,8 @@ def _parsed(text: str) -> dict[str, float] | None:
     return numbers if all(math.isfinite(numbers.get(name, math.nan)) for name in CLOCK) else None
 
 
-def _unreadable(path: Path, why: str) -> DataError:
+def unreadable(path: Path, why: str) -> DataError:
+    """Return the error for a file of a run that cannot be read."""
     return DataError.cannot(
         f"read {path}", why=why, instead="name the folder of a run, such as runs/default"
     )
@@ -126,7 +125,7 @@ def _unreadable(path: Path, why: str) -> DataError:
 
 MAX_ROWS = 24
 """The most rows; of more evaluations, evenly spaced ones are shown, with the last."""
-FOLLOWED = ("noise_scale", "norm_test", "gain")
+FOLLOWED = ("noise_scale", "gain")
 """Measurements that batch sizes and learning rates can depend on."""
 _CLOCK = {"ep": "epoch", "ba": "batches", "sp": "samples", "tok": "tokens"}
 

@@ -104,7 +104,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
     >>> is_fully_sharded(nn.Linear(1, 1))
     False
     """
-    # Where nobody has imported it nothing can be one; importing it takes a second.
+    # If it is not imported, no model is sharded; importing it takes a second.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return False

@@ -37,7 +37,7 @@ _TEXTS = re.compile(
             r"alloc_?failed",
             r"allocation_failed",
             r"rocblas_status_memory_error",
-            # oneDNN. What it says of unsupported shapes goes on with "descriptor".
+            # oneDNN. Its message for unsupported shapes continues with "descriptor".
             r"could not create a primitive(?! descriptor)",
             # Intel's drivers: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY, PI_ERROR_OUT_OF_RESOURCES.
             r"out_of_(host|device)_memory",
@@ -100,7 +100,7 @@ def is_out_of_memory(error: BaseException, *, in_finder: bool = False) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it stands for."""
+    """Yield the error and those that it was raised from."""
     seen = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

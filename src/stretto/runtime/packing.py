@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from stretto.errors import StrettoError, cannot
+from stretto.errors import StrettoError, cannot, shown
 
 _KIND = "__kind__"
+_MOST = 2**63
 
 
 @final
@@ -141,3 +142,36 @@ def _key(name: str, key: object) -> str:
 
 def _text(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
+
+
+def number(record: Mapping[str, Any], key: str) -> float:
+    """Return a number of a record; nan and inf are allowed.
+
+    >>> number({"sum": 0.5}, "sum")
+    0.5
+
+    Raises:
+        LookupError: it is missing.
+        ValueError: it is not a number.
+    """
+    value = record[key]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, int) and abs(value) >= _MOST):
+        raise ValueError(f"{key!r} is {shown(value)}, and not a number")
+    return float(value)
+
+
+def count(record: Mapping[str, Any], key: str, *, least: int = 0) -> int:
+    """Return a count of a record.
+
+    >>> count({"splits": 2}, "splits")
+    2
+
+    Raises:
+        LookupError: it is missing.
+        ValueError: it is not an integer, or less than `least`.
+    """
+    value = record[key]
+    if type(value) is not int or not least <= value < _MOST:
+        raise ValueError(f"{key!r} is {shown(value)}, and not a count")
+    return value

@@ -7,9 +7,9 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, final, get_args
+from typing import Literal, TypeAlias, final
 
-from stretto.errors import ScheduleError, shown
+from stretto.errors import ScheduleError
 from stretto.schedules.fields import (
     Factor,
     Interval,
@@ -17,22 +17,10 @@ from stretto.schedules.fields import (
     Positive,
     check_fields,
     checked_factor,
-    one_of,
 )
 from stretto.schedules.intervals import BEYOND
-from stretto.schedules.periods import Periods
-from stretto.schedules.schedule import (
-    Constant,
-    Rise,
-    Schedule,
-    WarmedUp,
-    after_warmup,
-    cosine_left,
-    glide,
-    warmup_text,
-    way,
-)
-from stretto.schedules.scope import END, BoundSchedule, Scope, Span, integers
+from stretto.schedules.schedule import Schedule, WarmedUp, cosine_left, glide, way
+from stretto.schedules.scope import END, BoundSchedule, Span, integers
 from stretto.timing import Time, Timestamp
 
 
@@ -52,17 +40,9 @@ class _Glide(WarmedUp):
         """Return the factor at the start."""
         return self.start
 
-    def over_rest(self, span: Span) -> BoundSchedule:
+    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
         """Return the curve from the start of `span` on."""
         return glide(span, span.after(Time(self.over)), self.start, self.end, self.at)
-
-    def shape(self) -> str:
-        """Return the curve in words."""
-        over = "" if self.over == END else f" over {self.over}"
-        return f"{self._name()} from {self.start:g} to {self.end:g}{over}"
-
-    def _name(self) -> str:
-        return type(self).__name__.lower()
 
 
 @final
@@ -162,9 +142,6 @@ class Polynomial(_Glide):
         """Return the factor on the curve."""
         return self.end + (self.start - self.end) * math.pow(1.0 - passed, self.power)
 
-    def _name(self) -> str:
-        return f"polynomial of power {self.power:g}"
-
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
@@ -200,17 +177,15 @@ class Curve(WarmedUp):
     def __post_init__(self) -> None:
         check_fields(self)
         if not callable(self.function):
-            raise ScheduleError.cannot(
-                f"use {shown(self.function)} as a curve",
-                why="it can't be called",
-                instead="write a function of the part that has passed, such as lambda x: 1 - x",
+            raise ScheduleError.bad(
+                "function", self.function, "it can't be called", "write for example lambda x: 1 - x"
             )
 
     def first_factor(self) -> float:
         """Return the factor at the start."""
         return checked_factor(self.function(0.0), self.function)
 
-    def over_rest(self, span: Span) -> BoundSchedule:
+    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
         """Return the curve from the start of `span` on."""
         function, read = self.function, span.smooth().axis.read
         scale, first, total, stop = way(span, span.after(Time(self.over)))
@@ -227,15 +202,10 @@ class Curve(WarmedUp):
 
         return value
 
-    def shape(self) -> str:
-        """Return the schedule in words."""
-        name = getattr(self.function, "__name__", type(self.function).__name__)
-        return f"curve {name}" + ("" if self.over == END else f" over {self.over}")
-
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class InverseSqrt(Schedule):
+class InverseSqrt(WarmedUp):
     """Decay with the square root of time; needs no end of the run.
 
     Formula: `max(floor, end + (1 - end) * sqrt(s / (s + t)))`, where `t` is the time since the
@@ -265,58 +235,35 @@ class InverseSqrt(Schedule):
     timescale: Interval | None = None
     end: Factor = field(default=0.0, kw_only=True)
     floor: Factor = field(default=0.0, kw_only=True)
-    warmup: Length | None = field(default=None, kw_only=True)
-    warmup_start: Factor = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.floor > 1:
-            raise ScheduleError.cannot(
-                f"use floor={self.floor:g}",
-                why="the decay begins at 1",
-                instead="write a number from 0 to 1 such as 0.1",
-            )
+            raise ScheduleError.bad("floor", self.floor, "the decay begins at 1", "write 0 to 1")
         if not (self.timescale or self.warmup):
-            raise ScheduleError.cannot(
-                "decay with the inverse square root of time",
-                why="there is neither a warm-up nor a time scale to measure it by",
-                instead="write InverseSqrt(warmup='1000ba') or InverseSqrt('1000ba')",
-            )
+            why, instead = "there is no warm-up either", "write for example '1000ba'"
+            raise ScheduleError.bad("timescale", self.timescale, why, instead)
 
-    def within(self, scope: Scope) -> BoundSchedule:
-        """Return the factor over `scope` as a function of the timestamp."""
-        span = scope.span(self.times())
+    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:
+        """Return the decay from the start of `span` on."""
+        # Without a time scale, the length of the warm-up counts: all before `span`.
+        timescale = span.start - scope.start
+        if self.timescale is not None:
+            timescale = span.length(Time(self.timescale))
+        stop = span.start + BEYOND if span.end is None else span.end
+        scale, first, unit, last = integers(span.start, timescale, stop)
+        # A fraction of a period of length 0 is 0. Any unit will do, since no time passes.
+        read, unit, last = span.smooth().axis.read, max(unit, 1), last - first
+        end, fall, floor = self.end, 1.0 - self.end, self.floor
 
-        def decay(rest: Span) -> BoundSchedule:
-            # Without a time scale, the length of the warm-up counts: all before `rest`.
-            timescale = rest.start - span.start
-            if self.timescale is not None:
-                timescale = rest.length(Time(self.timescale))
-            stop = rest.start + BEYOND if rest.end is None else rest.end
-            scale, first, unit, last = integers(rest.start, timescale, stop)
-            # A fraction of a period of length 0 is 0. Any unit will do, since no time passes.
-            read, unit, last = rest.smooth().axis.read, max(unit, 1), last - first
-            end, fall, floor = self.end, 1.0 - self.end, self.floor
+        def value(timestamp: Timestamp) -> float:
+            passed = read(timestamp) * scale - first
+            if passed <= 0:
+                return 1.0
+            left = math.sqrt(unit / (unit + (passed if passed < last else last)))
+            return max(floor, end + fall * left)
 
-            def value(timestamp: Timestamp) -> float:
-                passed = read(timestamp) * scale - first
-                if passed <= 0:
-                    return 1.0
-                left = math.sqrt(unit / (unit + (passed if passed < last else last)))
-                return max(floor, end + fall * left)
-
-            return value
-
-        if self.warmup is None:
-            return decay(span)
-        return after_warmup(span, Rise(Time(self.warmup), self.warmup_start, 1.0), decay)
-
-    def __str__(self) -> str:
-        scale = "" if self.timescale is None else f" on the scale of {self.timescale}"
-        warmup = warmup_text(self.warmup, self.warmup_start)
-        end = f" to {self.end:g}" if self.end else ""
-        floor = f", at least {self.floor:g}" if self.floor else ""
-        return f"inverse square root of time{scale}{end}{floor}{warmup}"
+        return value
 
 
 @final
@@ -356,17 +303,14 @@ class CosineRestarts(WarmedUp):
     def __post_init__(self) -> None:
         check_fields(self)
         if type(self.multiplier) is not int or self.multiplier < 1:
-            raise ScheduleError.cannot(
-                f"use multiplier={shown(self.multiplier)}",
-                why="it is not an integer of at least 1",
-                instead="write 1 for cycles of one length, 2 to double them",
-            )
+            why, instead = "it is not an integer of at least 1", "write 1, or 2 to double cycles"
+            raise ScheduleError.bad("multiplier", self.multiplier, why, instead)
 
     def first_factor(self) -> float:
         """Return the factor at each restart."""
         return self.start
 
-    def over_rest(self, span: Span) -> BoundSchedule:
+    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
         """Return the cycles from the start of `span` on."""
         t_0 = Time(self.t_0)
         own = span.along(t_0.unit).smooth()
@@ -402,12 +346,6 @@ class CosineRestarts(WarmedUp):
 
         return value
 
-    def shape(self) -> str:
-        """Return the schedule in words."""
-        growth = f", each {self.multiplier} times as long" if self.multiplier > 1 else ""
-        way = f"from {self.start:g} to {self.end:g}"
-        return f"cosine {way} with restarts after {self.t_0}{growth}"
-
 
 def _cycles(cycle: int, multiplier: int, last: int) -> tuple[list[int], list[int]]:
     """Return the starts and lengths of growing cycles up to `last`; there are few."""
@@ -429,7 +367,7 @@ _LEFT: Mapping[str, Callable[[float], float]] = {
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class WSD(Schedule):
+class WSD(WarmedUp):
     """Warm-up, stable at 1, then decay at the end of the run.
 
     The three are periods of one run, so `warmup="5%"` and `decay="20%"` are both fractions of the
@@ -461,29 +399,29 @@ class WSD(Schedule):
     decay: Length
     end: Factor = 0.0
     shape: DecayShape = field(default="linear", kw_only=True)
-    warmup: Length | None = field(default=None, kw_only=True)
-    warmup_start: Factor = field(default=0.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        one_of(self.shape, "shape", get_args(DecayShape))
 
     def times(self) -> tuple[Time, ...]:
-        """Return the times that must be placed on one axis."""
-        return self._periods().times()
+        """Return its times, and the end that the decay is measured back from."""
+        return (*WarmedUp.times(self), END)
 
-    def within(self, scope: Scope) -> BoundSchedule:
-        """Return the factor over `scope` as a function of the timestamp.
+    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:
+        """Return the stable stage and the decay, which is measured back from the end of `scope`.
 
         Raises:
-            ConversionError: a time needs a fact that is not known; the message names it.
             ScheduleError: warm-up and decay are together longer than the scope.
         """
-        return self._periods().within(scope)
+        assert scope.end is not None, "times() asks for the end"
+        cut = scope.moved(scope.end, -Time(self.decay))
+        if cut < span.start:
+            why = f"with the warm-up it is longer than '{scope.show(scope.end - scope.start)}'"
+            raise ScheduleError.bad("decay", str(self.decay), why, "write a shorter one")
+        fall = self._fall().within(scope.part(cut, scope.end))
+        read, turn = scope.axis.read, math.ceil(cut)
 
-    def _periods(self) -> Periods:
-        rise = [] if self.warmup is None else [(self.warmup, Linear(self.warmup_start, 1.0))]
-        return Periods([*rise, ("rest", Constant()), (self.decay, self._fall())])
+        def value(timestamp: Timestamp) -> float:
+            return fall(timestamp) if read(timestamp) >= turn else 1.0
+
+        return value
 
     def _fall(self) -> Schedule:
         if self.shape == "linear":
@@ -492,7 +430,3 @@ class WSD(Schedule):
             return Cosine(1.0, self.end)
         end, left = self.end, _LEFT[self.shape]
         return Curve(lambda passed: end + (1.0 - end) * left(passed))
-
-    def __str__(self) -> str:
-        warmup = warmup_text(self.warmup, self.warmup_start)
-        return f"constant 1, then {self.shape} to {self.end:g} over the last {self.decay}{warmup}"

@@ -15,12 +15,14 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
+    Literal,
     NamedTuple,
     Self,
     SupportsFloat,
     TypeAlias,
     final,
     get_args,
+    get_origin,
     get_type_hints,
 )
 
@@ -39,14 +41,62 @@ class Check(NamedTuple):
     """Returns the value of a field, from what was given, its name, and the error to raise."""
 
 
-Factor: TypeAlias = Annotated[float, Check(lambda value, name, _: factor(value, name))]
+def number(text: str, is_valid: Callable[[float], bool]) -> Check:
+    """Return the check of a field that is a number; `text` says which numbers are valid.
+
+    >>> number("a number from 0 to 1", lambda value: 0 <= value <= 1).converted(1, "x", ValueError)
+    1.0
+    """
+
+    def converted(value: object, name: str, error: type[StrettoError]) -> float:
+        found = _as_float(value) if is_number(value) else math.nan
+        if not is_valid(found):
+            raise error.bad(name, value, f"it is not {text}", "write such a number")
+        return found + 0.0  # a negative zero becomes a plain one
+
+    return Check(converted)
+
+
+def length(value: TimeLike, name: str, error: type[StrettoError] = ScheduleError) -> Time:
+    """Return `value` as a length of time, which may be zero.
+
+    Raises:
+        StrettoError: it is negative.
+        TimeError: it is not a time.
+    """
+    time = Time(value)
+    if time.amount < 0:
+        raise error.bad(name, str(time), "it is negative", f"write '{-time}'")
+    return time
+
+
+def interval(value: TimeLike, name: str, error: type[StrettoError] = ScheduleError) -> Time:
+    """Return `value` as a positive interval of time.
+
+    Raises:
+        StrettoError: it is not positive.
+        TimeError: it is not a time.
+    """
+    time = Time(value)
+    if time.amount <= 0:
+        raise error.bad(
+            name, str(time), "it is not longer than 0", f"write a time such as '1{time.unit}'"
+        )
+    return time
+
+
+Factor: TypeAlias = Annotated[
+    float, number("a finite number of at least 0", lambda value: 0 <= value < math.inf)
+]
 """A field that is a finite number of at least 0."""
-Positive: TypeAlias = Annotated[float, Check(lambda value, name, _: positive(value, name))]
+Positive: TypeAlias = Annotated[
+    float, number("a finite number above 0", lambda value: 0 < value < math.inf)
+]
 """A field that is a finite number above 0."""
-Length: TypeAlias = Annotated[TimeLike, Check(lambda value, name, _: length(value, name))]
-"""A field that is a time of at least 0; held as a `Time`."""
-Interval: TypeAlias = Annotated[TimeLike, Check(lambda *given: interval(*given))]  # noqa: PLW0108  defined below
-"""A field that is a time above 0; held as a `Time`."""
+Length: TypeAlias = Annotated[TimeLike, Check(length)]
+"""A field that is a time of at least 0; stored as a `Time`."""
+Interval: TypeAlias = Annotated[TimeLike, Check(interval)]
+"""A field that is a time above 0; stored as a `Time`."""
 
 
 class Timed(ABC):
@@ -84,11 +134,7 @@ class Timed(ABC):
         """
         factor = exact(ratio)
         if factor <= 0:
-            raise self.error.cannot(
-                f"stretch the times of {self!r} by {shown(ratio)}",
-                why="it is not positive",
-                instead="write a ratio such as 0.5",
-            )
+            raise self.error.bad("ratio", ratio, "it is not positive", "write for example 0.5")
         return self.replaced(lambda value: stretched(value, factor))
 
     def replaced(self, change: Callable[[object], object]) -> Self:
@@ -115,7 +161,7 @@ def fill(value: object, /, **fields: object) -> None:
 
 
 def check_fields(value: Timed) -> None:
-    """Check and convert each field of a dataclass whose annotation has a `Check`."""
+    """Check and convert each field of a dataclass that is annotated with a `Check` or `Literal`."""
     for name, (check, is_optional) in _checks(type(value)).items():
         given = getattr(value, name)
         if not (given is None and is_optional):
@@ -125,23 +171,38 @@ def check_fields(value: Timed) -> None:
 @cache
 def _checks(kind: type[Timed]) -> dict[str, tuple[Check, bool]]:
     """Return the check of each field that has one, and whether the field may be None."""
-    try:
-        hints = get_type_hints(kind, include_extras=True)
-    except NameError as error:
-        raise kind.error.cannot(
-            f"check the fields of {kind.__name__}",
-            why=f"an annotation names {error.name!r}, which its module does not have",
-            instead=f"import or define {error.name} at the top of the module",
-        ) from error
+    hints = get_type_hints(kind, include_extras=True)
     found = {}
     for one in fields(kind):  # type: ignore[arg-type]
         hint = hints[one.name]
         kinds = (hint,) if hasattr(hint, "__metadata__") else (hint, *get_args(hint))
         marks = [mark for hint in kinds for mark in getattr(hint, "__metadata__", ())]
+        if get_origin(hint) is Literal:
+            marks = [_choice(get_args(hint))]
         check = next((mark for mark in marks if isinstance(mark, Check)), None)
         if check is not None:
             found[one.name] = check, type(None) in kinds
     return found
+
+
+def _choice(choices: Sequence[str]) -> Check:
+    return Check(lambda value, name, error: one_of(value, name, choices, error))
+
+
+def one_of(
+    value: object, name: str, choices: Sequence[str], error: type[StrettoError] = ScheduleError
+) -> object:
+    """Return `value` if it is one of `choices`.
+
+    Raises:
+        StrettoError: it is not.
+    """
+    if value not in choices:
+        near = nearest(value, choices)
+        instead = f"did you mean {near!r}?" if near else f"write {' or '.join(map(repr, choices))}"
+        what = ("use ", Argument(name, value))
+        raise error.cannot(what, why="there is no such choice", instead=instead)
+    return value
 
 
 def _values(value: object) -> dict[str, Any]:
@@ -195,38 +256,6 @@ def name_of(value: object) -> str:
     return getattr(value, "__qualname__", None) or repr(value)
 
 
-def factor(value: object, name: str) -> float:
-    """Return `value` as a factor: a finite number of at least 0.
-
-    Raises:
-        ScheduleError: it is not.
-    """
-    number = _as_float(value) if is_number(value) else math.nan
-    if not 0.0 <= number < math.inf:
-        raise ScheduleError.cannot(
-            f"use {name}={shown(value)}",
-            why="it is not a finite number of at least 0",
-            instead="write a number such as 0.1",
-        )
-    return abs(number)  # a negative zero becomes a plain one
-
-
-def positive(value: object, name: str) -> float:
-    """Return `value` as a finite number above 0.
-
-    Raises:
-        ScheduleError: it is not.
-    """
-    number = factor(value, name)
-    if number == 0:
-        raise ScheduleError.cannot(
-            f"use {name}={shown(value)}",
-            why="it is not above 0",
-            instead="write a number such as 1.0",
-        )
-    return number
-
-
 def checked_factor(value: object, source: object) -> float:
     """Return the result of a user's function, if it is a factor.
 
@@ -237,64 +266,12 @@ def checked_factor(value: object, source: object) -> float:
     if type(value) is float and 0.0 <= value < math.inf:
         return value
     # Another kind of number, such as a scalar of NumPy or torch.
-    number = _as_float(value)
-    if 0.0 <= number < math.inf:
-        return number
-    name = getattr(source, "__qualname__", shown(source))
-    raise ScheduleError.cannot(
-        f"use {shown(value)} as a factor",
-        why=f"the schedule {name} returned it, and a factor is a finite number of at least 0",
-        instead="return a number such as 0.1",
-    )
-
-
-def length(value: TimeLike, name: str) -> Time:
-    """Return `value` as a length of time, which may be zero.
-
-    Raises:
-        ScheduleError: it is negative.
-        TimeError: it is not a time.
-    """
-    time = Time(value)
-    if time.amount < 0:
-        raise ScheduleError.cannot(
-            f"use {name}='{time}'", why="it is negative", instead=f"write '{-time}'"
-        )
-    return time
-
-
-def interval(value: TimeLike, name: str, error: type[StrettoError] = ScheduleError) -> Time:
-    """Return `value` as a positive interval of time.
-
-    Raises:
-        StrettoError: it is not positive.
-        TimeError: it is not a time.
-    """
-    time = Time(value)
-    if time.amount <= 0:
-        raise error.cannot(
-            f"use {name}='{time}'",
-            why="it is not longer than 0",
-            instead=f"write a time such as '1{time.unit}'",
-        )
-    return time
-
-
-def one_of(
-    value: object, name: str, choices: Sequence[object], error: type[StrettoError] = ScheduleError
-) -> object:
-    """Return `value` if it is one of those that exist.
-
-    Raises:
-        StrettoError: it is not.
-    """
-    if value not in choices:
-        near = nearest(value, map(str, choices))
-        instead = f"did you mean {near!r}?" if near else f"write {' or '.join(map(repr, choices))}"
-        raise error.cannot(
-            ("use ", Argument(name, value)), why="there is no such choice", instead=instead
-        )
-    return value
+    found = _as_float(value)
+    if 0.0 <= found < math.inf:
+        return found
+    what, why = f"use {shown(value)} as a factor", "it is not a finite number of at least 0"
+    instead = f"return a number such as 0.1 from {name_of(source)}"
+    raise ScheduleError.cannot(what, why=why, instead=instead)
 
 
 def _as_float(value: object) -> float:
@@ -343,11 +320,8 @@ def parse_name(text: str) -> Name:
     """
     match = _FORM.fullmatch(text)
     if match is None:
-        raise ScheduleError.cannot(
-            f"schedule {text!r}",
-            why="it is not the name of a hyper-parameter",
-            instead="write for example 'lr', 'weight_decay', 'betas.0' or 'lr@group'",
-        )
+        why, instead = "it is not the name of a hyper-parameter", "write for example 'betas.0'"
+        raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead=instead)
     key, index, group = match.groups()
     return Name(key, None if index is None else int(index), group)
 
@@ -366,11 +340,9 @@ def find_name(text: str, settings: Mapping[str, Any]) -> Name:
     if name.key not in keys:
         is_rate = name.key.lower() in ("learning_rate", "learningrate")
         close = "lr" if is_rate else nearest(name.key, keys)
-        raise ScheduleError.cannot(
-            f"schedule {text!r}",
-            why=f"the optimizer has no such number (it has {', '.join(keys)})",
-            instead=f"write {close!r}" if close else "write one of those",
-        )
+        why = f"the optimizer has no such number (it has {', '.join(keys)})"
+        instead = f"write {close!r}" if close else "write one of those"
+        raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead=instead)
     check_index(text, name, settings[name.key])
     return name
 
@@ -383,12 +355,9 @@ def check_index(text: str, name: Name, value: object) -> None:
     """
     several = len(value) if isinstance(value, (list, tuple)) else 0
     if name.index is not None and name.index >= several:
-        count = f"{several} values" if several else "a single value"
-        raise ScheduleError.cannot(
-            f"schedule {text!r}",
-            why=f"the optimizer has {count} of {name.key!r}",
-            instead=f"write '{name.key}.{several - 1}'" if several else f"write {name.key!r}",
-        )
+        why = f"the optimizer has {several or 'no list of'} values of {name.key!r}"
+        instead = f"write '{name.key}.{several - 1}'" if several else f"write {name.key!r}"
+        raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead=instead)
 
 
 def _is_numeric(value: object) -> bool:

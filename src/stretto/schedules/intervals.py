@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from stretto.errors import ScheduleError, shown
+from stretto.errors import ScheduleError
 from stretto.schedules.fields import Factor, Interval, check_fields, fill, interval
 from stretto.schedules.schedule import WarmedUp
 from stretto.schedules.scope import END, BoundSchedule, Span, integers
@@ -33,10 +33,6 @@ class _ByInterval(WarmedUp):
     def times(self) -> tuple[Time, ...]:
         """Return its times, and the end if it grows up to there."""
         return (*WarmedUp.times(self), END) if self.gamma > 1 else WarmedUp.times(self)
-
-    def first_factor(self) -> float:
-        """Return 1."""
-        return 1.0
 
 
 @final
@@ -66,7 +62,7 @@ class Exponential(_ByInterval):
         TimeError: a text is not a time.
     """
 
-    def over_rest(self, span: Span) -> BoundSchedule:
+    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
         """Return the decay from the start of `span` on."""
         span.along(Time(self.every).unit).smooth()
         gamma, (read, scale, first, step, last) = self.gamma, _intervals(span, self.every)
@@ -80,10 +76,6 @@ class Exponential(_ByInterval):
         if gamma > 1:
             _check_growth(gamma, last / step, self.every)
         return value
-
-    def shape(self) -> str:
-        """Return the schedule in words."""
-        return f"exponential by {self.gamma:g} over every {self.every}"
 
 
 @final
@@ -113,7 +105,7 @@ class StepDecay(_ByInterval):
 
     gamma: Factor = 0.1
 
-    def over_rest(self, span: Span) -> BoundSchedule:
+    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
         """Return the steps from the start of `span` on."""
         gamma, (read, scale, first, step, last) = self.gamma, _intervals(span, self.every)
         # A step that falls on the end is not taken: the last value is the one before it.
@@ -128,10 +120,6 @@ class StepDecay(_ByInterval):
         if gamma > 1:
             _check_growth(gamma, last // step, self.every)
         return value
-
-    def shape(self) -> str:
-        """Return the schedule in words."""
-        return f"times {self.gamma:g} every {self.every}"
 
 
 @final
@@ -169,20 +157,13 @@ class MultiStep(WarmedUp):
         fill(self, milestones=_milestones(self.milestones))
         _check_growth(self.gamma, len(self.milestones), None)
 
-    def first_factor(self) -> float:
-        """Return 1."""
-        return 1.0
-
-    def over_rest(self, span: Span) -> BoundSchedule:
+    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
         """Return the steps from the start of `span` on."""
         cuts = [span.after(Time(time)) for time in self.milestones]
         for (before, a), (after, b) in pairwise(zip(self.milestones, cuts, strict=True)):
             if b < a or after == before:
-                raise ScheduleError.cannot(
-                    f"put the milestone '{after}' after '{before}'",
-                    why="it does not come later in this run",
-                    instead="write each milestone once and in order",
-                )
+                why = f"it does not come later than '{before}' in this run"
+                raise ScheduleError.bad("milestone", str(after), why, "write them once, in order")
         if span.end is not None:
             cuts = [cut for cut in cuts if cut < span.end]  # one on the end is never reached
         read, marks = span.axis.read, [math.ceil(cut) for cut in cuts]
@@ -193,18 +174,11 @@ class MultiStep(WarmedUp):
 
         return value
 
-    def shape(self) -> str:
-        """Return the schedule in words."""
-        return f"times {self.gamma:g} at {', '.join(map(str, self.milestones))}"
-
 
 def _milestones(milestones: Sequence[TimeLike]) -> tuple[Time, ...]:
     if not isinstance(milestones, (list, tuple)) or not milestones:
-        raise ScheduleError.cannot(
-            f"use milestones={shown(milestones)}",
-            why="it is not a list of times",
-            instead="write milestones such as ['0.5dur', '0.75dur']",
-        )
+        instead = "write for example ['0.5dur', '0.75dur']"
+        raise ScheduleError.bad("milestones", milestones, "it is not a list of times", instead)
     return tuple(interval(milestone, "milestone") for milestone in milestones)
 
 
@@ -225,8 +199,5 @@ def _check_growth(gamma: float, times: float, every: TimeLike | None) -> None:
         math.pow(gamma, times)
     except OverflowError:
         often = f"'{every}' of this run" if every else "milestone"
-        raise ScheduleError.cannot(
-            f"multiply by gamma={gamma:g} at each {often}",
-            why="the factor grows beyond all floats",
-            instead="write a gamma of at most 1, or one closer to it",
-        ) from None
+        why = f"multiplied at each {often}, the factor grows beyond all floats"
+        raise ScheduleError.bad("gamma", gamma, why, "write at most 1, or closer to it") from None

@@ -10,7 +10,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Literal, TypeAlias, final
 
-from stretto.errors import ScheduleError, shown
+from stretto.errors import ScheduleError
 from stretto.schedules.fields import fill, length
 from stretto.schedules.schedule import Schedule, ScheduleLike, as_schedule
 from stretto.schedules.scope import END, BoundSchedule, Scope, Span
@@ -58,13 +58,11 @@ class Periods(Schedule):
     def __init__(self, periods: Sequence[tuple[TimeLike | Rest, ScheduleLike]]) -> None:
         parsed = tuple(_period(period) for period in periods)
         if not parsed:
-            raise _refused("use no periods", "a schedule has at least one", "write one period")
+            why, instead = "a schedule has at least one", "write one period"
+            raise ScheduleError.bad("periods", periods, why, instead)
         if sum(duration == "rest" for duration, _ in parsed) > 1:
-            raise _refused(
-                f"use the periods {_durations(parsed)}",
-                "only one of them can take the rest",
-                "write a duration for the others",
-            )
+            why, instead = "only one of them can take the rest", "write durations for the others"
+            raise ScheduleError.bad("periods", periods, why, instead)
         fill(self, periods=parsed)
 
     def times(self) -> tuple[Time, ...]:
@@ -118,7 +116,11 @@ class Periods(Schedule):
             starts += reversed(_backward(span, tail))
         known = [*starts, *(bound for bound in (end, span.end) if bound is not None)]
         if any(later < earlier for earlier, later in pairwise(known)):
-            raise self._too_long(span)
+            around = span.end - span.start if span.end is not None else span.start
+            listed = ", ".join(f"'{duration}'" for duration, _ in self.periods)
+            what = f"fit the periods {listed} into '{span.show(around)}'"
+            instead = "write shorter durations, or 'rest' for one of them"
+            raise ScheduleError.cannot(what, why="together they are longer", instead=instead)
         ends = [*starts[1:], end]
         return [span.part(*bounds) for bounds in zip(starts, ends, strict=True)]
 
@@ -133,19 +135,8 @@ class Periods(Schedule):
                 (head if tail is None else tail).append(duration)
         return head, tail
 
-    def _too_long(self, span: Span) -> ScheduleError:
-        around = span.end - span.start if span.end is not None else span.start
-        return _refused(
-            f"fit the periods {_durations(self.periods)} into '{span.show(around)}'",
-            "together they are longer",
-            "write shorter durations, or 'rest' for one of them",
-        )
-
     def __repr__(self) -> str:
         return f"Periods({list(self.periods)!r})"
-
-    def __str__(self) -> str:
-        return "; ".join(f"{duration}: {schedule}" for duration, schedule in self.periods)
 
 
 def _backward(span: Span, durations: list[Time]) -> list[Fraction]:
@@ -159,26 +150,8 @@ def _backward(span: Span, durations: list[Time]) -> list[Fraction]:
 
 def _period(period: object) -> Period:
     if not isinstance(period, (tuple, list)) or len(period) != 2:
-        raise _refused(
-            f"use {shown(period)} as a period",
-            "it is not a pair of a duration and a schedule",
-            "write a pair such as ('5%', Linear(0, 1))",
-        )
+        why, instead = "it is not a pair", "write for example ('5%', Linear(0, 1))"
+        raise ScheduleError.bad("period", period, why, instead)
     duration, schedule = period
-    if duration == "rest":
-        return "rest", as_schedule(schedule)
-    if isinstance(duration, (int, str)) and duration in (-1, "-1"):  # common in other libraries
-        raise _refused(
-            f"use {shown(duration)} as the duration of a period",
-            "it is not a time",
-            "write 'rest' for what the other periods leave",
-        )
-    return length(duration, "duration"), as_schedule(schedule)
 
-
-def _durations(periods: Sequence[Period]) -> str:
-    return ", ".join(f"'{duration}'" for duration, _ in periods)
-
-
-def _refused(what: str, why: str, instead: str) -> ScheduleError:
-    return ScheduleError.cannot(what, why=why, instead=instead)
+    return "rest" if duration == "rest" else length(duration, "duration"), as_schedule(schedule)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias, final
 
-from stretto.errors import ScheduleError, shown
+from stretto.errors import ScheduleError
 from stretto.schedules.fields import (
     Factor,
     Length,
@@ -18,7 +18,7 @@ from stretto.schedules.fields import (
     fill,
 )
 from stretto.schedules.scope import BoundSchedule, RunScope, Scope, Span, integers
-from stretto.timing import Horizon, Time, TimeLike, Timer, Timestamp, TimeUnit
+from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
 from stretto.timing.grammar import is_number, parse_unit
 
 
@@ -77,41 +77,6 @@ def cosine_left(passed: float) -> float:
     (1.0, 0.0)
     """
     return (1.0 + math.cos(math.pi * passed)) / 2
-
-
-@dataclass(frozen=True, slots=True)
-class Rise:
-    """A linear rise over `time`, from one factor to another."""
-
-    time: Time
-    start: float
-    end: float
-
-
-def after_warmup(span: Span, rise: Rise, rest: Callable[[Span], BoundSchedule]) -> BoundSchedule:
-    """Return the factor: `rise` first, then `rest` over the rest of `span`.
-
-    Raises:
-        ScheduleError: the rise is longer than the span.
-    """
-    cut = span.after(rise.time)
-    if span.end is not None and cut > span.end:
-        raise ScheduleError.cannot(
-            f"warm up over '{rise.time}'",
-            why="the run or period to warm up in is only "
-            f"'{span.show(span.end - span.start)}' long",
-            instead="write a shorter warm-up, or a fraction such as '5%'",
-        )
-    main = rest(span.part(cut, span.end))
-    if cut == span.start:
-        return main
-    ramp = line(span, cut, rise.start, rise.end)
-    read, turn = span.axis.read, math.ceil(cut)
-
-    def value(timestamp: Timestamp) -> float:
-        return main(timestamp) if read(timestamp) >= turn else ramp(timestamp)
-
-    return value
 
 
 READS = "ep ba sp dur"
@@ -203,11 +168,8 @@ class Product(Schedule):
 
     def __init__(self, *schedules: ScheduleLike) -> None:
         if not schedules:
-            raise ScheduleError.cannot(
-                "multiply no schedules",
-                why="a product has at least one factor",
-                instead="write Product(Cosine(), StepDecay('1ep'))",
-            )
+            why, instead = "a product has at least one factor", "write Product(Cosine(), 0.5)"
+            raise ScheduleError.cannot("multiply no schedules", why=why, instead=instead)
         fill(self, schedules=tuple(as_schedule(schedule) for schedule in schedules))
 
     def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
@@ -217,9 +179,6 @@ class Product(Schedule):
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the product over `scope` as a function of the timestamp."""
         return product_of([schedule.within(scope) for schedule in self.schedules])
-
-    def __str__(self) -> str:
-        return " times ".join(f"({schedule})" for schedule in self.schedules)
 
 
 @final
@@ -259,10 +218,8 @@ class Custom(Schedule):
 
     def __init__(self, function: Callable[[Timer], float], reads: str = READS) -> None:
         if not callable(function):
-            raise ScheduleError.cannot(
-                f"use {shown(function)} as a custom schedule",
-                why="it can't be called",
-                instead="write a function of the timer, such as lambda timer: 0.5**timer.epoch",
+            raise ScheduleError.bad(
+                "function", function, "it can't be called", "write a function of the timer"
             )
         fill(self, function=function, units=" ".join(map(parse_unit, reads.split())))
 
@@ -283,9 +240,6 @@ class Custom(Schedule):
         reads = "" if self.units == READS else f", reads={self.units!r}"
         return f"Custom(function={self.function!r}{reads})"
 
-    def __str__(self) -> str:
-        return f"custom {getattr(self.function, '__name__', type(self.function).__name__)}"
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class WarmedUp(Schedule):
@@ -296,17 +250,13 @@ class WarmedUp(Schedule):
     warmup_start: Factor = field(default=0.0, kw_only=True)
     """The factor at the start of the warm-up."""
 
-    @abstractmethod
-    def shape(self) -> str:
-        """Return the schedule without the warm-up in words."""
-
-    @abstractmethod
     def first_factor(self) -> float:
-        """Return the factor right after the warm-up."""
+        """Return the factor right after the warm-up; by default, 1."""
+        return 1.0
 
     @abstractmethod
-    def over_rest(self, span: Span) -> BoundSchedule:
-        """Return the schedule after the warm-up, over the rest of the scope."""
+    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:
+        """Return the schedule after the warm-up, over `span`, the rest of `scope`."""
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor over `scope` as a function of the timestamp.
@@ -317,13 +267,22 @@ class WarmedUp(Schedule):
         """
         span = scope.span(self.times())
         if self.warmup is None:
-            return self.over_rest(span)
-        rise = Rise(Time(self.warmup), self.warmup_start, self.first_factor())
-        return after_warmup(span, rise, self.over_rest)
+            return self.over_rest(span, span)
+        cut = span.after(Time(self.warmup))
+        if span.end is not None and cut > span.end:
+            why = f"the run or period is only '{span.show(span.end - span.start)}' long"
+            instead = "write a shorter one, or a fraction such as '5%'"
+            raise ScheduleError.bad("warmup", str(self.warmup), why, instead)
+        main = self.over_rest(span.part(cut, span.end), span)
+        if cut == span.start:
+            return main
+        ramp = line(span, cut, self.warmup_start, self.first_factor())
+        read, turn = span.axis.read, math.ceil(cut)
 
-    @final
-    def __str__(self) -> str:
-        return self.shape() + warmup_text(self.warmup, self.warmup_start)
+        def value(timestamp: Timestamp) -> float:
+            return main(timestamp) if read(timestamp) >= turn else ramp(timestamp)
+
+        return value
 
 
 @final
@@ -355,7 +314,7 @@ class Constant(WarmedUp):
         """Return the factor."""
         return self.value
 
-    def over_rest(self, span: Span) -> BoundSchedule:  # noqa: ARG002 (the same everywhere)
+    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002 (the same everywhere)
         """Return the factor as a function of the timestamp."""
         constant = self.value
 
@@ -363,10 +322,6 @@ class Constant(WarmedUp):
             return constant
 
         return value
-
-    def shape(self) -> str:
-        """Return the factor in words."""
-        return f"constant {self.value:g}"
 
 
 def as_schedule(value: object) -> Schedule:
@@ -383,26 +338,15 @@ def as_schedule(value: object) -> Schedule:
     if is_number(value):
         return Constant(value)  # type: ignore[arg-type]
     if hasattr(value, "get_last_lr"):
-        raise ScheduleError.cannot(
-            f"use a {type(value).__name__} of torch as a schedule",
-            why="it counts steps itself and is bound to an optimizer",
-            instead="write from_torch(lambda optimizer: "
-            f"{type(value).__name__}(optimizer, ...), every='1ba')",
-        )
+        why, name = "a scheduler of torch is bound to an optimizer", type(value).__name__
+        instead = f"write from_torch(lambda optimizer: {name}(optimizer, ...), every='1ba')"
+        raise ScheduleError.bad("schedule", value, why, instead)
     is_class = isinstance(value, type)  # probably Cosine instead of Cosine()
     if callable(value) and not is_class:
         return Custom(value)
-    raise ScheduleError.cannot(
-        f"use {shown(value)} as a schedule",
-        why="it is a class" if is_class else "it is not a schedule, a number or a callable",
-        instead="write a schedule such as Cosine(warmup='5%'), a number, or a function of the "
-        "timer",
-    )
-
-
-def warmup_text(warmup: TimeLike | None, warmup_start: float) -> str:
-    """Return the warm-up part of a schedule's description."""
-    return "" if warmup is None else f", after a warm-up from {warmup_start:g} over {warmup}"
+    why = "it is a class" if is_class else "it is not a schedule, a number or a callable"
+    instead = "write for example Cosine(warmup='5%'), a number, or a function of the timer"
+    raise ScheduleError.bad("schedule", value, why, instead)
 
 
 def product_of(bound: Sequence[BoundSchedule]) -> BoundSchedule:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol, TypeAlias, final
+from typing import TypeAlias, final
 
 from stretto.errors import ConversionError
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
@@ -22,28 +22,6 @@ BoundSchedule: TypeAlias = Callable[[Timestamp], float]
 """A schedule on one run: the factor at a timestamp."""
 END = Time(1, TimeUnit.DURATION)
 """The whole of a scope."""
-
-
-class Scope(Protocol):
-    """The part of a run that a schedule covers: the whole run or a period."""
-
-    @property
-    def horizon(self) -> Horizon:
-        """The facts of the whole run."""
-        ...
-
-    @property
-    def clock(self) -> PeriodClock | None:
-        """The time since the start of the scope; None for the whole run."""
-        ...
-
-    def span(self, times: Iterable[Time]) -> Span:
-        """Return the scope on an axis that all of `times` can be placed on.
-
-        Raises:
-            ConversionError: a fact is missing; the message names it.
-        """
-        ...
 
 
 @final
@@ -183,12 +161,10 @@ class Span:
         if unit is not TimeUnit.DURATION:
             return rounded(ticks / own.axis.scale, unit)
         if own.end is None:
-            raise ConversionError.cannot(
-                "tell which part of the period has passed",
-                why=f"where it ends is not known in '{own.axis.unit}'",
-                instead="write the durations of the periods in the unit of max_duration, or as "
-                "fractions of the run",
-            )
+            why = f"where it ends is not known in '{own.axis.unit}'"
+            instead = "write the durations of the periods in the unit of max_duration"
+            what = "know the elapsed fraction of the period"
+            raise ConversionError.cannot(what, why=why, instead=instead)
         length = own.end - own.start
         return Time(min(Fraction(1), ticks / length) if length else 1, unit)
 
@@ -203,6 +179,10 @@ class Span:
 
     def _time(self, position: Fraction) -> Time:
         return rounded(position / self.axis.scale, self.axis.unit)
+
+
+Scope: TypeAlias = RunScope | Span
+"""The part of a run that a schedule covers: the whole run or a period."""
 
 
 def integers(*positions: Fraction) -> tuple[int, ...]:

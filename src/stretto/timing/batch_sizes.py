@@ -165,9 +165,7 @@ def constant_batches(
     what, instead = f"use {shown(size)} as a batch size", "write a number of samples such as 128"
     size = checked_whole(size, BatchSizeError, what, instead)
     if last_batch == "drop" and num_samples and size > num_samples:
-        raise BatchSizeError.cannot(
-            (f"use a batch size of {size} with ", Argument("last_batch", "drop")),
-            why=f"an epoch has only {num_samples} samples, so each would be dropped",
-            instead=("write a smaller batch size or ", Argument("last_batch", "carry")),
-        )
+        why = f"an epoch has only {num_samples} samples, so each would be dropped"
+        smaller = ("write a smaller one or ", Argument("last_batch", "carry"))
+        raise BatchSizeError.bad("batch_size", size, why, smaller)
     return EqualBatches(Timestamp(), size, num_samples, last_batch, end_sample=end_sample)

@@ -244,15 +244,10 @@ def checked_count(name: str, count: object) -> int | None:
 def check_run(max_duration: Time) -> Time:
     """Refuse a length of the run that is not positive or is relative to itself."""
     if max_duration.unit is _DUR:
-        raise ConversionError.cannot(
-            f"use '{max_duration}' as the length of the run",
-            why="it is a fraction of itself",
-            instead="write it in 'ep', 'ba', 'sp', 'tok' or as hours",
-        )
+        instead = "write it in 'ep', 'ba', 'sp', 'tok' or as hours"
+        why = "it is a fraction of itself"
+        raise ConversionError.bad("max_duration", str(max_duration), why, instead)
     if max_duration.amount <= 0:
-        raise ConversionError.cannot(
-            f"use '{max_duration}' as the length of the run",
-            why="it is not positive",
-            instead="write a length such as '2ep'",
-        )
+        why, instead = "it is not positive", "write for example '2ep'"
+        raise ConversionError.bad("max_duration", str(max_duration), why, instead)
     return max_duration

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from fractions import Fraction
@@ -65,11 +64,8 @@ def parse_unit(value: object) -> TimeUnit:
     try:
         return TimeUnit(value)  # type: ignore[arg-type]
     except ValueError:
-        raise TimeError.cannot(
-            f"read {shown(value)} as a unit of time",
-            why="there is no such unit",
-            instead="write one of 'ep', 'ba', 'sp', 'tok', 'dur', 'sec'",
-        ) from None
+        instead = "write 'ep', 'ba', 'sp', 'tok', 'dur' or 'sec'"
+        raise TimeError.bad("unit", value, "there is no such unit", instead) from None
 
 
 MAX_DIGITS = 200
@@ -98,11 +94,8 @@ def exact(number: object) -> Fraction:
         return Fraction(int(number.numerator), int(number.denominator))
     decimal = _decimal(number)
     if decimal is None:
-        raise TimeError.cannot(
-            f"take {shown(number)} as an amount of time",
-            why=f"it is not a finite number of at most {MAX_DIGITS} digits",
-            instead="write an int, a finite float, a Fraction or a Decimal",
-        )
+        why = f"it is not a finite number of at most {MAX_DIGITS} digits"
+        raise TimeError.bad("amount", number, why, "write for example 90 or 0.5")
     # Not Fraction(decimal): its type checks cost as much again.
     return Fraction(*decimal.as_integer_ratio())
 
@@ -200,13 +193,11 @@ _PARTS = re.compile(
 
 HOW = "write a number with a unit such as '90ep', '500ba', '1_000sp', '2Btok', '10%' or '1h30m'"
 """The default suggestion."""
-_MEANT = {
-    "epoch": "ep", "epochs": "ep", "e": "ep", "batch": "ba", "batches": "ba", "b": "ba",
-    "step": "ba", "steps": "ba", "iter": "ba", "it": "ba", "sample": "sp", "samples": "sp",
-    "token": "tok", "tokens": "tok", "t": "tok", "duration": "dur", "seconds": "sec",
-    "second": "sec", "secs": "sec", "min": "m", "minutes": "m", "hours": "h", "hour": "h",
-    "hr": "h", "days": "d", "day": "d", "percent": "%",
+_WORDS = {
+    "batches": "ba", "steps": "ba", "samples": "sp", "tokens": "tok", "epochs": "ep",
+    "seconds": "sec", "minutes": "m", "hours": "h", "days": "d", "percent": "%",
 }  # fmt: skip
+"""Words that people write for a unit."""
 _LONGEST_GUESS = 20
 """No unit is longer than this, and guessing at longer ones is slow."""
 
@@ -221,17 +212,17 @@ def parse(text: str) -> tuple[Fraction, TimeUnit]:
         TimeError: `text` is not a time; the message says what to write.
     """
     if len(text) > MAX_TEXT:
-        raise _refused(text, f"it has {len(text)} characters", HOW)
+        raise _refused(shown(text), f"it has {len(text)} characters", HOW)
     text = text.strip()
     match = _NUMBER.fullmatch(text)
     if match is None:
-        raise _refused(text, *_explain(text, None, _UNITS))
+        raise _refused(shown(text), *_explain(text, None))
     sign, whole, below, point, exponent, name = match.groups()
     known = _UNITS.get(name)
     if known is None:
         parts = _PARTS.fullmatch(text)
         if parts is None or name is None:
-            raise _refused(text, *_explain(text, name, _UNITS))
+            raise _refused(shown(text), *_explain(text, name))
         return check(_clock_amount(text, parts), TimeUnit.SECOND, text), TimeUnit.SECOND
     above, per, unit = known
     if point:
@@ -241,12 +232,12 @@ def parse(text: str) -> tuple[Fraction, TimeUnit]:
     if exponent:
         power = int(exponent)
         if abs(power) > MAX_DIGITS:
-            raise _refused(text, f"the exponent is beyond {MAX_DIGITS}", HOW)
+            raise _refused(shown(text), f"the exponent is beyond {MAX_DIGITS}", HOW)
         above, per = (above * 10**power, per) if power > 0 else (above, per * 10**-power)
     if below:
         per *= int(below)
         if per == 0:
-            raise _refused(text, "it divides by zero", HOW)
+            raise _refused(shown(text), "it divides by zero", HOW)
     # Integers until here, and no division by one: either way a Fraction costs 1 us.
     amount = Fraction(above) if per == 1 else Fraction(above, per)
     return check(-amount if sign else amount, unit, text), unit
@@ -256,18 +247,12 @@ def check(amount: Fraction, unit: TimeUnit, text: str | None = None) -> Fraction
     """Return `amount` if it is valid for `unit`, else raise `TimeError`."""
     above, below = amount.numerator, amount.denominator
     if not -_LIMIT < above < _LIMIT or below >= _LIMIT:
-        what = (
-            f"read {shown(text)} as a time" if text else f"keep a number of {NAMES[unit]} exactly"
-        )
-        why = f"it takes more than {MAX_DIGITS} digits"
-        raise TimeError.cannot(what, why=why, instead="round it first")
+        what = shown(text) if text else f"a number of {NAMES[unit]}"
+        raise _refused(what, f"it takes more than {MAX_DIGITS} digits", "round it first")
     if below != 1 and unit in WHOLE:
-        floor = above // below
-        raise _refused(
-            text or f"{_decimal_text(amount)}{unit}",
-            f"{NAMES[unit]} come in whole numbers",
-            f"write '{floor}{unit}' or '{floor + 1}{unit}'",
-        )
+        floor, why = above // below, f"{NAMES[unit]} come in whole numbers"
+        given = shown(text or f"{_decimal_text(amount)}{unit}")
+        raise _refused(given, why, f"write '{floor}{unit}' or '{floor + 1}{unit}'")
     return amount
 
 
@@ -309,68 +294,38 @@ def _clock_amount(text: str, match: re.Match[str]) -> Fraction:
         try:
             count = int(match[part]) if match[part].isdigit() else Fraction(match[part])
         except ZeroDivisionError:
-            raise _refused(text, "it divides by zero", HOW) from None
+            raise _refused(shown(text), "it divides by zero", HOW) from None
         if above is not None and count * length >= _CLOCK[above]:
-            raise _refused(
-                text,
-                f"{match[part]}{part} is not less than 1{above}",
-                f"write '{match[part]}{part}' alone or carry it over into '{above}'",
-            )
+            why = f"{match[part]}{part} is not less than 1{above}"
+            raise _refused(shown(text), why, f"carry it over into '{above}'")
         seconds += count * length
         above = part
     return Fraction(-seconds if match["sign"] else seconds)
 
 
 def _refused(text: str, why: str, instead: str) -> TimeError:
-    return TimeError.cannot(f"read {shown(text)} as a time", why=why, instead=instead)
+    return TimeError.cannot(f"read {text} as a time", why=why, instead=instead)
 
 
-def _explain(text: str, unit: str | None, known: Collection[str]) -> tuple[str, str]:
+def _explain(text: str, unit: str | None) -> tuple[str, str]:
     """Return why `text` is not a time, and what to write instead.
 
     Args:
         text: the text, without outer spaces.
         unit: what follows its number; None if it has no number or nothing follows.
-        known: all that may follow a number.
 
-    >>> _explain("3epoch", "epoch", {"ep"})
+    >>> _explain("3epoch", "epoch")
     ("unknown unit 'epoch'", "write '3ep'")
     """
     if not re.match("-?[0-9]", text):
-        return _without_number(text)
-    if unit is None or unit in {"K", "M", "B", "T"}:
-        shown_units = ", ".join(f"'{text}{name}'" for name in ("ep", "ba", "sp", "tok"))
-        return "it has no unit", f"write {shown_units} or '{text}sec'"
-    number = text[: len(text) - len(unit)]
-    if re.search(r"\s", text):
-        closed = "".join(unit.split())
-        return "there is a space inside", f"write '{number}{closed}'" if closed in known else HOW
-    if unit[0] == ",":
-        return "it has a comma", "write '1_000sp' for a thousand, '1.5ep' for one and a half"
+        return "it does not begin with a number" if text else "it is empty", HOW
+    if unit is None or unit in _SUFFIXES:
+        units = ", ".join(f"'{text}{name}'" for name in ("ep", "ba", "sp", "tok"))
+        return "it has no unit", f"write {units} or '{text}sec'"
     if unit[0] in "dhms" and re.search("[0-9]", unit):
         return "it is not whole parts in falling order", "write '2d12h', '1h30m' or '90s'"
-    nearest = _nearest(unit, known)
-    return f"unknown unit {shown(unit)}", f"write '{number}{nearest}'" if nearest else HOW
-
-
-def _without_number(text: str) -> tuple[str, str]:
-    if not text:
-        return "it is empty", HOW
-    if re.fullmatch(r"[+-]?(?:nan|inf|infinity)[a-z%]*", text.lower()):
-        return "it is not a finite number", HOW
-    if text.startswith("+"):
-        return "a plus sign is not part of a time", f"write {shown(text[1:])}"
-    if text.startswith("."):
-        return "it begins with a point", f"write {shown('0' + text)}"
-    return "it does not begin with a number", HOW
-
-
-def _nearest(unit: str, known: Collection[str]) -> str | None:
-    """The unit that was probably meant, if any."""
-    lower = unit.lower()
-    if lower in _MEANT:
-        return _MEANT[lower]
-    if len(unit) > _LONGEST_GUESS:
-        return None
-    close = nearest(lower, [*known, *_MEANT])
-    return None if close is None else _MEANT.get(close, close)
+    number, name = text[: len(text) - len(unit)], unit.strip()
+    why = f"unknown unit {shown(unit)}" if name == unit else "there is a space inside"
+    is_word = re.fullmatch(f"[a-zA-Z]{{1,{_LONGEST_GUESS}}}", name)
+    close = nearest(name, [*_UNITS, *_WORDS]) if is_word else None
+    return why, HOW if close is None else f"write '{number}{_WORDS.get(close, close)}'"

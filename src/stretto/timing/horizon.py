@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, final, get_args
 
-from stretto.errors import Argument, ConversionError, shown
+from stretto.errors import Argument, ConversionError
 from stretto.timing.batch_sizes import BatchSizes, EqualBatches, LastBatch
 from stretto.timing.conversion import Facts, check_run, checked_count, rounded
 from stretto.timing.grammar import TimeUnit, exact, parse_unit
@@ -84,11 +84,8 @@ class Horizon:
         tokens = checked_count("dataset_num_tokens", dataset_num_tokens)
         each = checked_count("tokens_per_sample", tokens_per_sample)
         if last_batch not in get_args(LastBatch):
-            raise ConversionError.cannot(
-                f"use last_batch={shown(last_batch)}",
-                why="there is no such way to end an epoch",
-                instead="write 'keep', 'drop' or 'carry'",
-            )
+            instead = "write 'keep', 'drop' or 'carry'"
+            raise ConversionError.bad("last_batch", last_batch, "there is no such word", instead)
         facts = Facts(run, samples, _tokens(samples, tokens, each), each)
         sized, found = facts.with_batch_sizes(batch_sizes, last_batch), axes(samples, run.unit)
         for name, value in {
@@ -141,16 +138,7 @@ class Horizon:
         ticks = self._facts.amount(time, axis.unit) * axis.scale
         counts_epochs = axis.unit is TimeUnit.EPOCH and self.dataset_num_samples is None
         if counts_epochs and ticks.denominator != 1:
-            raise ConversionError.cannot(
-                f"tell when {time} has passed",
-                why="part of an epoch needs the number of samples in the data set, "
-                "which is not known",
-                instead=(
-                    "set ",
-                    Argument("dataset_num_samples"),
-                    ", or write it in 'sp', 'ba' or whole epochs",
-                ),
-            )
+            raise _unknown_epoch(f"know when {time} has passed", ", or write it in whole epochs")
         return ticks
 
     def check_moves(self, axis: Axis) -> None:
@@ -162,17 +150,8 @@ class Horizon:
             ConversionError: the axis counts epochs, whose number of samples is not known.
         """
         if axis.unit is TimeUnit.EPOCH and self.dataset_num_samples is None:
-            raise ConversionError.cannot(
-                "tell how much of an epoch has passed",
-                why="the number of samples in the data set is not known",
-                instead=(
-                    "set ",
-                    Argument("dataset_num_samples"),
-                    ", write max_duration and the times in 'sp', 'ba' or 'tok', ",
-                    "or choose what changes at whole epochs, such as ",
-                    Argument("step", "{every: 1ep}", python="StepDecay('1ep', 0.5)"),
-                ),
-            )
+            otherwise = ", or write max_duration and the times in 'sp', 'ba' or 'tok'"
+            raise _unknown_epoch("know how much of an epoch has passed", otherwise)
 
     def common_axis(self, times: Iterable[Time]) -> Axis:
         """Return one axis on which all of `times` can be placed.
@@ -253,18 +232,16 @@ class Horizon:
         return f"Horizon('{self.max_duration}'{shown_facts})"
 
 
+def _unknown_epoch(what: str, otherwise: str) -> ConversionError:
+    why = "the number of samples in the data set is not known"
+    instead = ("set ", Argument("dataset_num_samples"), otherwise)
+    return ConversionError.cannot(what, why=why, instead=instead)
+
+
 def _tokens(num_samples: int | None, num_tokens: int | None, each: int | None) -> int | None:
     if num_samples is None or each is None:
         return num_tokens
     if num_tokens is not None and num_tokens != num_samples * each:
-        raise ConversionError.cannot(
-            ("use ", Argument("dataset_num_tokens", num_tokens)),
-            why=f"{num_samples} samples of {each} tokens are {num_samples * each}",
-            instead=(
-                "leave out ",
-                Argument("dataset_num_tokens"),
-                " or ",
-                Argument("tokens_per_sample"),
-            ),
-        )
+        why = f"{num_samples} samples of {each} tokens are {num_samples * each}"
+        raise ConversionError.bad("dataset_num_tokens", num_tokens, why, "leave it out")
     return num_samples * each

@@ -97,11 +97,8 @@ class Time:
 
     def __int__(self) -> int:
         if self._amount.denominator != 1:
-            raise TimeError.cannot(
-                f"take '{self}' as an int",
-                why="it is not whole",
-                instead="use .amount, or math.floor, math.ceil or round on it",
-            )
+            why, instead = "it is not whole", "use math.floor or math.ceil on .amount"
+            raise TimeError.cannot(f"take '{self}' as an int", why=why, instead=instead)
         return self._amount.numerator
 
     def __float__(self) -> float:
@@ -149,11 +146,8 @@ class Time:
             return _checked(self._amount * other._amount, self._unit)
         if self._unit is TimeUnit.DURATION:
             return _checked(self._amount * other._amount, other._unit)
-        raise UnitError.cannot(
-            f"multiply '{self}' by '{other}'",
-            why="neither is a number or a fraction of the run",
-            instead="multiply by a number or by a time in 'dur'",
-        )
+        why, instead = "neither is in 'dur'", "multiply by a number or by a time in 'dur'"
+        raise UnitError.cannot(f"multiply '{self}' by '{other}'", why=why, instead=instead)
 
     __rmul__ = __mul__
 
@@ -187,19 +181,12 @@ class Time:
     def _same(self, other: object, verb: str) -> Fraction:
         """The amount of `other`, which must be of this time's unit."""
         if not isinstance(other, Time):
-            raise UnitError.cannot(
-                f"{verb} '{self}' and {shown(other)}",
-                why=f"a {type(other).__name__} has no unit",
-                instead=f"write Time({shown(other)}, '{self._unit}')"
-                if is_number(other)
-                else "pass a Time",
-            )
+            why, instead = "the second has no unit", f"write Time(..., '{self._unit}')"
+            raise UnitError.cannot(f"{verb} '{self}' and {shown(other)}", why=why, instead=instead)
         if other._unit is not self._unit:
-            raise UnitError.cannot(
-                f"{verb} '{self}' and '{other}'",
-                why=f"one counts {NAMES[self._unit]} and the other {NAMES[other._unit]}",
-                instead="convert one of them first with Horizon.convert or stretto.convert",
-            )
+            why = f"one counts {NAMES[self._unit]} and the other {NAMES[other._unit]}"
+            instead = "convert one with Horizon.convert or stretto.convert"
+            raise UnitError.cannot(f"{verb} '{self}' and '{other}'", why=why, instead=instead)
         return other._amount
 
     def _raw(self, count: int, *, level: int) -> Fraction:
@@ -225,11 +212,8 @@ def read_wall_clock(value: TimeLike) -> Time:
     """
     time = Time(value)
     if time.unit is not TimeUnit.SECOND or time.amount <= 0:
-        raise TimeError.cannot(
-            f"wait '{time}'",
-            why="it is not a time on the wall clock that is longer than 0",
-            instead="write a time such as '90s', '10m' or '1h30m'",
-        )
+        why, instead = "it is not a wall-clock time longer than 0", "write '90s' or '1h30m'"
+        raise TimeError.cannot(f"wait '{time}'", why=why, instead=instead)
     return time
 
 
@@ -248,21 +232,15 @@ def _checked(amount: Fraction, unit: TimeUnit) -> Time:
 def _read(value: object, unit: str | None) -> Time:
     if isinstance(value, (Time, str, timedelta)):
         if unit is not None:
-            raise TimeError.cannot(
-                f"read {shown(value)} as a time in {shown(unit)}",
-                why="it has a unit of its own",
-                instead=f"write Time({shown(value)})",
-            )
+            why, instead = f"{shown(value)} already has one", f"write Time({shown(value)})"
+            raise TimeError.bad("unit", unit, why, instead)
         if isinstance(value, Time):
             return _trusted(value._amount, value._unit)
         if isinstance(value, str):
             return _trusted(*grammar.parse(value))
         return _trusted(Fraction(value // timedelta(microseconds=1), 10**6), TimeUnit.SECOND)
     if unit is None:
-        has_number = is_number(value)
-        raise TimeError.cannot(
-            f"read {shown(value)} as a time",
-            why="it has no unit" if has_number else f"a {type(value).__name__} is not one",
-            instead=f"write Time({shown(value)}, 'ep')" if has_number else grammar.HOW,
-        )
+        what, why = f"read {shown(value)} as a time", "it has no unit"
+        instead = f"write Time({shown(value)}, 'ep')" if is_number(value) else grammar.HOW
+        raise TimeError.cannot(what, why=why, instead=instead)
     return _checked(exact(value), parse_unit(unit))

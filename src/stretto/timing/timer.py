@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias, final
 
-from stretto.errors import TimeError, shown
+from stretto.errors import TimeError
 from stretto.timing.grammar import TimeUnit, parse_unit, whole
 from stretto.timing.horizon import Horizon
 from stretto.timing.time import Time
@@ -208,11 +208,9 @@ class Timer:
             TimeError: the unit is `dur` and the timer has no horizon.
         """
         found = parse_unit(unit)
-        if self._horizon is not None:
-            return self._horizon.position(self.timestamp, found)
-        if found is TimeUnit.DURATION:
-            raise _no_horizon()
-        return self.timestamp.get(found)
+        if self._horizon is None and found is not TimeUnit.DURATION:
+            return self.timestamp.get(found)
+        return self._known_horizon().position(self.timestamp, found)
 
     def get_elapsed_duration(self) -> float:
         """Return the fraction of the run that has passed, in [0, 1].
@@ -222,9 +220,7 @@ class Timer:
         Raises:
             TimeError: the timer has no horizon.
         """
-        if self._horizon is None:
-            raise _no_horizon()
-        return self._horizon.elapsed(self.timestamp)
+        return self._known_horizon().elapsed(self.timestamp)
 
     def get_current_period_time(self, unit: str = "dur") -> Time:
         """Return how long the present period has lasted, in `unit`; in `dur` which part of it.
@@ -253,6 +249,12 @@ class Timer:
             return self.get_elapsed_duration()
         return min(1.0, max(0.0, float(self._period(self.timestamp, TimeUnit.DURATION).amount)))
 
+    def _known_horizon(self) -> Horizon:
+        if self._horizon is None:
+            why, instead = "this timer has no horizon", "write Timer(Horizon(max_duration, ...))"
+            raise TimeError.cannot("know the fraction of the run", why=why, instead=instead)
+        return self._horizon
+
     def state_dict(self) -> dict[str, int]:
         """Return the counters as a record that JSON keeps exactly."""
         return self.timestamp.to_state()
@@ -267,12 +269,9 @@ class Timer:
         saved = Timestamp.from_state(state)
         num_samples = None if self._horizon is None else self._horizon.dataset_num_samples
         if num_samples and saved.sample != saved.epoch * num_samples + saved.sample_in_epoch:
-            raise TimeError.cannot(
-                f"continue from sample {saved.sample}, {saved.sample_in_epoch} into epoch "
-                f"{saved.epoch}",
-                why=f"the data set has {num_samples} samples, and had another number then",
-                instead="resume with the data that the run was saved with",
-            )
+            why = f"the data set has {num_samples} samples, and had another number then"
+            instead = "resume with the data that the run was saved with"
+            raise TimeError.bad("sample", saved.sample, why, instead)
         self.timestamp = saved._replace(job_nanoseconds=0)
         self.start()
 
@@ -285,26 +284,10 @@ def _counts(**given: object) -> Iterator[int]:
     for name, value in given.items():
         count = whole(value)
         if count is None or count < 0:
-            raise TimeError.cannot(
-                f"move the clock by {name}={shown(value)}",
-                why="it only goes forward, in whole counts",
-                instead="pass an integer of at least 0",
-            )
+            raise TimeError.bad(name, value, "it is not an integer of at least 0", "pass a count")
         yield count
 
 
 def _uneven(where: str, why: str) -> TimeError:
-    return TimeError.cannot(
-        f"end the epoch {where}",
-        why=why,
-        instead="count each sample once: timer.skip(samples=...) for those left out, "
-        "timer.end_epoch(samples=...) for those of the next epoch",
-    )
-
-
-def _no_horizon() -> TimeError:
-    return TimeError.cannot(
-        "tell the fraction of the run",
-        why="this timer does not know how long the run is",
-        instead="write Timer(Horizon(max_duration, ...))",
-    )
+    instead = "call timer.skip(samples=...) for samples left out, end_epoch(samples=...) for later"
+    return TimeError.cannot(f"end the epoch {where}", why=why, instead=instead)

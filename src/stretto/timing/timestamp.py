@@ -8,7 +8,7 @@ from fractions import Fraction
 from operator import attrgetter
 from typing import NamedTuple, final
 
-from stretto.errors import TimeError, UnitError, shown
+from stretto.errors import TimeError, UnitError
 from stretto.timing.grammar import TimeUnit, parse_unit
 from stretto.timing.time import Time
 
@@ -26,11 +26,8 @@ def nanoseconds(seconds: float) -> int:
         TimeError: it is negative, nan, or longer than 30,000 years.
     """
     if not 0 <= seconds < 1e12:
-        raise TimeError.cannot(
-            f"move the clock by seconds={shown(seconds)}",
-            why="it only goes forward, by less than 1e12 seconds",
-            instead="pass the seconds since the last update",
-        )
+        instead = "pass the seconds since the last update"
+        raise TimeError.bad("seconds", seconds, "it is not from 0 to 1e12", instead)
     return round(float(seconds) * NANOSECONDS)
 
 
@@ -84,11 +81,8 @@ class Timestamp(NamedTuple):
         if found is TimeUnit.SECOND:
             return Time(Fraction(self.run_nanoseconds, NANOSECONDS), found)
         if found is TimeUnit.DURATION:
-            raise UnitError.cannot(
-                "get the fraction of the run from a timestamp alone",
-                why="it does not know how long the run is",
-                instead="write horizon.position(timestamp, 'dur')",
-            )
+            why, instead = "it has no horizon", "write horizon.position(timestamp, 'dur')"
+            raise UnitError.cannot("get 'dur' of a timestamp", why=why, instead=instead)
         return Time(getattr(self, _COUNTERS[found]), found)
 
     def to_state(self) -> dict[str, int]:
@@ -112,11 +106,8 @@ class Timestamp(NamedTuple):
         for name in (*cls._fields, *state):
             value = state.get(name)
             if name not in cls._fields or type(value) is not int or value < 0:
-                raise TimeError.cannot(
-                    f"read a timestamp with {name}={shown(value)}",
-                    why="each count is an integer of at least 0",
-                    instead=f"write exactly {', '.join(cls._fields)}",
-                )
+                instead = f"write exactly {', '.join(cls._fields)}"
+                raise TimeError.bad(name, value, "it is not a count of a timestamp", instead)
         return cls(**state)
 
 

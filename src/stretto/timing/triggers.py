@@ -93,7 +93,7 @@ class Every(Trigger):
     interval: Time
 
     def __init__(self, interval: TimeLike) -> None:
-        object.__setattr__(self, "interval", _positive(Time(interval), "an interval"))
+        object.__setattr__(self, "interval", _positive(Time(interval), "interval"))
 
     def bind(self, horizon: Horizon) -> BoundTrigger:
         """Resolve the interval for one run."""
@@ -134,10 +134,8 @@ class At(Trigger):
 
     def __init__(self, *times: TimeLike) -> None:
         if not times:
-            raise TimeError.cannot(
-                "fire at no time at all", why="none was given", instead="write At('0.5ep')"
-            )
-        parsed = tuple(_positive(Time(time), "a time to fire at") for time in times)
+            raise TimeError.bad("times", times, "there are none", "write for example At('0.5ep')")
+        parsed = tuple(_positive(Time(time), "time") for time in times)
         object.__setattr__(self, "times", parsed)
 
     def bind(self, horizon: Horizon) -> BoundTrigger:
@@ -215,13 +213,9 @@ def parse_trigger(value: TimeLike | Trigger) -> Trigger:
     return value if isinstance(value, Trigger) else Every(value)
 
 
-def _positive(time: Time, what: str) -> Time:
+def _positive(time: Time, name: str) -> Time:
     if time.amount <= 0:
-        raise TimeError.cannot(
-            f"use '{time}' as {what}",
-            why="it is not after the start of the run",
-            instead="write a time such as '1ep'",
-        )
+        raise TimeError.bad(name, str(time), "it is not longer than 0", "write for example '1ep'")
     return time
 
 

@@ -1,5 +1,6 @@
 """The Trainer: one readable loop, events, callbacks, metrics."""
 
+from stretto.run import Run, prepare
 from stretto.settings import Checkpointing, Loading, Stepping
 from stretto.training.callback import Callback
 from stretto.training.logs.loggers import (
@@ -8,7 +9,6 @@ from stretto.training.logs.loggers import (
     TensorBoardLogger,
     WandbLogger,
 )
-from stretto.training.run import Run, prepare
 from stretto.training.settings import Evaluation, Logging
 from stretto.training.trainer import Trainer
 

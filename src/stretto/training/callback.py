@@ -10,11 +10,11 @@ from typing import Any, Self, final
 
 from stretto.batching import Signals
 from stretto.data import Step
+from stretto.run import Run
 from stretto.schedules import Schedule
 from stretto.schedules.fields import stretched
 from stretto.timing import Time, Trigger
 from stretto.timing.time import Number
-from stretto.training.run import Run
 
 
 class Callback:
@@ -35,8 +35,6 @@ class Callback:
 
     monitor: str | None = None
     """The metric that it follows, such as `"validation/loss"`; some evaluation must measure it."""
-    result_file: tuple[str, str] | None = None
-    """What it leaves in the run folder: a few words for the user, and the name of the file."""
 
     def on_build(self, run: Run) -> None:
         """Called once when model, optimizers and clock are built, before a resume.

@@ -87,67 +87,54 @@ class CriterionLoss:
 def as_loss(loss: Any, reduction: Literal["mean", "sum"]) -> Any:
     """Return `loss(model, batch)`, from one or from a criterion.
 
-    A criterion is a module, or a function of two arguments with the names of those of torch, such
-    as `(input, target)`, `(output, labels)` or `(logits, y)`. If the first argument is called
-    `model`, and with any other names, it is `loss(model, batch)`.
+    A criterion is a module whose `forward` does not take a `model`, or a function of two arguments
+    with names such as `(input, target)` or `(logits, labels)`.
 
     Raises:
         TrainingError: it takes other arguments; or it is a criterion with another reduction, or
             with parameters.
     """
     names = _names(loss)
+    why, instead = None, _EXAMPLE
     if isinstance(loss, type) or (names is not None and len(names) != 2):
-        takes = "it is a class" if names is None or isinstance(loss, type) else (
-            f"it takes {len(names)} arguments ({', '.join(names)})"
-        )  # fmt: skip
-        raise TrainingError.cannot(
-            f"use {shown(as_text(loss))} as the loss",
-            why=f"{takes}; a loss takes (model, batch), or (output, target)",
-            instead=_EXAMPLE,
-        )
-    if names is not None and names[0] in ("model", "net", "network", "module"):
+        why = "a loss takes (model, batch), or (output, target)"
+    elif (names is not None and names[0] == "model") or (
+        not isinstance(loss, nn.Module)
+        and (names is None or names[0] not in _OUTPUTS or names[1] not in _TARGETS)
+    ):
         return loss
-    is_named = names is not None and names[0] in _OUTPUTS and names[1] in _TARGETS
-    if not (is_named or isinstance(loss, nn.Module)):
-        return loss
-    own = _setting(loss, "reduction") or "mean"
-    if own.removeprefix("batch") != reduction:
+    elif (own := _setting(loss, "reduction") or "mean").removeprefix("batch") != reduction:
+        why = f"it has reduction={own!r}, and not {reduction!r}"
+        instead = "leave reduction out, or set loss_reduction as well"
+    elif isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
+        why = "it has parameters, which are saved and averaged over ranks with the model only"
+        instead = "make it a part of the model, and " + _EXAMPLE.replace("crit", "model.crit")
+    if why is not None:
         raise TrainingError.cannot(
-            f"use {shown(as_text(loss))} as the loss",
-            why=f"it has reduction={own!r}, and not {reduction!r}",
-            instead="leave reduction out"
-            if reduction == "mean"
-            else f"write reduction={reduction!r}, or leave loss_reduction out",
-        )
-    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
-        raise TrainingError.cannot(
-            f"use {type(loss).__name__} as the loss",
-            why="it has parameters, which are saved and averaged over ranks with the model only",
-            instead="make it a part of the model, and " + _EXAMPLE.replace("crit", "model.crit"),
+            f"use {shown(as_text(loss))} as the loss", why=why, instead=instead
         )
     return CriterionLoss(loss)
 
 
-def _parameters(loss: Any) -> Mapping[str, inspect.Parameter] | None:
+def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
     try:
-        call = loss.forward if isinstance(loss, nn.Module) else loss
-        return inspect.signature(call).parameters
+        return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
     except (TypeError, ValueError):
-        return None
+        return {}
 
 
 def _names(loss: Any) -> list[str] | None:
     """Return the names of the arguments that a loss must be given; None: not known."""
-    found = _parameters(loss)
-    if found is None or any(one.kind is one.VAR_POSITIONAL for one in found.values()):
+    found = _parameters(loss).values()
+    if not found or any(one.kind is one.VAR_POSITIONAL for one in found):
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [one.name for one in found.values() if one.kind in kinds and one.default is one.empty]
+    return [one.name for one in found if one.kind in kinds and one.default is one.empty]
 
 
 def _setting(criterion: Any, name: str) -> Any:
     """Return a setting of a criterion: an attribute of a module, the default of an argument."""
     if isinstance(criterion, nn.Module):
         return getattr(criterion, name, None)
-    found = (_parameters(criterion) or {}).get(name)
+    found = _parameters(criterion).get(name)
     return None if found is None or found.default is found.empty else found.default

@@ -1,4 +1,4 @@
-"""One description of a run: what ranks compare, what a resume prints and what loggers show."""
+"""One description of a run, for ranks, resumes and loggers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from dataclasses import fields
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stretto import __version__
+from stretto.batching import LearningRateRule
 from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
 from stretto.data.indices import seed_generators
 from stretto.distributed.ranks import Plain, Ranks, as_text, check_agreement, plain
-from stretto.optim.hyperparameters import as_one_schedule, each_of
+from stretto.optim.hyperparameters import INITIAL, as_one_schedule
 from stretto.runtime import TrainStep
 from stretto.runtime.random_state import kept_generators
 from stretto.settings import Computing, Loading, Stepping
 from stretto.training.callback import Callback, overrides
-from stretto.training.settings import Evaluation, Timed
+from stretto.training.settings import Timed
 
 _OWN_OF_A_RANK = ("num_workers", "prefetch_factor", "pin_memory", "callbacks", "torch", "stretto")
 """Settings that ranks need not share."""
@@ -36,6 +37,7 @@ def describe(
     optimizer: Optimizer,
     loading: Loading,
     computing: Computing,
+    rule: LearningRateRule | None,
     stepping: Stepping,
     ranks: Ranks,
     **given: Any,
@@ -49,12 +51,17 @@ def describe(
         optimizer: the optimizers as one, before anything is scheduled or loaded.
         loading: how samples are fetched.
         computing: how the model computes.
+        rule: how learning rates follow the batch size.
         stepping: how a step is computed.
         ranks: the processes of the run.
         given: further settings.
     """
     parameters = dict(step.model.named_parameters())
     frozen = [name for name, one in parameters.items() if not one.requires_grad]
+    callbacks = [
+        type(one).__name__ if type(one).__repr__ is object.__repr__ else as_text(one)[:_LONGEST]
+        for one in timed.callbacks
+    ]
     settings: dict[str, Any] = {
         "max_duration": str(timed.max_duration),
         "batch_size": timed.batch_size,
@@ -62,26 +69,35 @@ def describe(
         **{f"schedules.{key}": as_one_schedule(one) for key, one in timed.schedules.items()},
         **_of_data("data", spec),
         **_fields(loading),
-        **_of_optimizer(optimizer),
+        "optimizer": " and ".join(
+            f"{type(one).__module__}.{type(one).__qualname__}" for one in step.optimizers
+        ),
+        "optimizer.groups": len(optimizer.param_groups),
+        **{name: value for name, _, _, value in _values_of(optimizer)},
         "step": type(step),
         "loss": step.loss,
         **_fields(computing),
         "device": ranks.device.type,
+        "rule": rule,
         **_fields(stepping),
         "model": type(step.model),
-        "model.parameters": sum(map(_numel, parameters.values())),
+        "model.parameters": sum(p.numel() for p in parameters.values() if not _is_lazy(p)),
         "model.types": ", ".join(sorted({str(one.dtype) for one in parameters.values()})),
         "model.frozen": ", ".join(frozen),
     }
     for one in timed.evaluations:
-        settings |= _of_evaluation(one)
+        at = f"evaluate.{one.name}"
+        settings |= {f"{at}.{name}": value for name, value in _fields(one).items()}
+        del settings[f"{at}.data"]
+        settings[f"{at}.every"] = one.trigger
+        settings |= _of_data(at, DataSpec.of(one.data))
     if timed.checkpoint is not None:
         settings |= {f"checkpoint.{name}": one for name, one in _fields(timed.checkpoint).items()}
         settings["checkpoint.every"] = timed.checkpoint.trigger
     return {name: plain(value) for name, value in settings.items()} | {
         "log.every": str(timed.log.trigger),
         "log.flush": str(timed.log.flush_trigger),
-        "callbacks": ", ".join(sorted(map(_callback_text, timed.callbacks))),
+        "callbacks": ", ".join(sorted(callbacks)),
         "world_size": ranks.world_size,
         "torch": str(torch.__version__),
         "stretto": __version__,
@@ -89,25 +105,19 @@ def describe(
 
 
 def compare_ranks(
-    described: Mapping[str, Plain],
-    model: nn.Module,
-    optimizer: Optimizer,
-    callbacks: Sequence[Callback],
-    ranks: Ranks,
+    described: Mapping[str, Plain], step: TrainStep, callbacks: Sequence[Callback], ranks: Ranks
 ) -> None:
     """Compare the settings of all ranks, before any of them can wait for another.
 
     Raises:
         TrainingError: they differ.
     """
-    if ranks.world_size == 1:
-        return
     shared = {
         key: str(one)
         for key, one in described.items()
         if key not in _OWN_OF_A_RANK and not key.startswith("model")
     }
-    # Others may be on one rank alone, such as one that shows progress.
+    # A rank may have other callbacks, such as one that shows progress.
     shared["callbacks that change batches or listen to noise"] = as_text(
         [
             type(one)
@@ -115,7 +125,24 @@ def compare_ranks(
             if overrides(one, "transform_batch") or overrides(one, "on_noise")
         ]
     )
-    check_agreement(shared | dict(_of_model(model, optimizer)), ranks, call="Trainer()")
+    groups = [group["params"] for one in step.optimizers for group in one.param_groups]
+    place = {
+        id(one): f"in parameter group {number}"
+        for number, group in enumerate(groups)
+        for one in group
+    }
+    for kind, named in (
+        ("parameter", step.model.named_parameters()),
+        ("buffer", step.model.named_buffers()),
+    ):
+        for number, (name, one) in enumerate(named):
+            shape = "unknown shape" if _is_lazy(one) else f"shape {list(one.shape)}"
+            learns = "" if kind == "buffer" else f", requires_grad={one.requires_grad}"
+            shared[f"{kind} {number} of the model"] = (
+                f"{name!r} of {shape} and type {str(one.dtype).removeprefix('torch.')}, "
+                f"{place.get(id(one), 'not in the optimizer')}{learns}"
+            )
+    check_agreement(shared, ranks, call="Trainer()")
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
@@ -130,41 +157,37 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[st
             yield f"{name}: {before} -> {now}"
 
 
-def gone(callback: str) -> str:
-    """Return the line for a callback that had state and is none of the run's any more.
-
-    >>> gone("NoiseReport")
-    'callbacks: NoiseReport -> None, and its state is dropped'
-    """
-    return f"callbacks: {callback} -> None, and its state is dropped"
-
-
 @final
 class BuiltWith:
-    """What an optimizer was built with, before anything is scheduled or loaded.
+    """The hyperparameters that an optimizer was built with, before anything is loaded.
 
     >>> weight = torch.zeros(2, requires_grad=True)
-    >>> BuiltWith(torch.optim.SGD([weight], lr=0.1)).values["optimizer.lr"]
-    0.1
+    >>> built = BuiltWith(torch.optim.SGD([weight], lr=0.1))
+    >>> built.read()
+    >>> built.values["optimizer.lr"]
+    (0, 'lr', 0.1)
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._places = {
+        self.values: dict[str, tuple[int, str, Any]] = {}
+        """By the name in a description: the number of the group, the key and the value."""
+
+    def read(self) -> None:
+        """Read the hyperparameters, once."""
+        self.values = self.values or {
             name: (number, key, value)
-            for name, number, key, value in _values_of(optimizer)
-            if key in optimizer.defaults
+            for name, number, key, value in _values_of(self._optimizer)
+            if key in self._optimizer.defaults
         }
-        self.values = {name: plain(value) for name, (*_, value) in self._places.items()}
-        """By the name in a description; as JSON."""
 
     def keep_changed(self, saved: Mapping[str, Any]) -> None:
         """Keep hyperparameters that changed since the checkpoint; restore the rest.
 
         Other values stay as loaded: a callback may have changed them during training.
         """
-        for name, (number, key, value) in self._places.items():
-            if name in saved and saved[name] != self.values[name]:
+        for name, (number, key, value) in self.values.items():
+            if name in saved and saved[name] != plain(value):
                 self._optimizer.param_groups[number][key] = value
 
 
@@ -202,59 +225,18 @@ def _of_data(at: str, spec: DataSpec) -> dict[str, Any]:
     }
 
 
-def _of_evaluation(evaluation: Evaluation) -> dict[str, Any]:
-    at = f"evaluate.{evaluation.name}"
-    settings = {f"{at}.{name}": one for name, one in _fields(evaluation).items() if name != "data"}
-    settings[f"{at}.every"] = evaluation.trigger
-    return settings | _of_data(at, DataSpec.of(evaluation.data))
-
-
-def _of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    kinds = [f"{type(one).__module__}.{type(one).__qualname__}" for one in each_of(optimizer)]
-    return {
-        "optimizer": " and ".join(kinds),
-        "optimizer.groups": len(optimizer.param_groups),
-        **{name: value for name, _, _, value in _values_of(optimizer)},
-    }
-
-
 def _values_of(optimizer: Optimizer) -> Iterator[tuple[str, int, str, Any]]:
     """Yield name in a description, number of the group, key and value."""
     for number, group in enumerate(optimizer.param_groups):
         at = "" if len(optimizer.param_groups) == 1 else f"@{group.get('name', number)}"
         for key, value in group.items():
-            if key not in ("params", "param_names", "initial_lr"):
+            if key not in ("params", "param_names") and not key.startswith(INITIAL):
                 yield f"optimizer.{key}{at}", number, key, value
 
 
-def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
-    groups = {
-        id(parameter): number
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        group = groups.get(id(parameter))
-        place = "not in the optimizer" if group is None else f"in parameter group {group}"
-        frozen = "" if parameter.requires_grad else ", frozen"
-        yield f"parameter {number} of the model", f"{_of_tensor(name, parameter)}, {place}{frozen}"
-    for number, (name, buffer) in enumerate(model.named_buffers()):
-        yield f"buffer {number} of the model", _of_tensor(name, buffer)
-
-
-def _of_tensor(name: str, tensor: Tensor) -> str:
-    shape = "of unknown shape" if is_lazy(tensor) else f"of shape {list(tensor.shape)}"
-    return f"{name!r} {shape} and type {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _numel(parameter: Tensor) -> int:
-    return 0 if is_lazy(parameter) else parameter.numel()
+def _is_lazy(tensor: Tensor) -> bool:
+    return is_lazy(tensor)
 
 
 def _fields(settings: Any) -> dict[str, Any]:
     return {one.name: getattr(settings, one.name) for one in fields(settings)}
-
-
-def _callback_text(callback: Callback) -> str:
-    is_plain = type(callback).__repr__ is object.__repr__
-    return type(callback).__name__ if is_plain else as_text(callback)[:_LONGEST]

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple, final
 
 from stretto.batching import NO_SIGNALS, Signals
+from stretto.batching.following import measured_value
 from stretto.data import Step
-from stretto.distributed.ranks import Plain, Ranks, check_agreement, in_batch
-from stretto.distributed.strategy import Strategy
-from stretto.runtime import TrainStep
+from stretto.distributed.logged import mean_loss
+from stretto.distributed.ranks import Ranks, check_agreement, in_batch
+from stretto.run import Run
 from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.step import Info
-from stretto.settings import Stepping
 from stretto.timing import Timestamp
 from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Progress, Saver
-from stretto.training.checkpointing.state import RunState
-from stretto.training.describe import BuiltWith
 from stretto.training.evaluation.evaluate import Best, Evaluator
-from stretto.training.logs.console import ConsoleLogger, has_terminal
-from stretto.training.logs.logged import mean_loss
 from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
-from stretto.training.run import Run
-from stretto.training.settings import Timed
 from stretto.training.stepping.finite import Gradient, not_finite, skipped_alone
-from stretto.training.stepping.measuring import Measurements
-from stretto.training.stepping.retry import Retry
-from stretto.training.stepping.stepper import Stepper
+from stretto.training.stepping.stepper import Measured, Stepper
 
 SIGNALS = ("SIGTERM", "SIGINT")
 """Those that end a run; where ranks have received several, the first of these counts."""
@@ -97,9 +89,26 @@ def exit_code(reason: str) -> int:
     return next((128 + n for n in (signal.SIGINT, signal.SIGTERM) if n.name in reason), 0)
 
 
-_EVALUATION_BATCH = 64
-"""Samples of a forward pass in evaluation where no micro-batch size is set."""
 _BATCH_EVENTS = ("on_batch_start", "transform_batch", "on_gradient", "on_noise", "on_batch_end")
+
+
+class StepSums(NamedTuple):
+    """What ranks exchange about a step: the sums over all of them."""
+
+    tokens: float
+    units: float
+    """The units that the loss is a mean over, if gradients are divided by them later."""
+    stops: float
+    """Ranks that want to stop."""
+    seconds: float
+    """The seconds since the step before, from the first rank."""
+    failed: float
+    """Ranks whose loss or gradient is not finite."""
+    skipped: float
+    """Ranks that have skipped the step before."""
+    mark: float
+    mark_squared: float
+    """These two show whether values that should be equal are (see `marks`)."""
 
 
 class Shared(NamedTuple):
@@ -124,15 +133,16 @@ class Loop:
 
     run: Run
     stepper: Stepper
-    measurements: Measurements
     recorder: Recorder
     saver: Saver
     evaluators: Sequence[Evaluator]
     best: Best
+    metric: str | None
+    """The metric that the batch size follows."""
     non_finite: Literal["stop", "skip", "ignore"]
     events: Events
     ranks: Ranks
-    interrupts: Interrupts
+    interrupts: Interrupts = field(default_factory=Interrupts)
     signal: str | None = None
     """The signal that any rank has received; None: none."""
     _all_stop: bool = False
@@ -145,7 +155,7 @@ class Loop:
     _listens: bool = False
     """Whether a callback listens to single batches."""
     _may_stop: bool = False
-    """Whether a callback of any rank does, so that it may stop the run after any batch."""
+    """Whether a callback of some rank may stop several ranks after any batch."""
     _has_skipped: bool = False
     """Whether the last step has left the weights as they were."""
 
@@ -157,11 +167,7 @@ class Loop:
         timer.start()
         before = timer.timestamp
         while run.stop_reason is None or (several and not self._all_stop):
-            try:
-                step = run.begin()
-            except Exception as error:
-                self._save_despite(error)
-                raise
+            step = run.begin()
             if step is None:
                 break
             gradient, info, shared = self._compute(step)
@@ -184,7 +190,7 @@ class Loop:
                 self._show_and_save(after, shared.saving)
             if self._listens:
                 self.events.tell("on_batch_end", step)
-            if self._may_stop and several:
+            if self._may_stop:
                 self._agree_to_stop()
             if due or after.epoch != before.epoch or len(self.recorder.pending) >= MOST_PENDING:
                 self._after_batch(due, before, after)
@@ -197,9 +203,10 @@ class Loop:
         self._is_saving = self.saver.is_busy
         self._listens = any(map(self.events.listeners, _BATCH_EVENTS))
         self._shows = bool(self.events.listeners("on_gradient"))
-        self._is_alone = self.ranks.world_size == 1 and self.measurements.is_idle
+        several = self.ranks.world_size > 1
+        self._is_alone = not (several or self.stepper.measures)
         stops, listens = self.ranks.agree((self.run.stop_reason is not None, self._listens))
-        self._may_stop = listens > 0
+        self._may_stop = several and listens > 0
         if stops:
             self._stop_together()
 
@@ -244,22 +251,19 @@ class Loop:
             shared = self._agree(step, gradient)
         elif not self.stepper.is_finite(gradient):
             shared = _NOT_FINITE
-        info = self._update(step) if shared.is_finite else None
+        info: Info | None = None
+        if shared.is_finite:
+            if self._shows:
+                self.stepper.show(partial(self.events.tell, "on_gradient", step))
+            info = self.stepper.update()
         self._has_skipped = info is None
         if info is None:
             self._skip(step, is_finite=shared.is_finite)
-        return gradient, info, shared
-
-    def _update(self, step: Step) -> Info | None:
-        if self._shows:
-            self.stepper.show(partial(self.events.tell, "on_gradient", step))
-        info = self.stepper.update()
-        if info is not None:
-            if self.run.skipped.in_a_row:
-                self.run.skipped.end_row()
+        else:
+            run.skipped.in_a_row = 0
             for name, value in info.items():
-                self.run.log(name, value)
-        return info
+                run.log(name, value)
+        return gradient, info, shared
 
     def _show_and_save(self, now: Timestamp, saving: Progress) -> None:
         """Show the progress of the run and write more of an unfinished checkpoint."""
@@ -277,38 +281,33 @@ class Loop:
 
     def _agree(self, step: Step, gradient: Gradient) -> Shared:
         """Exchange what ranks know about the step, in one all-reduce."""
-        saving, measured = self.saver.progress(), self.measurements.own(gradient)
+        saving, measured = self.saver.progress(), self.stepper.measured(gradient)
+        is_finite = self.stepper.is_finite(gradient)
         if self.ranks.world_size == 1:
-            signals = self.measurements.signals(step, measured)
-            is_finite = self.stepper.is_finite(gradient)
+            signals = measured.signals(step.num_samples)
             return Shared(gradient.tokens, None, is_finite, saving, signals)
-        wants_stop = self.run.stop_reason is not None
-        seconds = self.run.timer.seconds_since_update() if self.ranks.is_first else 0.0
-        tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
         counts = self.ranks.counts
-        own = self.run.loader.extent | self.run.hyperparameters.values()
-        sums = self.ranks.agree(
-            (
-                tokens * counts,
-                gradient.units * counts,
-                wants_stop,
-                seconds,
-                not self.stepper.is_finite(gradient),
-                self._has_skipped,
-                *marks(hash(tuple(own.values()))),
-                *saving,
-                *(one * counts for one in measured),
-            )
+        values = self.run.loader.extent | self.run.hyperparameters.values()
+        own = StepSums(
+            (step.num_tokens if gradient.tokens is None else gradient.tokens) * counts,
+            gradient.units * counts,
+            self.run.stop_reason is not None,
+            self.run.timer.seconds_since_update() if self.ranks.is_first else 0.0,
+            not is_finite,
+            self._has_skipped,
+            *marks(hash(tuple(values.values()))),
         )
-        self._check_skipped(sums[5])
-        if not all_same(sums[6:8], self.ranks.world_size):
-            check_agreement(in_batch(step.timestamp.batch + 1, own), self.ranks, call="fit()")
-        self.stepper.finish(step, sums[1])
-        if sums[2]:
+        sums = self.ranks.agree((*own, *saving, *(one * counts for one in measured)))
+        start, end = len(own), len(own) + len(saving)
+        total, saving = StepSums(*sums[:start]), Progress(*sums[start:end])
+        self._check_skipped(total.skipped)
+        if not all_same((total.mark, total.mark_squared), self.ranks.world_size):
+            check_agreement(in_batch(step.timestamp.batch + 1, values), self.ranks, call="fit()")
+        self.stepper.finish(step, total.units)
+        if total.stops:
             self._stop_together()
-        end = 8 + len(saving)
-        signals = self.measurements.signals(step, sums[end:])
-        return Shared(int(sums[0]), sums[3], not sums[4], Progress(*sums[8:end]), signals)
+        signals = Measured(*sums[end:]).signals(step.num_samples)
+        return Shared(int(total.tokens), total.seconds, not total.failed, saving, signals)
 
     def _settle(self) -> None:
         """Check, before anything is made of the weights, what is known of the steps only now."""
@@ -389,7 +388,7 @@ class Loop:
         is_best = False
         for evaluator in evaluators:
             named = self.evaluate(evaluator)
-            followed = self.measurements.metric(named)
+            followed = measured_value(self.metric, named)
             if followed is not None:
                 self.run.loader.note_metric(followed)
             is_best |= self.best.is_beaten(named, self.run.timer.sample)
@@ -402,106 +401,3 @@ class Loop:
     def _announce(self, path: Path | None) -> None:
         if path is not None:
             self.events.tell("on_checkpoint", path)
-
-    def _save_despite(self, error: Exception) -> None:
-        """Save the run when samples cannot be read; possible only with one rank."""
-        if self.ranks.world_size > 1 or not self.run.timer.batch:
-            return
-        try:
-            self._save()
-            self._announce(self.saver.wait())
-        except Exception as another:  # noqa: BLE001  the first error is raised
-            error.add_note(f"and no checkpoint could be written: {another}")
-
-
-def make_loop(
-    run: Run,
-    step: TrainStep,
-    timed: Timed,
-    stepping: Stepping,
-    *,
-    strategy: Strategy,
-    events: Events,
-    described: Mapping[str, Plain],
-    built: BuiltWith,
-    is_found: bool,
-) -> tuple[Loop, RunState]:
-    """Return what trains a run, and what of it a checkpoint keeps.
-
-    Args:
-        run: the run, bound.
-        step: computes gradients and updates the weights.
-        timed: when the run logs, evaluates and saves.
-        stepping: how a step is computed.
-        strategy: how the model trains on the ranks.
-        events: the callbacks.
-        described: the settings of the run.
-        built: what the optimizer was built with.
-        is_found: whether the micro-batch size was found.
-    """
-    ranks, spec = run.ranks, run.spec
-    run.watch("flush", timed.log.flush_trigger.bind(run.horizon))
-    stepper = Stepper(
-        step,
-        settings=stepping,
-        strategy=strategy,
-        # Where nobody changes them, the loader has counted what the data have.
-        count_tokens=spec.count_tokens if spec.tokens_vary else None,
-    )
-    stepper.retry = Retry(
-        step.model, spec, ranks, size=run.loader.micro_batch_size, is_found=is_found
-    )
-    evaluators = [
-        Evaluator(
-            settings,
-            step.model,
-            loss=step.loss,
-            loss_is_sum=step.loss_reduction == "sum",
-            count=stepper.count,
-            autocast=step.autocast,
-            batch_size=run.loader.micro_batch_size or _EVALUATION_BATCH,
-            collate_fn=run.loading.collate_fn,
-            strategy=strategy,
-        )
-        for settings in timed.evaluations
-    ]
-    best = Best(timed.checkpoint, timed.evaluations)
-    log = timed.log
-    is_shown = has_terminal() if log.console is None else log.console
-    folder = None if run.folder is None else str(run.folder)
-    recorder = Recorder(
-        run,
-        log.loggers,
-        console=ConsoleLogger(run.horizon.max_duration) if is_shown and ranks.is_first else None,
-        config={**(described if log.config is None else log.config), "folder": folder},
-    )
-    state = RunState(
-        step,
-        run=run,
-        recorder=recorder,
-        stepper=stepper,
-        callbacks=timed.callbacks,
-        evaluators=evaluators,
-        best=best,
-        setup=described,
-        built=built,
-        strategy=strategy,
-    )
-    saver = Saver(timed.checkpoint, run.folder, ranks=ranks, state=state, best=best)
-    measurements = Measurements(
-        run.loader, stepper, stepping=stepping, events=events, evaluations=timed.evaluations
-    )
-    loop = Loop(
-        run=run,
-        stepper=stepper,
-        measurements=measurements,
-        recorder=recorder,
-        saver=saver,
-        evaluators=evaluators,
-        best=best,
-        non_finite=stepping.non_finite,
-        events=events,
-        ranks=ranks,
-        interrupts=Interrupts(),
-    )
-    return loop, state

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stretto.batching import BatchSizePolicy, checked_size
 from stretto.data import DataSpec
 from stretto.data.spec import is_one_shot
-from stretto.errors import TrainingError, shown
+from stretto.errors import TrainingError
 from stretto.schedules import as_schedule
 from stretto.settings import Checkpointing
 from stretto.timing import Time, TimeLike, Trigger, parse_trigger
@@ -19,11 +19,11 @@ from stretto.timing.conversion import rounded
 from stretto.timing.grammar import exact
 from stretto.timing.time import Number
 from stretto.training.callback import Callback
-from stretto.training.evaluation.metrics import Metric, Predict, check_metric, is_object
+from stretto.training.evaluation.metrics import Metric, Predict, check_metric
 from stretto.training.logs.loggers import Logger
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
-"""`loss(model, batch)`: a scalar, the mean over the batch (or its sum, if said so)."""
+"""`loss(model, batch)`: a scalar, the mean over the batch (see `Stepping.loss_reduction`)."""
 
 
 @final
@@ -40,9 +40,8 @@ class Evaluation:
     Every('0.1dur')
 
     Raises:
-        TrainingError: the data can be read only once, a metric is none or is named `loss`, the
-            batch size is not at least 1, or no metric is an object that takes what `predict`
-            returns.
+        TrainingError: the data can be read only once, a metric is none or is named `loss`.
+        BatchSizeError: the batch size is not at least 1.
     """
 
     data: Any
@@ -67,26 +66,15 @@ class Evaluation:
         if is_one_shot(data):
             raise TrainingError.cannot(
                 f"evaluate on data of type {type(data).__name__}",
-                why="it can be iterated over only once, and every evaluation reads all of it",
-                instead="pass a data set, or DataLoader(batches, batch_size=None), where "
-                "batches is a list of batches or an object whose __iter__ starts anew",
+                why="it can be read only once",
+                instead="pass a data set, or DataLoader(batches, batch_size=None)",
             )
         if "loss" in self.metrics:
-            raise TrainingError.cannot(
-                f"measure a metric named 'loss' in {self.name!r}",
-                why="the loss itself has that name",
-                instead="choose another, or pass it as loss=...",
-            )
+            raise TrainingError.bad("metric", "loss", "the loss has that name", "choose another")
         # A collection of torchmetrics is a mapping as well.
         object.__setattr__(self, "metrics", dict(self.metrics))
         for name, metric in self.metrics.items():
             check_metric(name, metric)
-        if self.predict is not None and not any(map(is_object, self.metrics.values())):
-            raise TrainingError.cannot(
-                f"predict for metrics of {self.name!r}",
-                why="none of them is an object with update, compute and reset",
-                instead="leave predict out; a function gets the model and the batch",
-            )
         if self.batch_size is not None:
             checked_size(self.batch_size, "a batch size")
 
@@ -121,16 +109,9 @@ class Logging:
 
     def __post_init__(self) -> None:
         for one in self.loggers:
-            given: object = one
-            missing = [name for name in _LOGGER if not callable(getattr(given, name, None))]
-            if missing or isinstance(given, type):
-                raise TrainingError.cannot(
-                    f"log to {shown(given)}",
-                    why=f"it has no method {missing[0]!r}"
-                    if missing
-                    else "it is a class and not an object",
-                    instead="pass an object with the methods start(config, sample), "
-                    "log(record) and close(), such as TensorBoardLogger()",
+            if isinstance(one, type) or not hasattr(one, "start"):
+                raise TrainingError.bad(
+                    "loggers", one, "it is not a logger", "pass objects such as TensorBoardLogger()"
                 )
 
     @property
@@ -142,10 +123,6 @@ class Logging:
     def flush_trigger(self) -> Trigger:
         """When what was logged must be on the disk."""
         return parse_trigger(self.flush)
-
-
-_LOGGER = ("start", "log", "close")
-"""The methods of a logger."""
 
 
 @final
@@ -160,8 +137,8 @@ class Timed(NamedTuple):
     log: Logging
     callbacks: Sequence[Callback]
 
-    def scaled(self, ratio: Number | None) -> Timed:
-        """Return all of it for a run `ratio` times as long; None: as it is.
+    def scaled(self, ratio: Number) -> Timed:
+        """Return all of it for a run `ratio` times as long.
 
         Fractions of the run stay, since they stretch by themselves. Batches, samples and tokens
         come in whole numbers and are rounded up.
@@ -170,14 +147,10 @@ class Timed(NamedTuple):
             TrainingError: the ratio is not above 0.
             TimeError: the ratio is not a finite number.
         """
-        if ratio is None:
-            return self
         factor = exact(ratio)
         if factor <= 0:
-            raise TrainingError.cannot(
-                f"use scale_schedule={shown(ratio)}",
-                why="a run can't be stretched to nothing",
-                instead="write a ratio above 0 such as 0.5",
+            raise TrainingError.bad(
+                "scale_schedule", ratio, "the run has no length", "write a ratio above 0"
             )
 
         def stretched(schedule: Any) -> Any:

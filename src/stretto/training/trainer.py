@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,24 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
-from stretto.batching import PolicyLike
+from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike, as_rule, awaits_maximum
+from stretto.batching.following import followed_metric, metrics_of
 from stretto.batching.seesaw import Coupling, paired
 from stretto.checkpoint import checkpoint_path
 from stretto.data import DataSpec, StepLoader
-from stretto.distributed.ranks import Ranks, plain
+from stretto.distributed.ranks import Plain, Ranks, plain
 from stretto.distributed.strategy import Strategy, strategy_for
 from stretto.errors import PlanError, TrainingError
-from stretto.optim import Hyperparameters
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
-from stretto.planning import Plan, Prepared, bind_run
+from stretto.planning import Plan, bind_run
+from stretto.planning.bind import check_tokens
+from stretto.run import Run
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.runtime.packing import packed
 from stretto.schedules import ScheduleLike
 from stretto.settings import (
     Checkpointing,
@@ -40,24 +41,40 @@ from stretto.settings import (
 from stretto.timing import Horizon, TimeLike, Timer, Trigger
 from stretto.timing.time import Number
 from stretto.training.callback import Callback, Events
-from stretto.training.checkpointing.resuming import find_checkpoint, open_run, open_verified
-from stretto.training.checkpointing.state import check_states
-from stretto.training.checks import check_parts, given_size, read_evaluations
+from stretto.training.checkpointing.resuming import find_checkpoint, open_run
+from stretto.training.checkpointing.saver import Saver
+from stretto.training.checkpointing.state import (
+    Part,
+    Setup,
+    callback_parts,
+    check_states,
+    parts_of,
+)
+from stretto.training.checks import check_listeners, check_parts, given_size, read_evaluations
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import BuiltWith, compare_ranks, describe
-from stretto.training.evaluation.evaluate import BestEvaluation
+from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluator
 from stretto.training.evaluation.metrics import check_merging
-from stretto.training.loop import make_loop, raise_for
-from stretto.training.run import Run
+from stretto.training.logs.console import ConsoleLogger, has_terminal
+from stretto.training.logs.recorder import Recorder
+from stretto.training.loop import Loop, raise_for
 from stretto.training.settings import Logging, LossFunction, Timed
-from stretto.training.stepping.fitting import find_fitting, largest_share, with_found_maximum
-from stretto.training.stepping.measuring import keeps_gradients_apart
+from stretto.training.stepping.fitting import (
+    FoundMaximum,
+    find_fitting,
+    keeps_gradients_apart,
+    largest_share,
+    with_found_maximum,
+)
+from stretto.training.stepping.stepper import Stepper
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
 
 MicroBatchSize: TypeAlias = int | Literal["auto"] | None
 """None: the whole share of a rank; `"auto"`: what fits into memory."""
+_EVALUATION_BATCH = 64
+"""Samples of a forward pass in evaluation if there is no micro-batch size."""
 
 
 @final
@@ -97,6 +114,8 @@ class Trainer:
             that runs out of memory is repeated with smaller micro-batches.
         schedules: by hyper-parameter (`"lr"`, `"weight_decay"`, `"lr@group"`), a schedule or
             several that multiply.
+        rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a
+            function `size -> factor`; None: not at all.
         precision: what autocast computes in: `"fp32"`, `"bf16"` or `"fp16"`.
         clip_norm: the largest norm of the whole step's gradient.
         compile: whether the model runs through `torch.compile`.
@@ -114,8 +133,6 @@ class Trainer:
             above that is not a fraction of it. Callbacks that have times are copied
             (`trainer.callbacks`). The number of samples in the data stays.
         folder: where metrics, the ledger and checkpoints go; one for each run.
-        prepared: the same run as `bind_run` has bound it before; its parts are used, not bound
-            again, where they are equal to what is asked for here.
 
     Raises:
         StrettoError: something in the settings cannot be; the message says what to write.
@@ -134,6 +151,7 @@ class Trainer:
         batch_size: PolicyLike | Coupling | None = None,
         micro_batch_size: MicroBatchSize = None,
         schedules: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
+        rule: RuleLike | None = None,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
         compile: bool = False,  # noqa: A002  as torch calls it
@@ -147,7 +165,6 @@ class Trainer:
         strategy: Strategy | None = None,
         scale_schedule: Number | None = None,
         folder: str | Path | None = None,
-        prepared: Prepared | None = None,
     ) -> None:
         loading = read_settings(Loading, loading, "loading")
         stepping = read_settings(Stepping, stepping, "stepping")
@@ -155,37 +172,27 @@ class Trainer:
             precision=precision, clip_norm=clip_norm, compile=compile, device=device
         )
         evaluations = read_evaluations(evaluate)
-        check_parts(
-            model,
-            optimizer,
-            loss,
-            computing=computing,
-            stepping=stepping,
-            evaluations=evaluations,
-            callbacks=callbacks,
-        )
+        check_parts(model, optimizer, loss, computing, stepping)
+        check_listeners(model, evaluations, callbacks)
         called = as_loss(loss, stepping.loss_reduction) if callable(loss) else None
         if isinstance(called, CriterionLoss) and called.is_over_targets:
             stepping = stepping.counted(called.count)
-        sizes, schedules = paired(
-            given_size(batch_size, train_data), schedules or {}, stepping.rule
-        )
+        check_names(schedules or {})
+        sizes, schedules = paired(given_size(batch_size, train_data), schedules or {}, rule)
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
         log = read_settings(Logging, log, "log")
-        check_names(schedules)
-        timed = Timed(
-            max_duration, sizes, schedules, evaluations, checkpoint, log, callbacks
-        ).scaled(scale_schedule)
+        timed = Timed(max_duration, sizes, schedules, evaluations, checkpoint, log, callbacks)
+        timed = timed if scale_schedule is None else timed.scaled(scale_schedule)
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(timed.callbacks)
         """The listeners, in the order in which they are called."""
         self._is_training = False
         self.changes: tuple[str, ...] = ()
-        """What is set up otherwise than in the checkpoint that was resumed, a line each."""
-        self._ranks = Ranks.from_environment(device, stepping.longest_wait)
+        """The settings that differ from those of the checkpoint that was resumed, a line each."""
+        self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
         inner = model.model if isinstance(model, TrainStep) else model
-        self._strategy = (strategy or strategy_for(inner, self._ranks)).of(self._ranks)
+        self._strategy = (strategy or strategy_for(inner, ranks)).of(ranks)
         self.step = make_step(
             model,
             optimizer,
@@ -193,7 +200,6 @@ class Trainer:
             computing=computing,
             loss_reduction=stepping.loss_reduction,
             strategy=self._strategy,
-            ranks=self._ranks,
         )
         """Computes gradients and updates the weights."""
         self.model = self.step.model
@@ -203,59 +209,66 @@ class Trainer:
         if any(callback.changes_tokens for callback in self.callbacks):
             spec = replace(spec, tokens_vary=True)
         for one in self.step.optimizers:
-            restore_base_values(one)  # what the schedules of an earlier run have left
-        built = BuiltWith(self.optimizer)
-        described = describe(
+            restore_base_values(one)  # an earlier run may have scheduled other values
+        self._built = BuiltWith(self.optimizer)
+        self._settings: dict[str, Plain] = {}
+        """The description of the run, which `_describe` fills."""
+        self._described = partial(
+            describe,
             spec,
             self.step,
             timed,
             optimizer=self.optimizer,
             loading=loading,
             computing=computing,
+            rule=None if rule is None else as_rule(rule),
             stepping=stepping,
-            ranks=self._ranks,
+            ranks=ranks,
             micro_batch_size=micro_batch_size,
             folder=None if folder is None else "given",
         )
-        compare_ranks(described, self.model, self.optimizer, self.callbacks, self._ranks)
+        if ranks.world_size > 1:
+            self._describe(timed.batch_size)
+            compare_ranks(self._settings, self.step, self.callbacks, ranks)
         self.run = self._bound(
             spec,
             timed,
             loading=loading,
-            stepping=stepping,
+            rule=rule,
             micro_batch_size=micro_batch_size,
-            prepared=prepared,
         )
         """What every event of a callback gets."""
-        described["batch_size"] = plain(self.run.prepared.policy)
         events = Events(self.callbacks, self.run)
         self._prepare_callbacks(events)
         self._refusal = self._refused()
-        self.fitting: Answer | None = None
-        """How the micro-batch size was found; None where it was given."""
-        if micro_batch_size == "auto":
-            self.fitting = find_fitting(
-                self.step,
-                ranks=self._ranks,
-                loader=self.loader,
-                most=largest_share(self.plan, self.loader),
-                accumulates=True,
-                measures_noise=keeps_gradients_apart(self.loader.reads, map(type, self.callbacks)),
-            )
-            self.run.set_micro_batch_size(self.fitting.size)
-            self._refusal = self._refused()
-        self._loop, self._state = make_loop(
-            self.run,
-            self.step,
-            timed,
-            stepping,
-            strategy=self._strategy,
-            events=events,
-            described=described,
-            built=built,
-            is_found=micro_batch_size == "auto",
-        )
+        self.fitting = self._fitting() if micro_batch_size == "auto" else None
+        """How the micro-batch size was found; None if it was given."""
+        self._make_loop(timed, stepping, events)
         self.run.evaluate_with(self.evaluate)
+
+    def _prepare_callbacks(self, events: Events) -> None:
+        """Build the callbacks, and refuse state that a checkpoint cannot hold."""
+        events.tell("on_build")  # before a search for what fits: a callback may allocate memory
+        check_states({**callback_parts(self.callbacks), "step": self.step})
+        transforms = events.listeners("transform_batch")
+        self.step.transforms = [partial(call, self.run) for call in transforms]
+
+    def _fitting(self) -> Answer:
+        """Find the micro-batch size."""
+        answer = find_fitting(
+            self.step,
+            ranks=self._ranks,
+            loader=self.loader,
+            most=largest_share(self.plan, self.loader),
+            accumulates=True,
+            measures_noise=self._keeps_gradients_apart(self.loader.reads),
+        )
+        self.run.set_micro_batch_size(answer.size)
+        self._refusal = self._refused()
+        return answer
+
+    def _keeps_gradients_apart(self, reads: frozenset[str]) -> bool:
+        return keeps_gradients_apart(reads, map(type, self.callbacks))
 
     def _bound(
         self,
@@ -263,34 +276,31 @@ class Trainer:
         timed: Timed,
         *,
         loading: Loading,
-        stepping: Stepping,
+        rule: RuleLike | None,
         micro_batch_size: MicroBatchSize,
-        prepared: Prepared | None,
     ) -> Run:
         """Return the run, bound to its data, optimizers and ranks."""
-        if self._ranks.world_size > 1:
-            for one in timed.evaluations:
-                check_merging(one.metrics)
-        kinds = list(map(type, self.callbacks))
-        policy, self.found_maximum = with_found_maximum(
-            timed.batch_size,
-            spec,
-            timed.max_duration,
-            partial(find_fitting, self.step, ranks=self._ranks),
-            ranks=self._ranks,
-            measures=partial(keeps_gradients_apart, callbacks=kinds),
-            collate_fn=loading.collate_fn,
-        )
-        """What was found for `max_batch_size="auto"`, and how; None where it was given."""
+        policy = timed.batch_size
+        self.found_maximum: FoundMaximum | None = None
+        """The size that was found for `max_batch_size="auto"`, and how; None if it was given."""
+        if awaits_maximum(policy):
+            policy, self.found_maximum = with_found_maximum(
+                policy,
+                spec,
+                timed.max_duration,
+                partial(find_fitting, self.step, ranks=self._ranks),
+                ranks=self._ranks,
+                measures=self._keeps_gradients_apart,
+                collate_fn=loading.collate_fn,
+            )
         bound = bind_run(
             spec.horizon(timed.max_duration, loading.last_batch),
             policy,
             schedules=read_schedules(self.optimizer, timed.schedules),
             triggers=timed.triggers,
-            rule=stepping.rule,
-            known=prepared,
+            rule=rule,
         )
-        return Run(
+        run = Run(
             spec,
             bound,
             loading,
@@ -298,26 +308,97 @@ class Trainer:
             model=self.model,
             callbacks=self.callbacks,
             folder=self.folder,
-        ).bind(self.step.optimizers, strategy=self._strategy)
+        )
+        return run.bind(self.step.optimizers, strategy=self._strategy)
 
-    def _prepare_callbacks(self, events: Events) -> None:
-        """Build the callbacks, and refuse state that a checkpoint cannot hold."""
-        events.tell("on_build")  # before a search for what fits: a callback may allocate memory
-        check_states(self.callbacks)
-        name = f"the state of {type(self.step).__qualname__}"
-        packed(self.step.state_dict(), name, TrainingError)
-        transforms = events.listeners("transform_batch")
-        self.step.transforms = [partial(call, self.run) for call in transforms]
+    def _make_loop(self, timed: Timed, stepping: Stepping, events: Events) -> None:
+        """Build what trains the run, and what of it a checkpoint keeps."""
+        run, step, ranks, log = self.run, self.step, self._ranks, timed.log
+        if ranks.world_size > 1:
+            for one in timed.evaluations:
+                check_merging(one.metrics)
+        run.watch("flush", log.flush_trigger.bind(run.horizon))
+        stepper = Stepper(
+            step,
+            run.spec,
+            settings=stepping,
+            strategy=self._strategy,
+            reads=run.loader.reads,
+            measures_noise=bool(events.listeners("on_noise")),
+            micro_batch_size=run.loader.micro_batch_size,
+            is_found=self.fitting is not None,
+        )
+        evaluators = [
+            Evaluator(
+                settings,
+                self.model,
+                loss=step.loss,
+                loss_is_sum=step.loss_reduction == "sum",
+                count=stepper.count,
+                autocast=step.autocast,
+                batch_size=run.loader.micro_batch_size or _EVALUATION_BATCH,
+                collate_fn=run.loading.collate_fn,
+                strategy=self._strategy,
+            )
+            for settings in timed.evaluations
+        ]
+        best = Best(timed.checkpoint, timed.evaluations)
+        is_shown = ranks.is_first and (has_terminal() if log.console is None else log.console)
+        folder = None if self.folder is None else str(self.folder)
+        given = self._settings if log.config is None else dict(log.config)
+        recorder = Recorder(
+            run,
+            log.loggers,
+            console=ConsoleLogger(run.horizon.max_duration)
+            if is_shown and ranks.is_first
+            else None,
+            config=ChainMap({"folder": folder}, given),
+        )
+        self._setup = Setup(run, self._settings, self._built)
+        parts = parts_of(
+            step,
+            run,
+            retry=stepper.retry,
+            recorder=recorder,
+            callbacks=self.callbacks,
+            evaluators=evaluators,
+            best=best,
+            setup=self._setup,
+            is_sharded=self._strategy.is_sharded,
+        )
+        saver = Saver(
+            timed.checkpoint,
+            self.folder,
+            parts=parts,
+            model=step.model,
+            strategy=self._strategy,
+            recorder=recorder,
+            best=best,
+        )
+        self._loop = Loop(
+            run=run,
+            stepper=stepper,
+            recorder=recorder,
+            saver=saver,
+            evaluators=evaluators,
+            best=best,
+            metric=followed_metric(run.loader.reads, metrics_of(timed.evaluations)),
+            non_finite=stepping.non_finite,
+            events=events,
+            ranks=ranks,
+        )
+
+    def _describe(self, policy: BatchSizePolicy) -> None:
+        """Describe the run for ranks, checkpoints and loggers, before it changes anything."""
+        if not self._settings:
+            self._built.read()
+            self._settings |= self._described()
+        self._settings["batch_size"] = plain(policy)
 
     @property
     def loader(self) -> StepLoader:
         """The loader of this rank's share of every batch."""
         return self.run.loader
-
-    @property
-    def hyperparameters(self) -> Hyperparameters:
-        """The base values, the schedules and the learning rate rule."""
-        return self.run.hyperparameters
 
     @property
     def plan(self) -> Plan | None:
@@ -340,13 +421,8 @@ class Trainer:
         return self.loader.timer
 
     @property
-    def is_first_rank(self) -> bool:
-        """Whether this process writes and prints for all."""
-        return self._ranks.is_first
-
-    @property
     def stop_reason(self) -> str | None:
-        """Why the run stops, or did, before its end; None: it goes on, or reached its end.
+        """Why the run stops, or has stopped, before its end; None: it continues or has ended.
 
         `"received SIGINT"` or `"received SIGTERM"` after a signal (with `" on another rank"` on the
         other ranks), else what was passed to `stop`.
@@ -359,9 +435,13 @@ class Trainer:
         return self.run.skipped_steps
 
     @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """What scales the loss of fp16; None with any other precision."""
-        return self.step.scaler
+    @property
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint keeps, by name.
+
+        Before `resume` or `fit`, add anything with `state_dict` and `load_state_dict`.
+        """
+        return self._loop.saver.parts
 
     @property
     def unsaved(self) -> str | None:
@@ -393,7 +473,7 @@ class Trainer:
         """Train until `max_duration` is reached, or the run is stopped.
 
         SIGINT and SIGTERM end it after the batch, with a checkpoint where those are kept; all ranks
-        end alike. A run that was stopped goes on where it is called again.
+        end alike. A run that was stopped continues when you call this again.
 
         Args:
             resume: what to continue from first, as `resume` takes it, such as `"auto"`.
@@ -413,8 +493,9 @@ class Trainer:
             raise TrainingError.cannot(
                 "train inside of training",
                 why="a callback has called fit()",
-                instead="leave it out: training goes on after the callback returns",
+                instead="leave it out: training continues after the callback",
             )
+        self._describe(self.run.prepared.policy)
         if resume is not None:
             self.resume(resume)
         if self._refusal is not None:
@@ -460,43 +541,48 @@ class Trainer:
         with a warning.
 
         Args:
-            path: `"auto"`: the newest, or begin anew where there is none (a trainer that has
-                trained goes on); `"latest"`: the newest (of `Checkpointing(upload=)` if the folder
-                has none); else the path of a checkpoint, or of the
-                folder of another run.
+            path: `"auto"`: the newest, or none if there is none; `"latest"`: the newest (of
+                `Checkpointing(upload=)` if the folder has none); else the path of a checkpoint, or
+                of the folder of another run.
 
         Returns:
-            What was resumed from; None where `"auto"` finds nothing.
+            What was resumed from; None if `"auto"` finds nothing.
 
         Raises:
             CheckpointError: there is none, or it is damaged or belongs to another run.
             TrainingError: the newest is asked for and the run has no folder, or another live run
                 writes to that.
         """
+        self._describe(self.run.prepared.policy)
         found = find_checkpoint(path, self.folder, self._ranks, self._loop.saver.store)
         if found is None:
             if not self.timer.batch:
                 self._loop.recorder.start_over()
             return None
         saver = self._loop.saver
-        is_own = saver.owns(found)
-        self.changes = tuple(self._state.restore(open_verified(found), found, is_own=is_own))
+        dropped = saver.restore(found)
+        self._loop.stepper.resumed_from = found
+        self.changes = (*self._setup.changes, *dropped)
         self._refusal = None
         self.run.plan  # noqa: B018  making it checks the stages that are still to come
-        saver.saved_at = self.timer.sample if is_own else None
         return found
 
     def _refused(self) -> PlanError | None:
-        """Return why there is no plan, on several ranks.
+        """Return why there is no plan.
 
-        A stage that so many ranks cannot share may be over in the checkpoint that is resumed next.
+        One process can train on any plan, unless its data cannot count the tokens that it needs.
+        A stage that several ranks cannot share may be over in the checkpoint that is resumed next.
         """
         try:
-            self.run.plan  # noqa: B018  making it checks it
-        except PlanError as refusal:
             if self._ranks.world_size == 1:
+                check_tokens(self.run.prepared)
+            else:
+                self.run.plan  # noqa: B018  making it checks it
+        except PlanError as refusal:
+            if self._ranks.world_size > 1:
+                return refusal
+            if not self.loader.tracks_tokens:
                 raise
-            return refusal
         return None
 
 
@@ -508,7 +594,6 @@ def make_step(
     computing: Computing,
     loss_reduction: Literal["mean", "sum"],
     strategy: Strategy,
-    ranks: Ranks,
 ) -> TrainStep:
     """Return the step of a run, its model on the device of this rank."""
     if isinstance(model, TrainStep):
@@ -518,7 +603,7 @@ def make_step(
     assert optimizer is not None, "checked"
     assert loss is not None, "checked"
     if isinstance(loss, CriterionLoss):
-        loss.to(ranks.device)
+        loss.to(strategy.ranks.device)
     return SupervisedStep(
         strategy.place(model),
         optimizer,
@@ -527,5 +612,5 @@ def make_step(
         clip_norm=computing.clip_norm,
         loss_reduction=loss_reduction,
         compile=computing.compile,
-        device=ranks.device.type,
+        device=strategy.ranks.device.type,
     )

@@ -21,7 +21,6 @@ from stretto.batching import (
     LinearRule,
     Monotone,
     MultipleOf,
-    NoRule,
     PeriodSizes,
     PowerOfTwo,
     Seesaw,
@@ -195,7 +194,8 @@ def test_without_a_maximum_batches_grow_to_64_times_their_size(
     given = planned(kind(decay, 8, factor=factor, maximum=512), horizon)
     assert list(given.stages) == list(got.stages)
     (warning,) = got.warnings
-    assert warning.startswith("batches grow to 512 and no further: 64 times the 8 before")
+    assert "grow to 512" in warning
+    assert "64 times the 8 before" in warning
     assert not given.warnings
 
 
@@ -272,9 +272,9 @@ def test_pairs_are_values() -> None:
 @pytest.mark.parametrize(
     ("decay", "run", "why"),
     [
-        (Linear(over="100ba"), RUN, "follows batches, which it is to move"),
-        (Cosine(), Horizon("100ba"), "follows batches, which it is to move"),
-        (Linear(over="1h"), RUN, "follows wall time"),
+        (Linear(over="100ba"), RUN, "batches"),
+        (Cosine(), Horizon("100ba"), "batches"),
+        (Linear(over="1h"), RUN, "seconds"),
         (Linear(over="100tok"), Horizon("1000sp"), None),
         (Linear(over="100tok") * Cosine(), Horizon("1000sp"), "mixes 'tok' and 'sp'"),
         (Custom(lambda timer: 1 / (1 + timer.batch)), RUN, "reads other counters"),
@@ -302,7 +302,7 @@ def test_schedules_in_times_of_unknown_length_say_so() -> None:
 
 
 def test_only_sizes_that_are_a_function_of_time_are_multiplied() -> None:
-    with pytest.raises(BatchSizeError, match="neither"):
+    with pytest.raises(BatchSizeError, match="alone"):
         Seesaw(Cosine(), PeriodSizes([("10%", 8), ("rest", 16)])).policy.bind(RUN)
     with pytest.raises(BatchSizeError, match="maximum"):
         Seesaw(Cosine(), 8, maximum=4).policy.bind(RUN)
@@ -334,12 +334,12 @@ def test_restarts_as_many_as_places_that_are_looked_at_are_seen() -> None:
         (
             "0sp:64 200sp:4",
             {},
-            "warm-up has 64 and ends with 4.*write none above 4, or reference=64",
+            "reference=64",
         ),
-        ("0sp:8 9sp:64 200sp:16", {"reference": 8}, "write none above 16, or reference=64"),
-        ("0sp:8 9ep:64 20000tok:16", {"maximum": 64}, "write none above 16, or reference=64"),
-        ("0sp:64 200sp:4", {"reference": 64, "maximum": 16}, "beyond the maximum of 16"),
-        ("0sp:1000 200sp:4", {"reference": 1000}, "beyond the maximum of 256; write maximum=1000"),
+        ("0sp:8 9sp:64 200sp:16", {"reference": 8}, "reference=64"),
+        ("0sp:8 9ep:64 20000tok:16", {"maximum": 64}, "reference=64"),
+        ("0sp:64 200sp:4", {"reference": 64, "maximum": 16}, "maximum"),
+        ("0sp:1000 200sp:4", {"reference": 1000}, "maximum=1000"),
     ],
 )
 def test_a_warm_up_of_the_batch_that_lifts_the_rate_or_would_be_cut_is_refused(
@@ -399,7 +399,7 @@ def test_a_pair_stays_together() -> None:
         for policy in (8, other.policy):
             with pytest.raises(BatchSizeError, match="batch_size"):
                 plan(RUN, policy, schedules={"lr": schedule})
-        plan(RUN, pair.policy, schedules={"lr": schedule}, rule=NoRule())
+        plan(RUN, pair.policy, schedules={"lr": schedule}, rule=None)
     plan(RUN, 8, schedules={"lr": pair.base}, rule=LinearRule(8))
     plan(RUN, pair.policy, schedules={"weight_decay": pair.schedule}, rule=LinearRule(8))
     same = plan(RUN, pair.policy, schedules={"lr": pair.base}, rule=SquareRootRule(8))
@@ -417,11 +417,6 @@ def test_a_pair_stays_together() -> None:
 def test_factors_that_grow_nothing_or_too_much_are_refused(factor: Any) -> None:
     with pytest.raises(BatchSizeError, match="factor"):
         Seesaw(Cosine(), 8, factor=factor)
-
-
-def test_continuous_growth_is_smooth_already() -> None:
-    with pytest.raises(BatchSizeError, match="already"):
-        Seesaw(Cosine(), 8, factor="continuous", smooth=True)
 
 
 def test_the_schedule_is_that_of_the_whole_run() -> None:

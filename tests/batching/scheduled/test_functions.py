@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from typing import Any
 
 import pytest
@@ -191,28 +190,6 @@ def test_values() -> None:
     assert policies[1].scaled(3) == SizeFunction(growing, 4, every="3ep", planned=False)
     assert [policy.times() for policy in policies] == [(), (Time("1ep"),), ()]
     assert policies[2].scaled(3) == policies[2]
-
-
-def _rfc(epoch: int, current_batch_size: int) -> int:
-    return 8 if epoch in (1, 2) else 0
-
-
-class _Grower:
-    def grow(self, epoch: int, size: int) -> int:
-        return size
-
-
-@pytest.mark.parametrize(
-    "function",
-    [_rfc, lambda epoch, current: 8, partial(_rfc), _Grower().grow],
-    ids=["function", "lambda", "partial", "method"],
-)
-@pytest.mark.parametrize("make", [as_policy, SizeFunction], ids=["bare", "SizeFunction"])
-def test_a_function_of_an_epoch_and_a_size_is_recognised_as_one_of_increments(
-    make: Any, function: Any
-) -> None:
-    with pytest.raises(BatchSizeError, match="IncreaseFunction"):
-        make(function)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_the_walk_ends_with_the_periods_of_every_kind_of_end() -> None:
 def test_fractions_of_a_rest_whose_length_nobody_knows_are_refused() -> None:
     policy = PeriodSizes([("3ba", 2), ("rest", "0dur:3 50%:5")])
     policy.bind(Horizon("9ba"))
-    with pytest.raises(BatchSizeError, match="fractions"):
+    with pytest.raises(BatchSizeError, match="units"):
         policy.bind(Horizon("40sp"))
 
 
@@ -171,8 +171,8 @@ def test_values() -> None:
     ("periods", "match"),
     [
         ([], "there are none"),
-        ([("0ep", 8), ("rest", 16)], "'0ep' is not longer than 0"),
-        ([("rest", 8), ("rest", 16)], "two of them are the 'rest'"),
+        ([("0ep", 8), ("rest", 16)], "longer"),
+        ([("rest", 8), ("rest", 16)], "only one"),
         ([("10%", 8, 9)], "it is not a pair"),
         (["10%"], "it is not a pair"),
         ([("10%", 0)], "use 0 as a batch size"),
@@ -187,8 +187,8 @@ def test_wrong_periods_are_refused(periods: list[tuple[str, object]], match: str
 @pytest.mark.parametrize(
     ("periods", "match"),
     [
-        ([("2ep", 8), ("rest", 16)], "they leave nothing of the run of 2ep for the 'rest'"),
-        ([("60%", 8), ("1ep", 8), ("rest", 16)], "they leave nothing"),
+        ([("2ep", 8), ("rest", 16)], "nothing"),
+        ([("60%", 8), ("1ep", 8), ("rest", 16)], "nothing"),
         ([("10ba", 8), ("rest", 16), ("10ba", 32)], "put the 'rest' last"),
     ],
     ids=repr,

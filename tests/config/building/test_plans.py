@@ -93,7 +93,7 @@ def test_the_rule_and_the_number_of_ranks() -> None:
     )
     assert [stage.accumulation for stage in plan.stages] == [1, 4]
     assert [stage.values["lr"].first for stage in plan.stages] == [1.0, 2.0]
-    assert build_plan(config(world_size=2), world_size=5).world_size == 5
+    assert plan.world_size == 2
 
 
 def test_functions_of_yours(project: str) -> None:
@@ -113,7 +113,7 @@ def test_functions_of_yours(project: str) -> None:
     [
         (
             "schedules:\n  lr:\n    cosine: {warmup: 3ep}\n",
-            r"cannot warm up over '3ep'.* \(schedules.lr in run.yaml, line 5\)",
+            r"warmup='3ep'.* \(schedules.lr in run.yaml, line 5\)",
         ),
         (
             "schedules: {momentum: {cosine: {warmup: 3tok}}}\n",

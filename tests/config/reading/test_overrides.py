@@ -17,7 +17,7 @@ VALUES: dict[str, Any] = {
 }
 
 
-def overridden(*overrides: str) -> dict[str, Any]:
+def overridden(*overrides: str) -> Any:
     return apply_overrides(VALUES, Source(), overrides)[0]
 
 
@@ -79,13 +79,13 @@ def test_a_replaced_mapping_forgets_its_lines() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("batch_size", "it has no '='"),
-        ("=1", "a part of its key is empty"),
-        ("a..b=1", "a part of its key is empty"),
-        ("lr =1", "a part of its key is empty"),
-        ("batch_size=", "it has no value"),
-        ("batch_size.at_most=3", "batch_size is a number, which has no keys"),
-        ("schedules.lr.2.cosine={}", "schedules.lr is a list of 2; write a number from 0 to 1"),
+        ("batch_size", "key=value"),
+        ("=1", "key=value"),
+        ("a..b=1", "key=value"),
+        ("lr =1", "key=value"),
+        ("batch_size=", "key=value"),
+        ("batch_size.at_most=3", "batch_size has no keys"),
+        ("schedules.lr.2.cosine={}", "schedules.lr is a list of 2"),
         ("schedules.lr.end=1", "schedules.lr is a list of 2"),
         ("batch_size=[1", "expected"),
     ],

@@ -25,9 +25,9 @@ from stretto.batching import (
     StagedRamp,
     Steps,
 )
-from stretto.config.forms import build_sizes
+from stretto.config.forms import imported
 from stretto.config.run import RunConfig
-from stretto.config.settings import Building
+from stretto.config.yaml import Source
 from stretto.errors import ConfigError
 from stretto.timing import Timestamp
 
@@ -35,9 +35,11 @@ RUN = {"max_duration": "2ep", "data": {"target": "a:b"}}
 NOISY = {"noise_scale": 0.3, "start": 8, "maximum": 100}
 
 
-def policy(value: Any, building: Building | None = None) -> BatchSizePolicy:
-    config = RunConfig.parse(RUN | {"batch_size": value})
-    return build_sizes(config.batch_size, {}, building or Building(), config.source)[0]
+def policy(value: Any, world_size: int = 1, micro: int | None = None) -> BatchSizePolicy:
+    keys = {"batch_size": value, "world_size": world_size, "micro_batch_size": micro}
+    read = RunConfig.parse(RUN | keys).batch_size.value
+    assert isinstance(read, BatchSizePolicy)
+    return imported(read, Source(), ("batch_size",))
 
 
 @pytest.mark.parametrize(
@@ -119,35 +121,34 @@ def test_words_of_a_way_without_the_one_that_names_it(words: dict[str, Any]) -> 
 
 def test_what_is_even_may_be_beyond_the_maximum_of_what_is_measured() -> None:
     with pytest.raises(ConfigError, match="maximum"):
-        policy(NOISY | {"even": True}, Building(32, 4))
-    policy(NOISY | {"even": True}, Building(16, 4))
+        policy(NOISY | {"even": True}, 32, 4)
+    policy(NOISY | {"even": True}, 16, 4)
 
 
 def test_what_is_even_may_be_beyond_the_minimum_of_what_is_measured() -> None:
     with pytest.raises(ConfigError, match="start"):
-        policy(NOISY | {"even": True}, Building(2, 3))
-    policy(NOISY | {"even": True, "at_least": 12}, Building(2, 3))
-    policy(NOISY | {"even": True}, Building(4, 3))  # which lifts it to 12
+        policy(NOISY | {"even": True}, 2, 3)
+    policy(NOISY | {"even": True, "at_least": 12}, 2, 3)
+    policy(NOISY | {"even": True}, 4, 3)  # which lifts it to 12
 
 
 def test_even_goes_by_ranks_and_micro_batches() -> None:
-    assert policy({"size": 100, "even": True}, Building(4, 3)) == MultipleOf(Fixed(100), 12)
+    assert policy({"size": 100, "even": True}, 4, 3) == MultipleOf(Fixed(100), 12)
 
 
 def test_a_rampup_starts_from_the_lowest_size_possible_or_from_the_one_stated() -> None:
     value = {"rampup": 96, "over": "10%"}
-    building = Building(world_size=4, micro_batch_size=3)
-    assert policy(value, building) == DoublingRamp(12, 96, "10%")
+    assert policy(value, 4, 3) == DoublingRamp(12, 96, "10%")
     stated = value | {"initial_global_train_batch_size": 24}
-    assert policy(stated, building) == DoublingRamp(24, 96, "10%")
+    assert policy(stated, 4, 3) == DoublingRamp(24, 96, "10%")
     with pytest.raises(ConfigError, match="multiple"):
-        policy(value, Building(world_size=2, micro_batch_size=5))
+        policy(value, 2, 5)
     with pytest.raises(ConfigError, match="micro_batch_size"):
-        policy(value, Building(world_size=2))
+        policy(value, 2)
 
 
 def test_even_and_a_multiple_are_both_kept() -> None:
-    both = policy({"size": 100, "even": True, "multiple_of": 6}, Building(1, 4))
+    both = policy({"size": 100, "even": True, "multiple_of": 6}, 1, 4)
     assert both == MultipleOf(Fixed(100), 12)
 
 
@@ -174,49 +175,50 @@ def test_functions(project: str) -> None:
         ("0ep:8 1ep:0", "0"),
         ({"1ep": 8}, "first"),
         ({"0ep": 8, "1": 16}, "unit"),
-        ({"0ep": 8, "1ep": True}, "whole"),
-        ({"ramp": "duble", "start": 8, "end": 64, "over": "1ep"}, "'double'"),
+        ({"0ep": 8, "1ep": True}, "integer"),
+        ({"ramp": "duble", "start": 8, "end": 64, "over": "1ep"}, "double"),
         ({"ramp": "cubic", "start": 8, "end": 64, "over": "1ep"}, "stages"),
         ({"ramp": ["double"], "start": 8, "end": 64, "over": "1ep"}, "'double'"),
         ({"ramps": "double", "start": 8, "end": 64, "over": "1ep"}, "'ramp'"),
         ({"ramp": "double", "start": 8, "over": "1ep"}, "'end'"),
-        ({"ramp": "double", "start": True, "end": 8, "over": "1ep"}, "whole"),
+        ({"ramp": "double", "start": True, "end": 8, "over": "1ep"}, "integer"),
         ({"ramp": "double", "start": 8, "end": 64, "over": "1ep", "ende": 8}, "'end'"),
         ({"ramp": "double", "start": 8, "end": 64, "over": "1ep", "increment": 8}, "increment"),
         ({"ramp": "double", "start": 64, "end": 8, "over": "1ep"}, "shrink"),
         ({"ramp": "linear", "start": 8, "end": 64, "over": 3}, "unit"),
         ({"size": 8, "duration": "1ep"}, "duration"),
-        ({"periods": []}, "empty"),
+        ({"periods": []}, "least"),
         ({"periods": [{"size": 8}]}, "duration"),
         ({"periods": [8]}, "duration"),
         ({"periods": 8}, "list"),
         ({"periods": [{"duration": "1ep"}]}, "example"),
-        ({"periods": [{"duration": "10%", "size": True}]}, "whole"),
+        ({"periods": [{"duration": "10%", "size": True}]}, "integer"),
         ({"periods": [{"duration": "-1ep", "size": 8}]}, "longer"),
-        ({"size": 64, "multiple_of": 16, "at_most": 40}, "turn 40 into 32; write 32"),
-        ({"size": 64, "power_of_two": "up", "at_least": 3}, "turn 3 into 4; write 4"),
+        ({"size": 64, "multiple_of": 16, "at_most": 40}, "write 32"),
+        ({"size": 64, "power_of_two": "up", "at_least": 3}, "write 4"),
         (
             {"size": 64, "power_of_two": "up", "multiple_of": 6},
-            "no multiple of 6 is a power of two",
+            "power",
         ),
         ({"size": 64, "at_least": 9, "at_most": 8}, "turn 8 into 9"),
-        ({"size": 64, "even": "yes"}, "write true"),
-        (NOISY | {"multiple_of": 128}, "cannot use maximum: 100.*write 128"),
-        (NOISY | {"at_least": 200}, "cannot use maximum: 100.*write 200"),
-        (NOISY | {"power_of_two": "up"}, "lead to 128; write 128"),
+        ({"size": 64, "even": "yes"}, "boolean"),
+        (NOISY | {"multiple_of": 128}, "128"),
+        (NOISY | {"at_least": 200}, "200"),
+        (NOISY | {"power_of_two": "up"}, "128"),
         (NOISY | {"minimum": 1}, "write minimum: 2 or more"),
-        (NOISY | {"minimum": 3, "power_of_two": "down"}, "minimum: 3: .*; write 2"),
-        (NOISY | {"minimum": 6, "multiple_of": 4}, "minimum: 6: .*; write 4"),
+        (NOISY | {"minimum": 3, "power_of_two": "down"}, "from 2"),
+        (NOISY | {"minimum": 6, "multiple_of": 4}, "from 4"),
         (
             {"norm_test": 0.5, "start": 9, "maximum": 64, "multiple_of": 8},
-            "start: 9: .* lead to 8; write 8",
+            "from 8",
         ),
-        (NOISY | {"norm_test": 0.5}, "keep"),
-        ({"steps": 8}, "'0ep:8"),
+        (NOISY | {"norm_test": 0.5}, "norm_test"),
+        ({"steps": 8}, "dictionary"),
         ({"seesaw": 8, "increase_instead_of_decay": 8}, "increase_instead_of_decay"),
         ({"size": 8, "sise": 8}, "'size'"),
-        ({"size": 8, "monotone": 1}, "true"),
+        ({"size": 8, "monotone": 1}, "boolean"),
         ({"size": 8, "power_of_two": True}, "power_of_two"),
+        ({"size": 8, "hysteresis": 0.0}, "hysteresis"),
         ({"size": 8, "wrong": 8}, "at_most"),
         ({"noise_scale": 0.3, "start": 8}, "maximum"),
         ({"target": "no_colon"}, "it is not of the form 'package.module:attribute'"),

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from stretto import schedules as all_schedules
-from stretto.config.forms import CURVES, build_schedule
+from stretto.config.forms import CURVES, imported
 from stretto.config.run import RunConfig
 from stretto.config.schema import run_file_schema
-from stretto.config.settings import Building
 from stretto.errors import ConfigError
 from stretto.schedules import (
     WSD,
@@ -37,7 +36,7 @@ RUN = {"max_duration": "2ep", "data": {"target": "a:b"}, "batch_size": 8}
 
 def schedule(value: Any) -> Schedule:
     config = RunConfig.parse(RUN | {"schedules": {"lr": value}})
-    return build_schedule(config.schedules["lr"], Building(), config.source, ("schedules", "lr"))
+    return imported(config.schedules["lr"].value, config.source, ("schedules", "lr"))
 
 
 @pytest.mark.parametrize(
@@ -97,11 +96,19 @@ def test_the_keys_of_the_schema_are_the_arguments(name: str) -> None:
         assert found["description"], f"{name}.{key} is described in its class"
 
 
+def test_a_target_may_be_a_schedule() -> None:
+    config = RunConfig.parse(
+        RUN | {"schedules": {"lr": [0.5, {"target": "stretto.schedules:Cosine", "end": 0.1}]}}
+    )
+    built = imported(config.schedules["lr"].value, config.source, ("schedules", "lr"))
+    assert built == Product(Constant(0.5), Cosine(end=0.1))
+
+
 def test_functions(project: str) -> None:
     config = RunConfig.parse(
         RUN | {"schedules": {"lr": {"target": f"{project}:halve_each_epoch", "base": 0.25}}}
     )
-    built = build_schedule(config.schedules["lr"], Building(), config.source, ("schedules", "lr"))
+    built = imported(config.schedules["lr"].value, config.source, ("schedules", "lr"))
     factor = built.bind(Horizon("2ep"))
     assert factor(Timestamp(epoch=1)) == 0.25
 
@@ -115,22 +122,22 @@ def test_functions(project: str) -> None:
         ({"cosine": None}, "cosine"),
         ({"cosin": {}}, "'cosine'"),
         ({"cosine": {"ends": 0.1}}, "'end'"),
-        ({"cosine": {}, "linear": {}}, "multiply"),
-        ({"cosine": {"end": -0.1}}, "least"),
+        ({"cosine": {}, "linear": {}}, "linear"),
+        ({"cosine": {"end": -0.1}}, "greater"),
         ({"cosine": {"end": True}}, "number"),
         ({"cosine": {"warmup": "5"}}, "unit"),
         ({"cosine": 0.1}, "mapping"),
         ({"constant": 0.1}, "warmup_start"),
         ({"exponential": {"every": "1ep"}}, "'gamma'"),
-        ({"cosine_restarts": {"t_0": "1ep", "multiplier": 1.5}}, "whole"),
+        ({"cosine_restarts": {"t_0": "1ep", "multiplier": 1.5}}, "integer"),
         ({"wsd": {"decay": "20%", "shape": "cosin"}}, "cosine"),
         ({"multi_step": {"milestones": "50%"}}, "list"),
         ({"cosine": {}, "duration": "5%"}, "duration"),
         ({"periods": [{"cosine": {}}]}, "duration"),
         ({"periods": [{"duration": "5%"}]}, "example"),
-        ({"periods": []}, "empty"),
+        ({"periods": []}, "least"),
         ({"periods": [0.5]}, "duration"),
-        ([], "empty"),
+        ([], "least"),
         ([["x"]], "example"),
         ({"target": "a.b"}, "'a:b'"),
     ],

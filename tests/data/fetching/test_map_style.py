@@ -1,4 +1,4 @@
-"""The reactive way on any number of ranks, its chunks fetched in this process."""
+"""The reactive way on any number of ranks, its samples fetched in this process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec
 from stretto.data.fetch import Fetch, FetchedStep, Part, Plans
-from stretto.data.map_style import Chunks, MapSource, chunk_steps
+from stretto.data.map_style import MapSource, sample_steps
 from stretto.data.workers import Workers
 from stretto.ordering import SampleOrder, evenly, share
-from stretto.planning import StepPlan
+from stretto.planning import PlannedBatch
 from stretto.timing import Timestamp
 
 
@@ -22,18 +22,17 @@ def plans(start: int, sizes: list[tuple[int, int]]) -> Plans:
     """Batches of some sizes, with some samples passed over before each."""
     for skipped, size in sizes:
         start += skipped
-        yield StepPlan(Timestamp(sample=start), size, size, 0, 0, {}), start
+        yield PlannedBatch(Timestamp(sample=start), size, size, 0, 0, {})
         start += size
 
 
 def fetched_steps(
-    n: int, part: Part, chunk_size: int, end: int | None, batches: Plans
+    n: int, part: Part, bundle_size: int, end: int | None, batches: Plans
 ) -> list[FetchedStep]:
     data = TensorDataset(torch.arange(n))
     order = SampleOrder(n, 1)
     source = MapSource(DataSpec(data), order, part, Fetch(data), Workers(), is_keyed=False)
-    chunks = Chunks(chunk_size, None if end is None else source.place(end))
-    return list(chunk_steps(source, chunks, batches))
+    return list(sample_steps(source, bundle_size, end, batches))
 
 
 @given(
@@ -43,8 +42,8 @@ def fetched_steps(
     st.integers(1, 12),
     st.data(),
 )
-def test_ranks_cut_their_chunks_into_equally_many_micro_batches(
-    n: int, world: int, micro: int | None, chunk_size: int, data: st.DataObject
+def test_ranks_have_equally_many_micro_batches(
+    n: int, world: int, micro: int | None, bundle_size: int, data: st.DataObject
 ) -> None:
     start = data.draw(st.integers(0, 200))
     batch = st.tuples(st.sampled_from([0, 0, 5]), st.integers(1, 99))
@@ -52,7 +51,7 @@ def test_ranks_cut_their_chunks_into_equally_many_micro_batches(
     end = start + sum(skipped + size for skipped, size in sizes)
     known_end = data.draw(st.sampled_from([None, end, end + 7]))
     by_rank = [
-        fetched_steps(n, Part(rank, world, micro), chunk_size, known_end, plans(start, sizes))
+        fetched_steps(n, Part(rank, world, micro), bundle_size, known_end, plans(start, sizes))
         for rank in range(world)
     ]
     order = SampleOrder(n, 1)
@@ -62,7 +61,7 @@ def test_ranks_cut_their_chunks_into_equally_many_micro_batches(
             taken: list[Any] = []
             for batch, count in fetched.micro_batches:
                 values = batch[0].tolist()
-                assert len(values) == max(1, count) <= min(micro or chunk_size, chunk_size)
+                assert len(values) == max(1, count) <= (micro or len(values))
                 taken += values if count else []
             owned = share(fetched.plan.timestamp.sample, fetched.size, rank, world)
             assert taken == [order[p] for p in owned]

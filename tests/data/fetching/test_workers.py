@@ -111,18 +111,6 @@ def test_the_size_is_decided_at_the_step_however_far_workers_are_ahead(
         assert next(loader).num_samples == size
 
 
-@pytest.mark.usefixtures("small_chunks")
-def test_chunks_are_cut_into_views_on_a_fixed_grid() -> None:
-    loader = StepLoader(
-        Numbers(64), cycled([10, 3], planned=False), max_duration="1ep", num_workers=1,
-        micro_batch_size=4, shuffle=False,
-    )  # fmt: skip
-    pieces = [[values(micro.batch) for micro in step] for step in loader]
-    assert pieces[0] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert pieces[1] == [[10, 11, 12]]
-    assert pieces[2] == [[13, 14, 15], [16, 17, 18, 19], [20, 21, 22]]
-
-
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "reactive"])
 @pytest.mark.usefixtures("small_chunks")
 def test_a_run_with_workers_is_cut_and_resumed(planned: bool) -> None:
@@ -331,21 +319,20 @@ def test_a_packed_run_with_workers_is_cut_and_resumed(batch_size: BatchSizePolic
         assert packed_steps(resumed) == whole[cut:]
 
 
-def test_a_collate_function_gets_whole_micro_batches_unless_they_can_be_split() -> None:
+def test_a_collate_function_gets_whole_micro_batches() -> None:
     """Padding is to the longest of a micro-batch, not of what a worker fetches at once."""
 
     def pad(samples: list[dict[str, Any]]) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence([one["ids"] for one in samples], batch_first=True)
 
-    def widths(num_workers: int, **spec: Any) -> list[int]:
+    def widths(num_workers: int) -> list[int]:
         loader = StepLoader(
-            DataSpec(Texts(), **spec), cycled([2, 3], planned=False), max_duration="1ep",
+            Texts(), cycled([2, 3], planned=False), max_duration="1ep",
             collate_fn=pad, num_workers=num_workers, shuffle=False,
         )  # fmt: skip
         return [micro.batch.shape[1] for step in loader for micro in step]
 
     assert widths(1) == widths(0)
-    assert set(widths(1, split_batch=lambda batch, part: batch[part])) == {7}
 
 
 def test_samples_travel_from_workers_as_they_are() -> None:

@@ -247,7 +247,6 @@ def test_another_number_of_ranks_cannot_go_on_in_sharded_streams() -> None:
     record = on_ranks(2, work)[0]
     assert record["source"]["ranks"][1]["skip"] == 2
     for said in refusals(3, lambda rank: work(rank, record), CheckpointError):
-        assert "the places in the streams of 2 ranks" in said
         assert "resume with world_size=2" in said
     with pytest.raises(CheckpointError, match="sharded"):
         StepLoader(Offset(0, [4, 4]), 4, max_duration="1ep").load_state_dict(record)

@@ -210,8 +210,8 @@ def test_averages_of_half_precision_weights_are_kept_in_float32(
     assert torch.allclose(averages(average), expected, rtol=0, atol=1e-6)
     found = latest_good(tmp_path / "checkpoints")
     assert found is not None
-    saved = read_checkpoint(found).tensors["callbacks"]
-    assert torch.equal(saved["1.average.0.weight"], kept["0.weight"])
+    saved = read_checkpoint(found).tensors["callback_ExponentialMovingAverage"]
+    assert torch.equal(saved["average.0.weight"], kept["0.weight"])
 
 
 def test_the_model_has_the_averages_at_the_end_if_asked_for(problem: Make) -> None:

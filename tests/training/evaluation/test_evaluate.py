@@ -111,7 +111,7 @@ def test_batches_can_be_evaluated_on_again_and_again(problem: Make) -> None:
 
 
 def test_what_can_be_read_once_is_refused_before_the_run(problem: Make) -> None:
-    with pytest.raises(TrainingError, match="iterated"):
+    with pytest.raises(TrainingError, match="once"):
         Evaluation(iter([torch.zeros(2, 5)]))
 
 
@@ -119,7 +119,7 @@ def test_settings_that_would_be_taken_for_others_are_refused(problem: Make) -> N
     run = problem()
     with pytest.raises(BatchSizeError, match="batch"):
         Evaluation(run.data, batch_size=0)
-    with pytest.raises(TrainingError, match="itself"):
+    with pytest.raises(TrainingError, match="loss"):
         Evaluation(run.data, metrics={"loss": lambda m, b: m(b[0]).mean()})
     two = [Evaluation(run.data), Evaluation(run.data)]
     with pytest.raises(TrainingError, match="validation"):

@@ -182,16 +182,6 @@ def test_a_batch_in_pieces_counts_once() -> None:
     assert int(metric.tp.sum() + metric.fn.sum()) == 61  # type: ignore[union-attr]
 
 
-def test_memory_that_runs_out_in_update_ends_the_evaluation() -> None:
-    class Hungry(Largest):
-        def update(self, outputs: Tensor, targets: Tensor) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    evaluation = Evaluation(data(), metrics={"hungry": Hungry()}, batch_size=20)
-    with pytest.raises(TrainingError, match="batch_size"):
-        trainer(Classifier(), evaluation).evaluate()
-
-
 @pytest.mark.parametrize("monitor", ["validation/f1", "validation/largest/most"])
 def test_the_best_checkpoint_and_a_plateau_may_follow_an_object(
     monitor: str, tmp_path: Path
@@ -245,8 +235,6 @@ def test_what_is_no_metric_is_refused() -> None:
         Evaluation(data(), metrics={"f1": MulticlassF1Score})  # type: ignore[dict-item]
     with pytest.raises(TrainingError, match="compute"):
         Evaluation(data(), metrics={"f1": "f1"})  # type: ignore[dict-item]
-    with pytest.raises(TrainingError, match="predict"):
-        Evaluation(data(), metrics={"right": right}, predict=lambda m, b: (m(b[0]), b[1]))
     classes = Evaluation(data(), metrics={"f1": f1(average="none")})
     with pytest.raises(TrainingError, match="returned"):
         trainer(Classifier(), classes).evaluate()

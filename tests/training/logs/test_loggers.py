@@ -353,16 +353,10 @@ def test_a_logger_that_fails_is_a_warning_and_no_end(
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ("wandb", "it has no method 'start'"),
-        (LinearRule(8), "it has no method 'start'"),
-        (Kept, "it is a class and not an object"),
-    ],
-    ids=["a name", "something else", "a class"],
+    "given", ["wandb", LinearRule(8), Kept], ids=["a name", "something else", "a class"]
 )
-def test_what_is_no_logger_is_refused(given: Any, why: str) -> None:
-    with pytest.raises(TrainingError, match=why):
+def test_what_is_no_logger_is_refused(given: Any) -> None:
+    with pytest.raises(TrainingError, match="logger"):
         Logging(loggers=[given])
 
 

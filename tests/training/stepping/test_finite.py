@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from stretto.errors import ConfigError, TrainingError
+from stretto.run import MOST_IN_A_ROW, SkippedSteps
 from stretto.timing import Timestamp
 from stretto.training import Callback, Checkpointing, Loading, Logging, Stepping, Trainer
-from stretto.training.stepping.finite import MOST_IN_A_ROW, FiniteCheck, SkippedSteps
+from stretto.training.stepping.finite import FiniteCheck
 
 Make = Callable[..., Any]
 BAD = float("nan"), float("inf"), -float("inf")
@@ -168,7 +169,7 @@ def test_skipping_ends_where_all_is_lost() -> None:
         loading=Loading(shuffle=False),
         stepping=Stepping(non_finite="skip"),
     )
-    with pytest.raises(TrainingError, match="gradient"):
+    with pytest.raises(TrainingError, match="finite"):
         trainer.fit()
     assert trainer.timer.batch == MOST_IN_A_ROW - 1
 
@@ -178,7 +179,7 @@ def test_a_step_that_is_taken_ends_the_row() -> None:
     for _ in range(3):
         for _ in range(MOST_IN_A_ROW - 1):
             skipped.add(Timestamp())
-        skipped.end_row()
+        skipped.in_a_row = 0
     assert skipped.count == 3 * (MOST_IN_A_ROW - 1)
 
 

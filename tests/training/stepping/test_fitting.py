@@ -55,7 +55,7 @@ print(json.dumps({
     "policy": repr(trainer.loader.policy),
     "batches": trainer.timer.batch,
     "samples": trainer.timer.sample,
-    "splits": 0 if trainer._loop.stepper.retry is None else trainer._loop.stepper.retry.splits,
+    "splits": trainer._loop.stepper.retry.splits,
 }))
 """
 

@@ -285,7 +285,7 @@ def test_nothing_is_measured_that_nobody_reads(problem: Make) -> None:
         (
             ["noise"],
             {"stepping": Stepping(measure_noise=None)},
-            "cannot follow the noise of the gradient: it is not measured",
+            "measure_noise",
         ),
         (["test/loss"], {}, "cannot follow 'test/loss' with the batch size: no evaluation"),
         (["a/b", "c/d"], {}, "cannot follow 'a/b' and 'c/d' with the batch size: a policy reads"),

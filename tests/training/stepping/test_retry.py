@@ -95,12 +95,12 @@ def test_a_step_that_is_taken_again_is_the_step_of_the_smaller_size(
     memory = Memory((0, 16), (4, 4))
     trainer = noisy_trainer(memory, data, given)
     trainer.fit()
-    assert trainer._loop.stepper.retry.splits == 1  # type: ignore[union-attr]
+    assert trainer._loop.stepper.retry.splits == 1
 
     class Shrink(Callback):
         def on_batch_start(self, run: Any, step: Any) -> None:
             if step.timestamp.batch == 4:
-                other._loop.stepper.retry.size = 4  # type: ignore[union-attr]
+                other._loop.stepper.retry.size = 4
 
     free = Memory((0, 16))
     other = noisy_trainer(free, data, given)

@@ -172,21 +172,6 @@ def test_the_gradient_is_that_of_the_mean_over_all_targets_whoever_shifts_them(
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize(("kind", "shifts"), [("inputs", False), ("shifted", True)])
-def test_labels_that_contradict_what_is_stated_are_warned_of(kind: str, shifts: bool) -> None:
-    model = Causal(shifts=shifts)
-    with pytest.warns(UserWarning, match=f"shifts_labels={shifts}"):
-        Trainer(
-            model,
-            rows(kind),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-            loss=lambda model, batch: model(batch),
-            max_duration="3ba",
-            batch_size=12,
-            stepping=Stepping(loss_weight="tokens", shifts_labels=shifts),
-        ).fit()
-
-
 def test_a_shift_is_refused_where_no_targets_are_counted() -> None:
     with pytest.raises(ConfigError, match="weighed"):
         Stepping(shifts_labels=True)

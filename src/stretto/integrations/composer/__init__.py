@@ -1,4 +1,4 @@
-"""`Stretto(batch_size, schedules)`: a callback for the `Trainer` of Composer.
+"""`attach(batch_size, schedules)`: a callback for the `Trainer` of Composer.
 
 One element of the train dataloader is one optimizer step of a rank. Composer itself cuts it into
 micro-batches, weighs them and averages over ranks, so algorithms and other callbacks stay as they
@@ -31,80 +31,64 @@ from stretto.integrations.composer.batches import (
     Noise,
     Steps,
     check_fit,
-    check_length,
-    check_schedulers,
+    check_run,
     check_size,
     check_trainer,
     ends_epoch,
     plain,
 )
-from stretto.integrations.shared import StepMeter
+from stretto.integrations.shared import StepMeter, refuse
 from stretto.planning.bind import UNKNOWN, smallest_step
+from stretto.run import Run, prepare
 from stretto.settings import Loading
-from stretto.training.run import Run, prepare
 
-__all__ = ["Stretto"]
+__all__ = ["FollowRun", "attach"]
 
 
-class Stretto(Callback):
-    """Lets a trainer follow a batch size that changes, and schedules on an exact clock.
+def attach(
+    batch_size: PolicyLike,
+    schedules: Mapping[str, Any] | None = None,
+    *,
+    rule: RuleLike | None = None,
+    loading: Loading | None = None,
+) -> FollowRun:
+    """Return a callback that lets a trainer follow a changing batch size and exact schedules.
 
-    The run is as long as `max_duration` of the trainer. The batch size of the train dataloader, or
-    `device_train_microbatch_size`, is the most samples of a micro-batch.
+    Pass it in `Trainer(callbacks=[...])`. The run is as long as `max_duration` of the trainer. The
+    batch size of the train dataloader, or `device_train_microbatch_size`, is the most samples of a
+    micro-batch. A trainer that cannot be followed is refused when it is made.
 
     Args:
         batch_size: samples of one step over all ranks: a number, a text, a policy.
         schedules: by hyper-parameter; None, without a `rule`: the trainer's own schedulers stay.
         rule: how learning rates follow the batch size.
         loading: how data are loaded, as far as the `DataLoader` does not say.
-
-    Raises:
-        StrettoError: when the trainer is made, if it cannot be followed; the message says why.
     """
+    return FollowRun(batch_size=batch_size, schedules=schedules, rule=rule, loading=loading)
 
-    def __init__(
-        self,
-        batch_size: PolicyLike,
-        schedules: Mapping[str, Any] | None = None,
-        *,
-        rule: RuleLike | None = None,
-        loading: Loading | None = None,
-    ) -> None:
+
+class FollowRun(Callback):
+    """Gives a trainer the steps of a run and keeps both clocks equal; `attach` makes it."""
+
+    run: Run
+    """The run, from when the trainer is made: its clock is `run.timer`."""
+    _steps: Steps
+    _length: Time[int] | None
+
+    def __init__(self, **settings: Any) -> None:
         super().__init__()
-        self._settings: dict[str, Any] = {
-            "batch_size": batch_size,
-            "schedules": schedules,
-            "rule": rule,
-            "loading": loading,
-        }
-        self._run: Run | None = None
-        self._steps: Steps | None = None
-        self._noise: Noise | None = None
-        self._length: Time[int] | None = None
-
-    @property
-    def run(self) -> Run:
-        """The run, from when the trainer is made: its clock is `run.timer`."""
-        if self._run is None:
-            raise TrainingError.cannot(
-                "read the run",
-                why="no trainer has this callback",
-                instead="pass it in Trainer(callbacks=[...])",
-            )
-        return self._run
+        self._settings = settings
+        self.noise: Noise | None = None
+        """Measures the noise of the gradient, if the policy reads it."""
 
     def before_load(self, state: State, logger: Logger) -> None:
         """Bind the run: optimizers and data exist, and no saved state is loaded."""
         check_trainer(state)
         length = state.max_duration
         assert length is not None, "checked"
-        self._run = run = prepare(
-            DataSpec.of(plain(state.train_dataloader)),
-            max_duration=length.to_timestring(),
-            **self._settings,
-        )
-        check_schedulers(run, state)
-        check_length(run, length)
+        data = DataSpec.of(plain(state.train_dataloader))
+        self.run = run = prepare(data, max_duration=length.to_timestring(), **self._settings)
+        check_run(run, state)
         run.bind(
             list(state.optimizers),
             rank=dist.get_global_rank(),
@@ -123,54 +107,45 @@ class Stretto(Callback):
         run, length = self.run, state.max_duration
         assert length is not None, "checked"
         is_ours = state.train_dataloader is self._steps and state.dataloader_len == self._length
-        if not is_ours or length.to_timestring() != str(run.horizon.max_duration):
-            raise TrainingError.cannot(
-                "train with what fit() was given",
-                why="the run was prepared when the trainer was made",
-                instead="pass it to Trainer(...)",
-            )
+        is_ours = is_ours and length.to_timestring() == str(run.horizon.max_duration)
+        why = "the run was prepared when the trainer was made"
+        refuse((not is_ours, "train with what fit() was given", why, "pass it to Trainer(...)"))
         check_fit(run, state)
         if "noise" in run.loader.reads:
-            self._noise = Noise(StepMeter(state.model, run.loader))
-        assert self._steps is not None, "set with the run"
+            self.noise = Noise(StepMeter(run, state.model))
         self._steps.is_over = int(state.timestamp.batch_in_epoch) > 0 and ends_epoch(run)
-        self._read_length(state)
+        self.epoch_start(state, logger)
 
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Say how many steps the epoch has."""
-        self._read_length(state)
-
-    def _read_length(self, state: State) -> None:
-        assert self._steps is not None, "set with the run"
         self._steps.read_length()
         self._set_length(state)
 
     def _set_length(self, state: State) -> None:
-        assert self._steps is not None, "set with the run"
         state.dataloader_len = -1 if self._steps.length is None else self._steps.length
         self._length = state.dataloader_len
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Prepare to measure the step."""
         step = self.run.step
-        if self._noise is not None and step is not None and self.run.is_open:
-            self._noise.begin(state, step)
+        if self.noise is not None and step is not None and self.run.is_open:
+            self.noise.begin(state, step)
 
     def before_backward(self, state: State, logger: Logger) -> None:
         """Measure the gradient of a micro-batch."""
-        if self._noise is not None:
-            self._noise.watch()
+        if self.noise is not None:
+            self.noise.watch()
 
     def after_backward(self, state: State, logger: Logger) -> None:
         """Stop measuring, before gradients are clipped."""
-        if self._noise is not None:
-            self._noise.read(state)
+        if self.noise is not None:
+            self.noise.read(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Count the step, and compare the clocks."""
         run, now, before = self.run, state.timestamp, state.previous_timestamp
         assert before is not None, "set before each batch end"
-        signals = NO_SIGNALS if self._noise is None else self._noise.end(state)
+        signals = NO_SIGNALS if self.noise is None else self.noise.end(state)
         if "loss" in run.loader.reads:
             signals = replace(signals, loss=state.total_loss_dict["loss/train/total"])
         assert run.step is not None, "begun"
@@ -183,11 +158,11 @@ class Stretto(Callback):
         run.finish(signals, tokens=tokens or None)
         if samples != size or int(now.batch) != batch:
             raise TrainingError.cannot(
-                "keep the clock of Composer",
-                why=f"batch {batch} has {size} samples, and Composer counts {samples}",
-                instead="give both the same get_num_samples_in_batch, which counts samples",
+                f"keep the clock of Composer in batch {batch}",
+                why=f"it has {size} samples, and Composer counts {samples}",
+                instead="give both the same get_num_samples_in_batch",
             )
-        if run.timer.batch_in_epoch == 0 and self._steps is not None:
+        if run.timer.batch_in_epoch == 0:
             # If the run ends here, Composer ends the epoch only if this was its last batch.
             self._steps.length = int(now.batch_in_epoch)
             self._set_length(state)

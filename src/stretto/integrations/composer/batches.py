@@ -9,16 +9,17 @@ from typing import Any, final
 
 import composer
 from composer import State, TimeUnit
-from composer.core import Precision, Time
+from composer.core import Precision
 from torch.utils.data import DataLoader, DistributedSampler
 
 from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import MicroBatch, Step
 from stretto.data.containers import join_samples
-from stretto.errors import TrainingError
-from stretto.integrations.shared import StepMeter, counted_steps
+from stretto.integrations.shared import StepMeter, counted_steps, refuse
 from stretto.planning.bind import end_of, steps_between
-from stretto.training.run import Run
+from stretto.run import Run
+
+_NOISE, _PLAN = "follow the noise of the gradient", "plan the sizes, such as '0ep:32 1ep:64'"
 
 
 @final
@@ -76,33 +77,21 @@ def plain(dataloader: Any) -> Any:
     sampler = getattr(dataloader, "sampler", None)
     if not isinstance(dataloader, DataLoader) or type(sampler) is not DistributedSampler:
         return dataloader
-    return DataLoader(
-        dataloader.dataset,
-        dataloader.batch_size,
-        shuffle=sampler.shuffle,
-        num_workers=dataloader.num_workers,
-        collate_fn=dataloader.collate_fn,
-        pin_memory=dataloader.pin_memory,
-        drop_last=dataloader.drop_last,
-        prefetch_factor=dataloader.prefetch_factor,
-        worker_init_fn=dataloader.worker_init_fn,
-        multiprocessing_context=dataloader.multiprocessing_context,
-    )
+    same = ("dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last")
+    more = ("prefetch_factor", "worker_init_fn", "multiprocessing_context")
+    settings = {name: getattr(dataloader, name) for name in (*same, *more)}
+    return DataLoader(shuffle=sampler.shuffle, **settings)
 
 
 def check_size(size: int | None, world_size: int) -> None:
-    """Refuse a step in which a rank has no sample.
+    """Refuse a step in which a rank has no sample: Composer trains on at least one.
 
     Raises:
         TrainingError: it has fewer samples than ranks.
     """
-    if size is not None and size < world_size:
-        raise TrainingError.cannot(
-            f"share a batch of {size} among {world_size} ranks",
-            why="Composer trains on at least one sample of each rank",
-            instead="choose larger batches, or Loading(last_batch='drop')"
-            " if an epoch ends with a smaller one",
-        )
+    is_small = size is not None and size < world_size
+    instead = "choose larger batches, or Loading(last_batch='drop')"
+    refuse((is_small, f"share {size} samples among {world_size} ranks", "one has none", instead))
 
 
 @final
@@ -125,40 +114,34 @@ class Noise:
         if size < most:
             self._most, state.device_train_microbatch_size = most, size
         size = min(size, int(most))
-        self._micros, self.signals = [], NO_SIGNALS
-        for start in range(0, left, size):
-            self._micros.append(replace(whole, num_samples=min(size, left - start)))
+        self.signals, starts = NO_SIGNALS, range(0, left, size)
+        self._micros = [replace(whole, num_samples=min(size, left - start)) for start in starts]
 
     def watch(self) -> None:
         """Measure the next backward pass."""
-        if not self._micros:
-            raise _other_parts("more")
+        _check_parts(not self._micros)
         micro = self._micros.pop(0)
         self._open = self._meter.watch(micro, is_last=not self._micros)
         self._open.__enter__()
 
     def read(self, state: State) -> None:
-        """Stop measuring; after the last pass of a step, read what was measured."""
+        """End the measurement of a pass; after the last one of a step, read what was measured."""
         self._open.__exit__(None, None, None)
         if not self._micros:
-            is_scaled = state.precision is Precision.AMP_FP16 and state.scaler is not None
-            self.signals = self._meter.signals(state.scaler.get_scale() if is_scaled else 1.0)
+            is_scaled = state.precision is Precision.AMP_FP16
+            self.signals = self._meter.signals(scaler=state.scaler if is_scaled else None)
 
     def end(self, state: State) -> Signals:
         """Return what the step measured."""
         if self._most is not None:
             self._most, state.device_train_microbatch_size = None, self._most
-        if self._micros:
-            raise _other_parts("fewer")
+        _check_parts(self._micros)
         return self.signals
 
 
-def _other_parts(how: str) -> TrainingError:
-    return TrainingError.cannot(
-        "follow the noise of the gradient",
-        why=f"split_batch returns {how} micro-batches than device_train_microbatch_size asks for",
-        instead="plan the batch sizes, such as '0ep:32 1ep:64', or leave split_batch out",
-    )
+def _check_parts(is_wrong: object) -> None:
+    why = "split_batch makes other micro-batches than device_train_microbatch_size asks for"
+    refuse((is_wrong, _NOISE, why, f"{_PLAN}, or leave split_batch out"))
 
 
 def check_trainer(state: State) -> None:
@@ -167,116 +150,57 @@ def check_trainer(state: State) -> None:
     Raises:
         TrainingError: it is such a one, or of another version.
     """
-    if not composer.__version__.startswith("0.32."):
-        raise TrainingError.cannot(
-            f"use Composer {composer.__version__}",
-            why="only 0.32 was tested, and the loop of another version may differ",
-            instead="install 'mosaicml>=0.32,<0.33'",
-        )
-    if state.train_dataloader is None or state.max_duration is None:
-        raise TrainingError.cannot(
-            "prepare a run",
-            why="the trainer has no train_dataloader or no max_duration",
-            instead="pass both to Trainer(...), not to fit()",
-        )
-    if state.max_duration.unit in (TimeUnit.ITERATION, TimeUnit.SECOND):
-        raise TrainingError.cannot(
-            f"train for {state.max_duration}",
-            why="the run counts epochs, batches, samples and tokens",
-            instead="write max_duration='2ep', for example",
-        )
+    data, length, version = state.train_dataloader, state.max_duration, composer.__version__
     try:
-        whole = len(state.train_dataloader)
+        is_cut = state.dataloader_len is not None and int(state.dataloader_len) != len(data)
     except TypeError:
-        whole = None
-    length = state.dataloader_len
-    if whole is not None and length is not None and int(length) != whole:
-        raise TrainingError.cannot(
-            f"use train_subset_num_batches={int(length)}",
-            why="a run has all batches of its length",
-            instead="leave it out, and set max_duration",
-        )
+        is_cut = False
+    is_other, subset = (
+        not version.startswith("0.32."),
+        f"train_subset_num_batches={state.dataloader_len}",
+    )
+    is_unknown, to_trainer = data is None or length is None, "pass it to Trainer(...), not to fit()"
+    is_strange = length is not None and length.unit in (TimeUnit.ITERATION, TimeUnit.SECOND)
+    refuse(
+        (is_other, f"use Composer {version}", "its loop may differ", "install mosaicml 0.32"),
+        (is_unknown, "prepare a run", "there is no max_duration or train_dataloader", to_trainer),
+        (is_strange, f"train for {length}", "the clocks differ", "write max_duration='2ep'"),
+        (is_cut, f"use {subset}", "a run has all its batches", "leave it out"),
+    )
 
 
-def check_schedulers(run: Run, state: State) -> None:
-    """Refuse schedulers of the trainer that contradict the run or would be wrong.
+def check_run(run: Run, state: State) -> None:
+    """Refuse schedulers of the trainer that contradict the run, and ends counted differently.
 
     Raises:
         TrainingError: there are some.
     """
-    if run.is_scheduled and state.schedulers:
-        raise TrainingError.cannot(
-            "follow two schedules",
-            why="the trainer has schedulers",
-            instead="leave them out, or leave out schedules and rule",
-        )
-    assert state.max_duration is not None, "checked"
-    if state.schedulers and state.max_duration.unit == TimeUnit.EPOCH:
-        num_samples = run.horizon.dataset_num_samples or 1000
-        raise TrainingError.cannot(
-            f"use the schedulers of a trainer for {state.max_duration.to_timestring()}",
-            why="they take all epochs to have as many batches as the present one",
-            instead=f"set max_duration='{state.max_duration.value * num_samples}sp', or pass "
-            "schedules instead",
-        )
-
-
-def check_length(run: Run, length: Time[int]) -> None:
-    """Refuse a length of which Composer and the run count the end differently.
-
-    Raises:
-        TrainingError: it is in samples or tokens, and some are dropped.
-    """
-    if run.horizon.last_batch == "drop" and length.unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN):
-        raise TrainingError.cannot(
-            f"train for {length.to_timestring()} and drop the last batch of each epoch",
-            why="Composer does not count the samples that are dropped",
-            instead="write max_duration in epochs or batches, or Loading(last_batch='keep')",
-        )
+    length = state.max_duration
+    assert length is not None, "checked"
+    twice, what = run.is_scheduled and state.schedulers, f"train for {length.to_timestring()}"
+    is_guess = state.schedulers and length.unit == TimeUnit.EPOCH
+    is_short = run.horizon.last_batch == "drop" and length.unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN)
+    equal = "schedulers take all epochs to have as many batches as this one"
+    refuse(
+        (twice, "follow two schedules", "the trainer has schedulers", "leave them out"),
+        (is_guess, what, equal, "set max_duration in samples"),
+        (is_short, f"{what} and drop the last batches", "they do not count", "write epochs"),
+    )
 
 
 def check_fit(run: Run, state: State) -> None:
-    """Refuse what `fit` was given, or what a checkpoint does not have.
+    """Refuse what `fit` was given, what a checkpoint lacks, and noise that cannot be measured.
 
     Raises:
         TrainingError: there is something.
     """
-    check_schedulers(run, state)
+    check_run(run, state)
     ours, theirs = run.timer.batch, int(state.timestamp.batch)
-    if ours != theirs:
-        raise TrainingError.cannot(
-            f"continue at batch {theirs} of Composer with a run at batch {ours}",
-            why="the checkpoint has no state of Stretto, or you called fit(reset_time=True)",
-            instead="make a new Trainer, with load_weights_only=True for such a checkpoint",
-        )
-    metrics = {f"{one.label}/{name}" for one in state.evaluators for name in one.metric_names}
-    unknown = run.loader.reads - {"loss", "noise"} - metrics
-    if unknown:
-        raise TrainingError.cannot(
-            f"follow {', '.join(sorted(unknown))}",
-            why="no evaluator has that metric",
-            instead=f"follow one of {', '.join(sorted(metrics))}"
-            if metrics
-            else "pass an eval_dataloader and a model with metrics",
-        )
-    if "noise" in run.loader.reads:
-        check_noise(state)
-
-
-def check_noise(state: State) -> None:
-    """Refuse to measure the noise where passes are not those of a step, one by one.
-
-    Raises:
-        TrainingError: the model is sharded, or an optimizer runs the step itself.
-    """
-    if state.fsdp_enabled:
-        why = "Composer shards the model in a way in which it is not measured"
-    elif any(getattr(one, "_step_supports_amp_closure", False) for one in state.optimizers):
-        why = "an optimizer, such as that of SAM, computes the step more than once"
-    else:
-        return
-    raise TrainingError.cannot(
-        "follow the noise of the gradient",
-        why=why,
-        instead="plan the batch sizes, such as '0ep:32 1ep:64'",
+    repeats = any(getattr(one, "_step_supports_amp_closure", False) for one in state.optimizers)
+    is_hidden = "noise" in run.loader.reads and (state.fsdp_enabled or repeats)
+    what = f"continue at batch {theirs} of Composer with a run at batch {ours}"
+    why = "the checkpoint has no state of stretto, or you called fit(reset_time=True)"
+    refuse(
+        (ours != theirs, what, why, "make a new Trainer, with load_weights_only=True"),
+        (is_hidden, _NOISE, "the model is sharded, or SAM computes each step twice", _PLAN),
     )

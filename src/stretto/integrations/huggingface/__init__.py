@@ -22,17 +22,11 @@ from transformers import Trainer
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.batching.seesaw import Coupling
-from stretto.integrations.huggingface.trainer import (
-    Attached,
-    Follows,
-    StrettoCallback,
-    check_best,
-    check_events,
-    check_trainer,
-)
+from stretto.integrations.huggingface.trainer import Follows, StrettoCallback, check_trainer
+from stretto.settings import Loading
 from stretto.timing import LastBatch, TimeLike, Trigger
 
-__all__ = ["Attached", "StrettoCallback", "attach"]
+__all__ = ["StrettoCallback", "attach"]
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -71,25 +65,23 @@ def attach(
         StrettoError: the trainer or its settings cannot follow; the message says why.
     """
     when = every or {}
-    check_events(when)
-    check_trainer(trainer)
-    check_best(trainer, when)
+    check_trainer(trainer, when)
     args, kind = trainer.args, type(trainer)
     if issubclass(kind, Follows):  # attached before, as in a notebook
         kind = next(one for one in kind.__mro__ if not issubclass(one, Follows))  # type: ignore[assignment]
         trainer.pop_callback(StrettoCallback)
     length = f"{args.max_steps}ba" if args.max_steps > 0 else f"{args.num_train_epochs}ep"
-    settings = {
-        "batch_size": batch_size,
-        "schedules": {} if isinstance(batch_size, Coupling) and not schedules else schedules,
-        "rule": rule,
-        "max_duration": max_duration or length,
-        "every": when,
-    }
+    trainer.stretto = own = StrettoCallback(
+        batch_size=batch_size,
+        schedules={} if isinstance(batch_size, Coupling) and not schedules else schedules,
+        rule=rule,
+        max_duration=max_duration or length,
+        every=when,
+    )
     ending: LastBatch = "drop" if args.dataloader_drop_last else "keep"
-    trainer.stretto = Attached(trainer, settings, last_batch or ending, facts)
+    own.loading, own.facts = Loading(last_batch=last_batch or ending), facts
     trainer.__class__ = type(f"Stretto{kind.__name__}", (Follows, kind), {})
-    trainer.callback_handler.callbacks.insert(0, trainer.stretto.callback)
+    trainer.callback_handler.callbacks.insert(0, own)
     args.ignore_data_skip = True  # the run itself finds its place in the data
     trainer.get_train_dataloader()  # refuse now what cannot be followed
     return trainer

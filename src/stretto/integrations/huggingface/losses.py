@@ -18,11 +18,12 @@ from torch import Tensor
 from stretto.data import MicroBatch
 from stretto.data.containers import join_samples, take_samples
 from stretto.data.tokens import IGNORED_LABEL
-from stretto.errors import DataError, TrainingError
+from stretto.data.weights import Units
+from stretto.errors import DataError
+from stretto.integrations.shared import refuse
+from stretto.run import Run
 from stretto.runtime.gradients import all_gather_rows, is_started
 from stretto.runtime.random_state import RandomState
-from stretto.training.run import Run
-from stretto.training.weights import Units
 
 Kind: TypeAlias = Literal["divided", "divided on its rank", "targets", "shifted", "samples"]
 """`divided`: by `num_items_in_batch`, times the number of ranks, as transformers does it; `divided
@@ -69,12 +70,8 @@ def measure(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: A
         vars(trainer).update(logs)
     rows = all_gather_rows(fits) if is_started() else [fits]
     known = [row.tolist() for row in rows if row[-1]]
-    if not known:
-        raise TrainingError.cannot(
-            "weigh the losses of micro-batches",
-            why="the loss of the samples that it is measured with is not finite",
-            instead="check the data and the labels",
-        )
+    why = "the loss of the samples that it is measured with is not finite"
+    refuse((not known, "weigh the losses of micro-batches", why, "check the data and the labels"))
     return next((one for at, one in enumerate(KINDS) if all(row[at] for row in known)), None)
 
 
@@ -104,7 +101,8 @@ def _fits(
             return float(loss.detach().mean())
 
     labels, items = _classes(whole), _targets(whole, ignored)
-    both: tuple[Kind, ...] = ("targets", "shifted")
+    # Only sequences of labels can be shifted.
+    both: tuple[tuple[Kind, bool], ...] = (("targets", False), ("shifted", True))
     kinds = both[: 0 if labels is None else labels.ndim]
     mean, means = at(whole, None), [at(one, None) for one in halves]
     args, types = trainer.args, {one.dtype for one in model.parameters()}
@@ -116,15 +114,15 @@ def _fits(
         parts = sum(at(one, items) for one in halves)
         is_known = math.isfinite(once)
         if _close(2 * twice, once, 1e-5) and _close(parts, once, tolerance):
-            totals = [_targets(whole, ignored, kind == "shifted") for kind in kinds] or [1]
+            totals = [_targets(whole, ignored, is_shifted) for _, is_shifted in kinds] or [1]
             is_own = any(_close(once * items, mean * total, tolerance) for total in totals)
-            is_own = is_own and trainer.args.world_size > 1
+            is_own = is_own and args.world_size > 1
             found["divided on its rank" if is_own else "divided"] = True
         divides = not _close(twice, once, 1e-5)
     if not divides:
         found["samples"] = _is_mean(mean, means, counts, tolerance)
-        for kind in kinds:
-            shares = [_targets(one, ignored, kind == "shifted") for one in halves]
+        for kind, is_shifted in kinds:
+            shares = [_targets(one, ignored, is_shifted) for one in halves]
             found[kind] = _is_mean(mean, means, shares, tolerance)
     return torch.tensor([*found.values(), is_known], dtype=torch.int64)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -15,23 +14,29 @@ from accelerate.data_loader import IterableDatasetShard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
-from transformers import __version__ as transformers_version
+from transformers import __version__ as version
 from transformers.trainer_callback import ExportableState
 
-from stretto.batching import NO_SIGNALS, split
+from stretto.batching import NO_SIGNALS
 from stretto.data import DataSpec, Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
-from stretto.errors import CheckpointError, TrainingError
+from stretto.data.weights import units_of
+from stretto.errors import CheckpointError
 from stretto.integrations.huggingface.losses import Kind, ignored_pixel, measure, units
-from stretto.integrations.shared import ClockScheduler, StepMeter, StreamBatches, is_shuffled
+from stretto.integrations.shared import (
+    BY_SIZE,
+    ClockScheduler,
+    StepMeter,
+    counted_as_collated,
+    is_shuffled,
+    refuse,
+)
 from stretto.planning.bind import end_of
+from stretto.run import Run, prepare
 from stretto.settings import Loading
-from stretto.timing import LastBatch
-from stretto.training.run import Run, prepare
-from stretto.training.weights import units_of
 
-EVENTS = ("evaluate", "save", "log")
-"""What a trainer can do now and then."""
+_EVENTS = ("evaluate", "save", "log")
+"""What a trainer can do during a run."""
 _MEANS = frozenset(
     {
         "BinaryCrossEntropyLoss", "ContrastiveLoss", "CosineSimilarityLoss", "CrossEntropyLoss",
@@ -42,178 +47,65 @@ _MEANS = frozenset(
 """Losses of sentence-transformers that are means over samples."""
 
 
-_HOOKS = (
-    "get_train_dataloader", "set_initial_training_values", "create_scheduler", "get_batch_samples",
-    "training_step", "compute_loss", "floating_point_ops", "get_tp_size", "get_cp_size",
-    "get_sp_size",
-)  # fmt: skip
-"""The methods of a trainer that are used or extended."""
-
-
-def check_trainer(trainer: Trainer) -> None:
-    """Refuse a trainer with settings that cannot be followed.
+def check_trainer(trainer: Any, every: Mapping[str, Any]) -> None:
+    """Refuse a trainer that cannot be followed, or would train on something else.
 
     Raises:
-        TrainingError: it has one.
+        TrainingError: it is such a one.
     """
-    missing = [name for name in _HOOKS if not hasattr(Trainer, name)]
-    hook = getattr(Trainer, "set_initial_training_values", None)
-    if missing or list(inspect.signature(hook or len).parameters) != ["self", "args", "dataloader"]:
-        raise TrainingError.cannot(
-            f"use transformers {transformers_version}",
-            why=f"its trainer has no {missing[0]}" if missing else "its trainer has other hooks",
-            instead="install transformers 5.23, or a version with the same hooks",
-        )
-    args = trainer.args
-    parallel = [one for one in ("tp", "cp", "sp") if getattr(trainer, f"get_{one}_size")() > 1]
-    refusals = {
-        f"use gradient_accumulation_steps={args.gradient_accumulation_steps}": (
-            args.gradient_accumulation_steps != 1,
-            "micro-batches follow from the batch size",
-            "leave it out",
-        ),
-        f"use {args.n_gpu} GPUs in one process": (
-            args.n_gpu > 1,
-            "nn.DataParallel splits micro-batches again",
-            "start one process for each GPU, with torchrun",
-        ),
-        "use DeepSpeed": (
-            trainer.is_deepspeed_enabled,
-            "its engine accumulates gradients by itself and is not tested",
-            "use DDP or FSDP2",
-        ),
-        f"use {' and '.join(parallel)} parallelism": (
-            bool(parallel),
-            "several ranks would share a sample, which is not tested",
-            "use DDP or FSDP2",
-        ),
-        "use average_tokens_across_devices=False": (
-            args.world_size > 1 and not args.average_tokens_across_devices,
-            "the gradient would not be that of the whole batch",
-            "leave it out",
-        ),
-        "follow two schedules of the learning rate": (
-            trainer.lr_scheduler is not None,
-            "the trainer was given a scheduler object, which counts steps",
-            "leave it out, and pass schedules={'lr': ...}",
-        ),
-    }
-    for what, (is_wrong, why, instead) in refusals.items():
-        if is_wrong:
-            raise TrainingError.cannot(what, why=why, instead=instead)
+    args, steps = trainer.args, trainer.args.gradient_accumulation_steps
+    is_other = any(name[0] != "_" and not hasattr(Trainer, name) for name in vars(Follows))
+    unknown = set(every) - set(_EVENTS)
+    is_parallel = any(getattr(trainer, f"get_{one}_size")() > 1 for one in ("tp", "cp", "sp"))
+    is_apart = args.world_size > 1 and not args.average_tokens_across_devices
+    is_lost = args.load_best_model_at_end and every and args.save_strategy != "best"
+    own = trainer.lr_scheduler
+    refuse(
+        (is_other, f"use transformers {version}", "it has other hooks", "install 5.23"),
+        (unknown, f"wait for {unknown}", "there is no such event", f"write one of {_EVENTS}"),
+        (steps != 1, f"use gradient_accumulation_steps={steps}", BY_SIZE, "leave it out"),
+        (trainer.is_deepspeed_enabled, "use DeepSpeed", BY_SIZE, "use DDP or FSDP2"),
+        (args.n_gpu > 1, "use nn.DataParallel", "it cuts micro-batches again", "use torchrun"),
+        (is_parallel, "share samples among ranks", "it is not tested", "use DDP or FSDP2"),
+        (is_apart, "turn average_tokens_across_devices off", "the mean is wrong", "leave it on"),
+        (own, "follow two schedules", "the trainer has a scheduler object", "pass schedules"),
+        (is_lost, "find the best model with every", "none is noted", "write save_strategy='best'"),
+    )
 
 
-def check_best(trainer: Trainer, every: Mapping[str, Any]) -> None:
-    """Refuse to load the best model where the trainer would not note which one it is.
-
-    Raises:
-        TrainingError: it would not.
-    """
-    if trainer.args.load_best_model_at_end and every and trainer.args.save_strategy != "best":
-        raise TrainingError.cannot(
-            f"use load_best_model_at_end with every={dict(every)!r}",
-            why="the trainer notes the best model only where its own strategies evaluate and save",
-            instead="write save_strategy='best', or leave every out and set eval_strategy and "
-            "save_strategy",
-        )
-
-
-def check_events(every: Mapping[str, Any]) -> None:
-    """Refuse events that a trainer does not have.
-
-    Raises:
-        TrainingError: there is one.
-    """
-    for name in set(every) - set(EVENTS):
-        raise TrainingError.cannot(
-            f"wait for {name!r}",
-            why="a trainer does nothing of that name now and then",
-            instead=f"write one of {', '.join(map(repr, EVENTS))}",
-        )
-
-
-def check_loss(trainer: Any, run: Run, kind: str | None) -> None:
+def check_loss(trainer: Any, run: Run, kind: Kind | None) -> None:
     """Refuse a loss that cannot be computed in parts, if ranks or micro-batches share a step.
 
     Raises:
         TrainingError: the trainer has such a loss.
     """
     own = getattr(trainer, "loss", None)
-    others = [] if own is None else [one for one in _losses(own) if _name(one) not in _MEANS]
-    if kind is not None and not others:
+    if kind is not None and (own is None or _is_mean(own)):
         return
     sizes, bounds = run.prepared.sizes, run.prepared.bound_policy.bounds
-    planned = [one.batches.size for one in sizes.segments] if sizes else [0]
-    largest = max(planned if sizes or bounds is None else bounds)
-    share = split(largest, run.loader.world_size, run.micro_batch_size) if largest else None
-    if share is None or share.accumulation > 1 or run.loader.world_size > 1:
-        name = type(others[0]).__name__ if others else f"the loss of {type(trainer.model).__name__}"
-        raise TrainingError.cannot(
-            f"compute {name} in micro-batches of {run.micro_batch_size} "
-            f"on {run.loader.world_size} ranks",
-            why="the loss of a batch is not known to be a mean over its samples or targets: it "
-            "may compare samples with each other, weigh classes, or add a term such as that of "
-            "a router",
-            instead="train on one rank and set per_device_train_batch_size to the largest batch, "
-            "or leave the term out (for a router: output_router_logits=False)",
+    found = [one.size for one in sizes.stages] if sizes else bounds or ()
+    is_whole = max(found, default=math.inf) <= (run.micro_batch_size or math.inf)
+    is_whole = is_whole and run.world_size == 1 and "noise" not in run.loader.reads
+    name = type(trainer.model if own is None else own).__name__
+    refuse(
+        (
+            not is_whole,
+            f"compute the loss of {name} in micro-batches or on several ranks",
+            "it may compare samples, weigh classes, or add a term such as that of a router",
+            "train on one rank with per_device_train_batch_size of the largest batch",
         )
+    )
 
 
-def _losses(loss: Any) -> list[Any]:
-    """Return the losses of a trainer of sentence-transformers, also those inside wrappers."""
+def _is_mean(loss: Any) -> bool:
+    """Return whether a loss of sentence-transformers is known to be a mean over samples."""
     if isinstance(loss, Mapping):
-        return [inner for one in loss.values() for inner in _losses(one)]
-    # With `n_dims_per_step`, each micro-batch would draw its own dimensions.
-    is_wrapper = _name(loss) == "MatryoshkaLoss" and loss.n_dims_per_step < 1
-    return _losses(loss.loss) if is_wrapper else [loss]
-
-
-def _name(loss: Any) -> str | None:
-    """Return the name of a loss of sentence-transformers itself."""
+        return all(map(_is_mean, loss.values()))
     kind = type(loss)
-    return kind.__name__ if kind.__module__.startswith("sentence_transformers.") else None
-
-
-@final
-class Attached:
-    """What `attach` adds to a trainer; `trainer.stretto` is it."""
-
-    def __init__(
-        self,
-        trainer: Any,
-        settings: Mapping[str, Any],
-        last_batch: LastBatch,
-        facts: Mapping[str, Any],
-    ) -> None:
-        self.settings, self.last_batch, self.facts = settings, last_batch, facts
-        self.callback = StrettoCallback(trainer)
-        self.run: Run
-        """The run: its clock is `run.timer`."""
-        self.curve: Callable[[float], float]
-        self.is_counted = False
-        """Whether the number of steps that are left is known."""
-        self.weight: float | None = None
-        self.kind: Kind | None = None
-        """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
-        self.is_measured = False
-        self.signals = NO_SIGNALS
-        self._meter: tuple[Any, StepMeter] | None = None
-
-    def begin(self, spec: DataSpec, loading: Loading) -> Run:
-        """Prepare the run for a call of `trainer.train()`."""
-        settings = dict(self.settings)
-        if settings["schedules"] is None:
-            settings["schedules"] = {"lr": lambda timer: self.curve(timer.get_elapsed_duration())}
-        self.run = prepare(spec, loading=loading, **settings)
-        return self.run
-
-    def meter(self, model: Any) -> StepMeter | None:
-        """Return what measures noise, if the policy reads it."""
-        if "noise" not in self.run.loader.reads:
-            return None
-        if self._meter is None or self._meter[0] is not model:
-            self._meter = model, StepMeter(model, self.run.loader)
-        return self._meter[1]
+    # With `n_dims_per_step`, each micro-batch would draw its own dimensions.
+    if kind.__name__ == "MatryoshkaLoss" and loss.n_dims_per_step < 1:
+        return _is_mean(loss.loss)
+    return kind.__module__.startswith("sentence_transformers.") and kind.__name__ in _MEANS
 
 
 @final
@@ -242,27 +134,54 @@ class Steps:
 
 @final
 class StrettoCallback(TrainerCallback, ExportableState):
-    """Moves the clock after each step; its state is saved in `trainer_state.json`."""
+    """What `attach` adds to a trainer; `trainer.stretto` is it.
 
-    def __init__(self, trainer: Any = None) -> None:
-        self.trainer = trainer  # None if transformers restores callbacks; it is then replaced
-        self.run: dict[str, Any] | None = None
+    It moves the clock after each step. `trainer_state.json` has the state of the run.
+    """
+
+    run: Run
+    """The run: its clock is `run.timer`."""
+    loading: Loading
+    facts: Mapping[str, Any]
+    """Fields of `DataSpec`."""
+    meter: StepMeter | None
+    """None before the first step."""
+    kind: Kind | None
+    """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
+    is_counted: bool
+    """Whether the number of steps that are left is known."""
+
+    def __init__(self, *_: Any, **settings: Any) -> None:
+        self.settings = settings  # without any if transformers restores it; it is then replaced
+        self.curve: Callable[[float], float] = lambda _: 1.0
+        self.weight: float | None = None
+        self.signals = NO_SIGNALS
+        self.saved: dict[str, Any] | None = None
         """The state of the run in the last checkpoint."""
+
+    def begin(self, spec: DataSpec, loading: Loading) -> Run:
+        """Prepare the run for a call of `trainer.train()`."""
+        settings = self.settings
+        if settings["schedules"] is None:
+            own = {"lr": lambda timer: self.curve(timer.get_elapsed_duration())}
+            settings = settings | {"schedules": own}
+        self.run = prepare(spec, loading=loading, **settings)
+        return self.run
 
     def state(self) -> dict[str, Any]:
         """Return the state of the run, for `trainer_state.json`."""
-        return {"args": {}, "attributes": {"run": self.run}}
+        return {"args": {}, "attributes": {"run": self.saved}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Count the step; say what is due."""
-        run: Run = self.trainer.stretto.run
-        due = run.finish(self.trainer.stretto.signals)
+        run = self.run
+        due = run.finish(self.signals)
         state.epoch = run.clock()["ep"]
         for name in due:
             setattr(control, f"should_{name}", True)
         if run.is_done:
             state.max_steps = state.global_step  # the flow callback comes next, and stops the run
-        elif not self.trainer.stretto.is_counted:
+        elif not self.is_counted:
             end, left = end_of(run.prepared), state.max_steps - state.global_step
             if end is not None:  # as if the size stayed as it is
                 left = -(-(end - run.timer.sample) // run.batch_size)
@@ -273,57 +192,47 @@ class StrettoCallback(TrainerCallback, ExportableState):
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
         """Give the policy the metric that it follows."""
-        if not self.trainer.stretto.run.is_bound:
-            return  # an evaluation before the training
-        loader = self.trainer.stretto.run.loader
-        for name in loader.reads & set(metrics or {}):
-            loader.note_metric(metrics[name])
+        if self.run.is_bound:  # not in an evaluation before the training
+            for name in self.run.loader.reads & set(metrics or {}):
+                self.run.loader.note_metric(metrics[name])
 
 
 class Follows(Trainer):
     """Stands left of the class of a trainer, so `super()` is that class."""
 
-    stretto: Attached
+    stretto: StrettoCallback
     control: Any
     lr_scheduler: Any
 
     def get_train_dataloader(self) -> Steps:
         """Prepare the run of the data and the order of the stock dataloader."""
         stock, args, own = super().get_train_dataloader(), self.args, self.stretto
-        seed = args.seed if args.data_seed is None else args.data_seed
-        loading = Loading(seed=seed, last_batch=own.last_batch)
-        if isinstance(stock.dataset, IterableDataset):
-            data = self._stream(stock)
-            spec = DataSpec.of(data, **own.facts)
+        data, workers = stock.dataset, args.dataloader_num_workers
+        loading = replace(own.loading, seed=args.seed if args.data_seed is None else args.data_seed)
+        if isinstance(data, IterableDataset):  # as the stock dataloader reads it on all ranks
+            while isinstance(data, IterableDatasetShard):
+                data = data.dataset
+            batches: Any = DataLoader(
+                data,
+                self._train_batch_size * args.world_size,
+                collate_fn=stock.collate_fn,
+                num_workers=workers,
+                prefetch_factor=args.dataloader_prefetch_factor,
+                generator=torch.Generator(),  # the seed of workers, not from that of the run
+            )
+            if not workers and hasattr(data, "state_dict"):
+                batches.state_dict, batches.load_state_dict = data.state_dict, data.load_state_dict
+            data = batches
         else:
-            # A row need not be a sample: packing makes one of several, DPO two of each.
-            counted = {"get_num_samples_in_batch": lambda _: None} | dict(own.facts)
-            spec = DataSpec.of(stock.dataset, **counted)
             loading = replace(
                 loading,
                 shuffle=is_shuffled(stock),
                 collate_fn=stock.collate_fn,
-                num_workers=args.dataloader_num_workers,
+                num_workers=workers,
                 prefetch_factor=args.dataloader_prefetch_factor,
                 pin_memory=args.dataloader_pin_memory,
             )
-        return Steps(own.begin(spec, loading), stock.dataset)
-
-    def _stream(self, stock: Any) -> Any:
-        """Return batches of the stream that the stock dataloader reads on all ranks."""
-        args, stream = self.args, stock.dataset
-        while isinstance(stream, IterableDatasetShard):
-            stream = stream.dataset
-        size = self._train_batch_size * args.world_size
-        if not args.dataloader_num_workers:
-            return StreamBatches(stream, size, stock.collate_fn)
-        return DataLoader(
-            stream,
-            size,
-            collate_fn=stock.collate_fn,
-            num_workers=args.dataloader_num_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-        )
+        return Steps(own.begin(counted_as_collated(data, **own.facts), loading), stock.dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Steps) -> tuple[Any, ...]:
         """Return the numbers of a run; see `Trainer`."""
@@ -349,19 +258,20 @@ class Follows(Trainer):
             world_size=self.args.world_size,
             micro_batch_size=self._train_batch_size,
         )
-        own.is_measured = False
+        own.meter = None
         self.lr_scheduler = ClockScheduler(optimizer, own.run.timer)
         callbacks = self.callback_handler.callbacks  # first, so that others see the right epoch
-        callbacks[:] = [own.callback, *(c for c in callbacks if type(c) is not StrettoCallback)]
+        callbacks[:] = [own, *(one for one in callbacks if type(one) is not StrettoCallback)]
         if self.state.global_step:
             saved = self.state.stateful_callbacks.get(StrettoCallback.__name__, {})
-            if saved.get("attributes", {}).get("run") is None:
+            state = saved.get("attributes", {}).get("run")
+            if state is None:
                 raise CheckpointError.cannot(
                     f"resume at step {self.state.global_step}",
                     why="the checkpoint was not written with stretto attached",
                     instead="attach before the first step, or start anew",
                 )
-            own.run.load_state_dict(saved["attributes"]["run"])
+            own.run.load_state_dict(state)
         left = own.run.steps_left.exact
         own.is_counted = left is not None
         self.state.max_steps = num_training_steps if left is None else own.run.timer.batch + left
@@ -369,30 +279,13 @@ class Follows(Trainer):
 
     def _stock_curve(self, num_steps: int) -> Callable[[float], float]:
         """Return what `lr_scheduler_type` says, as a function of the part of the run."""
-        if num_steps < sys.maxsize:
-            return self._curve_of(num_steps)
-        # The number of steps is not known, so the curve must be the same for any.
-        curves = [self._curve_of(number) for number in (1000, 4000)]
-        if any(abs(curves[0](at / 50) - curves[1](at / 50)) > 2e-3 for at in range(1, 50)):
-            raise TrainingError.cannot(
-                f"follow lr_scheduler_type={str(self.args.lr_scheduler_type)!r}",
-                why="its curve or its warm-up depends on the number of steps, which is not known "
-                "before the run",
-                instead="pass schedules={'lr': Cosine(warmup='5%')}, or write warmup_steps as a "
-                "fraction such as 0.05",
-            )
-        return curves[1]
-
-    def _curve_of(self, num_steps: int) -> Callable[[float], float]:
+        what = f"follow lr_scheduler_type={self.args.lr_scheduler_type.value!r}"
+        instead = "pass schedules={'lr': Cosine(warmup='5%')}"
+        refuse((num_steps == sys.maxsize, what, "the number of steps is not known", instead))
         self.lr_scheduler = None
         unused = torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)
         found = super().create_scheduler(num_steps, unused)
-        if type(found) is not LambdaLR:
-            raise TrainingError.cannot(
-                f"follow lr_scheduler_type={self.args.lr_scheduler_type!r}",
-                why="it is no function of the step",
-                instead="pass schedules={'lr': ...}",
-            )
+        refuse((type(found) is not LambdaLR, what, "it is no function of the step", instead))
         factor: Callable[[Any], float] = found.lr_lambdas[0]
         return lambda elapsed: float(factor(elapsed * num_steps))
 
@@ -410,53 +303,40 @@ class Follows(Trainer):
 
     def training_step(self, model: Any, inputs: Step, num_items_in_batch: Any = None) -> Any:
         """Run the micro-batches of a step; return its loss."""
-        own, accelerator, losses = self.stretto, self.accelerator, []
-        meter = own.meter(model)
-        micros = inputs.micro_batches if meter is None else meter.micro_batches(inputs)
-        if not own.is_measured:
-            own.kind, own.is_measured = measure(self, model, micros, num_items_in_batch), True
+        own, accelerator, world_size = self.stretto, self.accelerator, self.args.world_size
+        if own.meter is None:  # the first step
+            own.meter = StepMeter(own.run, model)
+            own.kind = measure(self, model, inputs.micro_batches, num_items_in_batch)
             check_loss(self, own.run, own.kind)
-        counts = total = None
+        meter, losses = own.meter, []
+        micros = list(meter.micro_batches(inputs))
+        counts, total = None, num_items_in_batch
         weights = [float(micro.num_samples > 0) for micro in micros]  # divided by the loss itself
-        world_size = self.args.world_size
         if own.kind == "divided on its rank":
             weights = [one * world_size for one in weights]
         elif own.kind not in ("divided", None):
-            num_items_in_batch, step = None, replace(inputs, micro_batches=list(micros))
+            num_items_in_batch, step = None, replace(inputs, micro_batches=micros)
             counted = units(own.kind, ignored_pixel(self.model))
             counts, total = units_of(step, counted, world_size=world_size)
             weights = [one * world_size / total for one in counts]
-        for number, micro in enumerate(micros):
+        if counts is None and total is not None and "noise" in own.run.loader.reads:
+            counts = [count_target_tokens(one.batch) if one.num_samples else 0 for one in micros]
+        for number, (micro, weight) in enumerate(zip(micros, weights, strict=True)):
             is_last = number == len(micros) - 1
-            meets = is_last or (meter is not None and meter.averages_each)
+            count = None if counts is None else counts[number]
+            meets = nullcontext() if is_last or meter.averages_each else accelerator.no_sync(model)
             accelerator.gradient_state._set_sync_gradients(is_last)
-            own.weight = weights[number]
-            with ExitStack() as stack:
-                if not meets:
-                    stack.enter_context(accelerator.no_sync(model))
-                if meter is not None:
-                    divisor = total or num_items_in_batch
-                    count = None if counts is None else counts[number]
-                    if count is None and divisor is not None:
-                        count = count_target_tokens(micro.batch) if micro.num_samples else 0
-                    stack.enter_context(
-                        meter.watch(micro, is_last=is_last, units=count, divisor=divisor)
-                    )
-                # A mean over no targets is nan, also with a weight of 0.
-                is_empty = counts is not None and not counts[number]
-                batch = _labelled(micro.batch, 0) if is_empty else micro.batch
+            own.weight = weight
+            # A mean over no targets is nan, also with a weight of 0.
+            batch = micro.batch if weight else _labelled(micro.batch, 0)
+            with meets, meter.watch(micro, is_last=is_last, units=count, divisor=total):
                 losses.append(super().training_step(model, batch, num_items_in_batch))
             if not is_last:
                 self.control = self.callback_handler.on_substep_end(
                     self.args, self.state, self.control
                 )
         own.weight, loss = None, losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        own.signals = NO_SIGNALS
-        if meter is not None:
-            scaler = accelerator.scaler
-            own.signals = meter.signals(1.0 if scaler is None else scaler.get_scale())
-        if "loss" in own.run.loader.reads:
-            own.signals = replace(own.signals, loss=accelerator.gather(loss).mean().item())
+        own.signals = meter.signals(loss, accelerator.scaler)
         return loss
 
     def compute_loss(
@@ -482,7 +362,7 @@ class Follows(Trainer):
     def save_model(self, *given: Any, **options: Any) -> None:
         """Save the model, and note the state of the run: only the first rank saves callbacks."""
         if self.stretto.run.is_bound:
-            self.stretto.callback.run = self.stretto.run.state_dict()
+            self.stretto.saved = self.stretto.run.state_dict()
         super().save_model(*given, **options)
 
     def floating_point_ops(self, inputs: Step) -> int:

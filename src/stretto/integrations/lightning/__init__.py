@@ -4,8 +4,8 @@ One element of the train dataloader is one micro-batch. Automatic optimization s
 accumulates over the micro-batches of a step, clips, steps and logs as before.
 
 What cannot work is refused: `max_epochs` beside `max_steps`, `fast_dev_run`, checkpoints without
-the state of stretto, `accumulate_grad_batches`, `limit_train_batches`, `overfit_batches`,
-`reload_dataloaders_every_n_epochs`; `val_check_interval` as a number of batches or a time;
+the state of stretto, `accumulate_grad_batches`, `limit_train_batches`, `overfit_batches`;
+`val_check_interval` as a number of batches or a time;
 `GradientAccumulationScheduler`, `BatchSizeFinder` and `StochasticWeightAveraging`; learning rate
 schedulers of the module beside `schedules`; batch sizes that follow the noise under FSDP2, in
 manual optimization or over other units than samples. Data of unknown length have no progress bar
@@ -29,18 +29,17 @@ from torch.utils.data import DataLoader
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.data import DataSpec
+from stretto.data.weights import Units, check_units
 from stretto.integrations.lightning.callback import (
     FollowRun,
     MicroBatches,
-    check_events,
     check_trainer,
     own_interval,
     own_length,
 )
+from stretto.run import prepare
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
-from stretto.training.run import prepare
-from stretto.training.weights import Units, check_units
 
 __all__ = ["MicroBatches", "attach"]
 
@@ -83,8 +82,7 @@ def attach(
         StrettoError: the trainer or the settings cannot be followed; the message says why.
     """
     when = every or {}
-    check_trainer(trainer)
-    check_events(when)
+    check_trainer(trainer, when)
     check_units(units)
     FollowRun.leave(trainer)  # one that was attached before
     module = dataloader if isinstance(dataloader, LightningDataModule) else None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -22,27 +20,33 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from stretto.batching import NO_SIGNALS
-from stretto.errors import CheckpointError, TrainingError
-from stretto.integrations.shared import StepMeter, counted_steps
+from stretto.data.weights import Units
+from stretto.errors import CheckpointError
+from stretto.integrations.shared import BY_SIZE, StepMeter, counted_steps, refuse
 from stretto.planning.bind import UNKNOWN, end_of, planned_micro_batches
-from stretto.training.run import Run
-from stretto.training.weights import Units
+from stretto.run import Run
 
-_REFUSED = (BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging)
+_CHANGE_BATCHES = (BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging)
 
 
-def check_events(every: Iterable[str]) -> None:
-    """Refuse events that a trainer does not have.
+def check_trainer(trainer: Trainer, every: Iterable[str]) -> None:
+    """Refuse a trainer with settings or callbacks that cannot be followed.
 
     Raises:
-        TrainingError: there is one.
+        TrainingError: it has one, or it is of another version.
     """
-    for name in set(every) - {"evaluate", "save"}:
-        raise TrainingError.cannot(
-            f"wait for {name!r}",
-            why="a trainer does nothing of that name now and then",
-            instead="write 'evaluate' or 'save'",
-        )
+    unknown, version = set(every) - {"evaluate", "save"}, lightning.__version__
+    steps, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
+    is_other, is_cut = not version.startswith("2.6."), limit != 1.0 or type(limit) is int
+    others = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _CHANGE_BATCHES)]
+    cut = f"use limit_train_batches={limit}, overfit_batches or fast_dev_run"
+    refuse(
+        (is_other, f"use Lightning {version}", "its loop may differ", "install lightning 2.6"),
+        (unknown, f"wait for {unknown}", "there is no such event", "write evaluate or save"),
+        (steps != 1, f"use accumulate_grad_batches={steps}", BY_SIZE, "leave it out"),
+        (is_cut, cut, "a run has all batches of its length", "pass max_duration='2ba' to attach"),
+        (others, f"use {others}", "they change batches or learning rates", "leave them out"),
+    )
 
 
 def own_interval(trainer: Trainer) -> str:
@@ -53,12 +57,9 @@ def own_interval(trainer: Trainer) -> str:
     """
     epochs = trainer.check_val_every_n_epoch
     interval = trainer.val_check_interval
-    if not isinstance(interval, float) or (interval != 1.0 and epochs != 1):
-        raise TrainingError.cannot(
-            f"evaluate with val_check_interval={interval!r}",
-            why="it counts micro-batches, whose number changes with the batch size",
-            instead="leave it out, and pass every={'evaluate': '10%'}",
-        )
+    is_time = isinstance(interval, float) and (interval == 1.0 or epochs == 1)
+    what, why = f"evaluate with val_check_interval={interval!r}", "it counts micro-batches"
+    refuse((not is_time, what, why, "leave it out, and pass every={'evaluate': '10%'}"))
     return f"{interval * (epochs or 1):g}ep"
 
 
@@ -68,64 +69,11 @@ def own_length(trainer: Trainer) -> str:
     Raises:
         TrainingError: they name no end, or two.
     """
-    steps, epochs = trainer.max_steps, trainer.max_epochs
-    given = [
-        f"{name}={value}"
-        for name, value in (("max_epochs", epochs), ("max_steps", steps))
-        if value not in (None, -1)
-    ]
-    if len(given) != 1 or given[0].endswith("=0"):
-        raise TrainingError.cannot(
-            f"train with Trainer({', '.join(given) or 'max_epochs=-1'})",
-            why="a run has one length above 0",
-            instead="give max_epochs or max_steps, or pass attach(..., max_duration='2ep')",
-        )
+    steps, epochs = trainer.max_steps, trainer.max_epochs or -1
+    what = f"train with Trainer(max_epochs={epochs}, max_steps={steps})"
+    is_one = (steps > 0) != (epochs > 0)
+    refuse((not is_one, what, "a run has one length", "give one, or max_duration='2ep' to attach"))
     return f"{epochs}ep" if steps == -1 else f"{steps}ba"
-
-
-def check_trainer(trainer: Trainer) -> None:
-    """Refuse a trainer with settings or callbacks that cannot be followed.
-
-    Raises:
-        TrainingError: it has one, or it is of another version.
-    """
-    if not isinstance(trainer, Trainer):
-        raise TrainingError.cannot(
-            f"attach to a {type(trainer).__name__}",
-            why="it is not a lightning.Trainer",
-            instead="call attach(trainer, dataloader, batch_size, schedules)",
-        )
-    if trainer.fast_dev_run:
-        raise TrainingError.cannot(
-            "use Trainer(fast_dev_run=...)",
-            why="a few micro-batches are not the first steps of the run",
-            instead="leave it out, and pass attach(..., max_duration='2ba')",
-        )
-    settings = {
-        "accumulate_grad_batches": (1, "micro-batches follow from the batch size"),
-        "overfit_batches": (0.0, "a run has all batches of its length"),
-        "limit_train_batches": (1.0, "a run has all batches of its length; see max_duration"),
-        "reload_dataloaders_every_n_epochs": (0, "the run itself counts the batches of an epoch"),
-    }
-    for name, (default, why) in settings.items():
-        value = getattr(trainer, name)
-        if value != default or (name == "limit_train_batches" and type(value) is int):
-            raise TrainingError.cannot(
-                f"use Trainer({name}={value!r})", why=why, instead="leave it out"
-            )
-    for one in trainer.callbacks:
-        if isinstance(one, _REFUSED):
-            raise TrainingError.cannot(
-                f"use {type(one).__name__}",
-                why="it changes the batches or the accumulation, which the run decides",
-                instead="leave it out",
-            )
-    if not lightning.__version__.startswith("2.6."):
-        raise TrainingError.cannot(
-            f"use Lightning {lightning.__version__}",
-            why="only 2.6 was tested, and the loop of another version may differ",
-            instead="install 'lightning>=2.6,<2.7'",
-        )
 
 
 @final
@@ -140,20 +88,22 @@ class MicroBatches:
         self.is_first = self.is_last = True
         """Whether a step begins with the present micro-batch, or ends with it."""
         self.units: Units = units
-        self.meter: StepMeter | None = None
+        self.meter: StepMeter
+        """Measures the steps of a fit."""
         self.watch: AbstractContextManager[None] = nullcontext()
         """Measures the noise of the present backward pass."""
-        self._trainer: Trainer | None = None
-        self._accumulation: Accumulation | None = None
+        self._trainer: Trainer
+        self._accumulation: Accumulation
 
-    def follow(self, trainer: Trainer, *, is_open: bool) -> None:
+    def follow(self, trainer: Trainer, meter: StepMeter, *, is_open: bool) -> None:
         """Begin to set where in a step `trainer` is.
 
         Args:
             trainer: the trainer.
+            meter: measures its steps.
             is_open: whether the checkpoint that is resumed was written inside a step.
         """
-        self._trainer = trainer
+        self._trainer, self.meter = trainer, meter
         self._set(Accumulation.of(1.0, None, is_first=not is_open, is_last=not is_open))
 
     def __len__(self) -> int:
@@ -170,32 +120,21 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[Any]:
         for step in counted_steps(self.run):
-            meter = self.meter
-            micros = step.micro_batches if meter is None else meter.micro_batches(step)
-            weights = (
-                self.run.weights(step, self.units)
-                if meter is None
-                else [micro.weight for micro in micros]
-            )
-            last = len(micros) - 1
-            for number, (micro, weight) in enumerate(zip(micros, weights, strict=True)):
+            step.micro_batches = list(self.meter.micro_batches(step))
+            last = len(step) - 1
+            weights = self.run.weights(step, self.units)
+            for number, (micro, weight) in enumerate(zip(step, weights, strict=True)):
                 self.weight, self.is_first, self.is_last = weight, number == 0, number == last
-                if meter is not None:
-                    self.watch = meter.watch(micro, is_last=number == last)
+                self.watch = self.meter.watch(micro, is_last=number == last)
                 self._begin()
                 yield micro.batch
 
     def _begin(self) -> None:
-        """Tell the trainer the weight of the next micro-batch, and where in its step it is."""
-        trainer = self._trainer
-        assert trainer is not None, "set where the fit starts"
-        if trainer.accumulate_grad_batches is not self._accumulation:
-            raise TrainingError.cannot(
-                f"set accumulate_grad_batches={trainer.accumulate_grad_batches}",
-                why="micro-batches follow from the batch size",
-                instead="remove the callback that sets it",
-            )
-        number = trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1
+        """Set the weight of the next micro-batch, and where in its step it is."""
+        trainer, progress = self._trainer, self._trainer.fit_loop.epoch_loop.batch_progress
+        is_other = trainer.accumulate_grad_batches is not self._accumulation
+        refuse((is_other, "set accumulate_grad_batches", BY_SIZE, "remove the callback that does"))
+        number = progress.current.ready + 1
         self._set(
             Accumulation.of(self.weight, number, is_first=self.is_first, is_last=self.is_last)
         )
@@ -204,7 +143,6 @@ class MicroBatches:
             trainer.fit_loop.max_batches = number
 
     def _set(self, accumulation: Accumulation) -> None:
-        assert self._trainer is not None, "set where the fit starts"
         self._accumulation = self._trainer.accumulate_grad_batches = accumulation
 
     @property
@@ -262,8 +200,8 @@ class FollowRun(Callback):
         self._global_step = 0
         self._is_fit = True
         self._signals = NO_SIGNALS
-        self._loss: Tensor | float = 0.0
-        self._kept: dict[str, Any] = {}
+        self._loss: Tensor | None = None
+        self._kept: tuple[Any, Any, Any] | None = None
         """The settings of the trainer that are changed during a fit."""
 
     @property
@@ -298,12 +236,8 @@ class FollowRun(Callback):
         if stage != "fit":
             return
         loop = trainer.fit_loop
-        if not self._kept:
-            self._kept = {
-                "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
-                "max_epochs": loop.max_epochs,
-                "max_steps": loop.epoch_loop.max_steps,
-            }
+        own = trainer.check_val_every_n_epoch, loop.max_epochs, loop.epoch_loop.max_steps
+        self._kept = self._kept or own
         # Whether to evaluate is decided after each step; Lightning reads it after each batch. Other
         # callbacks read from it whether they act after epochs or after evaluations.
         is_usual = self._ends_epochs or not trainer.enable_validation
@@ -316,54 +250,46 @@ class FollowRun(Callback):
     def leave(cls, trainer: Trainer) -> None:
         """Take the callback of an earlier run out of a trainer."""
         for one in [one for one in trainer.callbacks if isinstance(one, cls)]:
-            one._restore(trainer)
+            one.on_fit_end(trainer)
             trainer.callbacks.remove(one)
-
-    def _restore(self, trainer: Trainer) -> None:
-        """Give the trainer its own settings back."""
-        if self._kept:
-            trainer.check_val_every_n_epoch = self._kept["check_val_every_n_epoch"]
-            trainer.fit_loop.max_epochs = self._kept["max_epochs"]
-            trainer.fit_loop.epoch_loop.max_steps = self._kept["max_steps"]
-            trainer.reload_dataloaders_every_n_epochs, trainer.accumulate_grad_batches = 0, 1
-            self._kept = {}
 
     def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
         """Give the trainer its own settings back."""
-        self._restore(trainer)
+        if self._kept is not None:
+            loop = trainer.fit_loop
+            trainer.check_val_every_n_epoch, loop.max_epochs, loop.epoch_loop.max_steps = self._kept
+            trainer.reload_dataloaders_every_n_epochs, trainer.accumulate_grad_batches = 0, 1
+            self._kept = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Bind the run: optimizers exist, and their saved state is not loaded yet."""
-        if self._run.is_scheduled and trainer.lr_scheduler_configs:
-            raise TrainingError.cannot(
-                "follow two schedules",
-                why=f"{type(pl_module).__name__}.configure_optimizers returns lr schedulers",
-                instead="return the optimizer alone, or pass schedules=None",
-            )
-        part = trainer.distributed_sampler_kwargs or {}
-        so_far = self._run.state_dict() if self._run.is_bound else None
-        self._run.bind(
+        part, run = trainer.distributed_sampler_kwargs or {}, self._run
+        so_far = run.state_dict() if run.is_bound else None
+        run.bind(
             trainer.optimizers,
             rank=part.get("rank", trainer.global_rank),
             world_size=part.get("num_replicas", trainer.world_size),
         )
         if so_far is not None:  # a second fit continues, as the trainer does
-            self._run.load_state_dict(so_far)
-        if "noise" in self._run.loader.reads:
-            is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
-            is_manual = not pl_module.automatic_optimization
-            if is_sharded or is_manual or self._batches.units != "samples":
-                raise TrainingError.cannot(
-                    "follow the noise of the gradient",
-                    why="it is measured in automatic optimization, without FSDP2, over samples",
-                    instead="plan the batch sizes, such as '0ep:32 1ep:64'",
-                )
-            self._batches.meter = StepMeter(trainer.strategy.model, self._run.loader)
-        if self._run.loader.reads & {"noise", "loss"}:
+            run.load_state_dict(so_far)
+        is_other = self._batches.units != "samples" or not pl_module.automatic_optimization
+        is_other = is_other or isinstance(trainer.strategy, ModelParallelStrategy)
+        is_hidden, twice = (
+            is_other and "noise" in run.loader.reads,
+            "configure_optimizers has another",
+        )
+        others = run.is_scheduled and trainer.lr_scheduler_configs
+        where = "it needs automatic optimization over samples, without FSDP2"
+        refuse(
+            (others, "follow two schedules", twice, "return no schedulers, or pass schedules=None"),
+            (is_hidden, "follow the noise of the gradient", where, "plan the batch sizes"),
+        )
+        if run.loader.reads & {"noise", "loss"}:
             self.on_before_backward = self._on_before_backward
             self.on_after_backward = self._on_after_backward
             self.on_before_optimizer_step = self._on_before_optimizer_step
-        self._batches.follow(trainer, is_open=self._is_open)
+        meter = StepMeter(run, trainer.strategy.model)
+        self._batches.follow(trainer, meter, is_open=self._is_open)
         self._is_open = False
         end, num_samples = end_of(self._run.prepared), self._run.horizon.dataset_num_samples
         trainer.fit_loop.epoch_loop.max_steps = -1
@@ -374,12 +300,9 @@ class FollowRun(Callback):
 
         An open step comes anew, and other ranks or micro-batches change the number of batches.
         """
-        if trainer.train_dataloader is not self._batches:
-            raise TrainingError.cannot(
-                "train on another dataloader",
-                why="a run is attached to this trainer",
-                instead="pass what attach() returned to trainer.fit",
-            )
+        is_other = trainer.train_dataloader is not self._batches
+        instead = "pass what attach() returned to trainer.fit"
+        refuse((is_other, "train on another dataloader", "a run is attached", instead))
         self._global_step = trainer.global_step
         trainer.val_check_batch = UNKNOWN
         run, loop = self._run, trainer.fit_loop.epoch_loop
@@ -422,24 +345,22 @@ class FollowRun(Callback):
     on_before_optimizer_step: Any = None
 
     def _on_before_backward(self, _: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Watch the loss, and the gradient if the policy reads its noise."""
+        """Measure the loss, and the gradient if the policy reads its noise."""
         if self._batches.is_first:
-            self._loss, self._signals = 0.0, NO_SIGNALS
+            self._loss, self._signals = None, NO_SIGNALS
         if pl_module.automatic_optimization:
-            self._loss = self._loss + loss.detach()
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         self._batches.watch.__enter__()
 
     def _on_after_backward(self, *_: Any) -> None:
-        """Stop watching."""
+        """End the measurement of a pass."""
         self._batches.watch.__exit__(None, None, None)
         self._batches.watch = nullcontext()
 
     def _on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         """Read what the step measured, before gradients are clipped."""
-        if self._batches.meter is not None:
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            scale = 1.0 if scaler is None else scaler.get_scale()
-            self._signals = self._batches.meter.signals(scale)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._signals = self._batches.meter.signals(self._loss, scaler)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Count the step if it is complete, and say what is due.
@@ -448,18 +369,11 @@ class FollowRun(Callback):
             TrainingError: in manual optimization, an optimizer has stepped before.
         """
         if not self._batches.is_last:
-            if trainer.global_step != self._global_step:
-                raise TrainingError.cannot(
-                    "train in manual optimization",
-                    why="an optimizer stepped after a micro-batch that is not the last of its step",
-                    instead="multiply the loss by dataloader.weight, and step and clear optimizers "
-                    "'if dataloader.is_last:' (dataloader is what attach() returned)",
-                )
+            is_early = trainer.global_step != self._global_step
+            why, instead = "it steps inside a step", "step 'if dataloader.is_last:'"
+            refuse((is_early, "train in manual optimization", why, instead))
             return
         self._global_step = trainer.global_step
-        if "loss" in self._run.loader.reads and isinstance(self._loss, Tensor):
-            mean = trainer.strategy.reduce(self._loss, reduce_op="mean")
-            self._signals = replace(self._signals, loss=float(mean))
         due = self._run.finish(self._signals)
         if self._run.is_done:
             trainer.should_stop = True
@@ -469,17 +383,6 @@ class FollowRun(Callback):
             saver = trainer.checkpoint_callback
             folder = getattr(saver, "dirpath", None) or Path(trainer.default_root_dir)
             trainer.save_checkpoint(Path(folder) / f"sample={self._run.timer.sample}.ckpt")
-
-    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        """Warn of a run that ends early because Lightning has counted more epochs."""
-        epochs = trainer.fit_loop.max_epochs or -1
-        if 0 < epochs <= trainer.current_epoch and not self._run.is_done:
-            now = self._run.timer.timestamp
-            warnings.warn(
-                f"the trainer ends after {trainer.current_epoch} epochs, and the run is at "
-                f"{now.get('sp')} of {self._run.horizon.max_duration}: an epoch was left early",
-                stacklevel=2,
-            )
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Give the policy the metric that it follows."""

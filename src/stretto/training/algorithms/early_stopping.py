@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from stretto.batching.following import measured_value
+from stretto.run import Run
 from stretto.settings import one_of
 from stretto.timing import Time, TimeLike
 from stretto.training.callback import Callback
-from stretto.training.run import Run
 
 
 @final
@@ -45,12 +45,6 @@ class EarlyStopping(Callback):
         self._sign, self._min_delta = (1 if mode == "min" else -1), min_delta
         self._best = math.inf
         self._since: float | None = None
-
-    def scaled(self, ratio: Any) -> EarlyStopping:
-        """Return the same for a run that is `ratio` times as long."""
-        mode: Literal["min", "max"] = "min" if self._sign == 1 else "max"
-        patience = self._patience * ratio
-        return EarlyStopping(self.monitor, patience=patience, mode=mode, min_delta=self._min_delta)
 
     def on_fit_start(self, run: Run) -> None:
         """Place the patience on the clock of the run.

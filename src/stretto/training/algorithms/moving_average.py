@@ -13,9 +13,9 @@ from torch import Tensor
 from stretto.checkpoint.sharding import is_dtensor
 from stretto.data import Step
 from stretto.errors import TrainingError
+from stretto.run import Run
 from stretto.timing import Time, TimeLike, Timestamp, Trigger, parse_trigger
 from stretto.training.callback import Callback
-from stretto.training.run import Run
 
 
 @final

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from stretto.data import Step
 from stretto.data.containers import mapped
 from stretto.errors import TrainingError
+from stretto.run import Run
 from stretto.timing import Time, TimeLike
 from stretto.training.algorithms.stochastic_depth import progress
 from stretto.training.callback import Callback
-from stretto.training.run import Run
 
 
 @final
@@ -47,11 +47,7 @@ class SelectiveBackprop(Callback):
         keep: float = 0.5,
     ) -> None:
         if not 0 < keep < 1:
-            raise TrainingError.cannot(
-                f"keep {keep} of the samples",
-                why="it is not between 0 and 1",
-                instead="write a part such as 0.5",
-            )
+            raise TrainingError.bad("keep", keep, "it is not in (0, 1)", "write a part such as 0.5")
         self._losses = sample_losses
         self._start, self._end, self._keep = Time(start), Time(end), keep
 

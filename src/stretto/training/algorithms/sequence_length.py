@@ -10,10 +10,10 @@ from torch import Tensor
 from stretto.data import Step
 from stretto.data.containers import mapped
 from stretto.errors import TrainingError
+from stretto.run import Run
 from stretto.timing import Time, TimeLike
 from stretto.training.algorithms.stochastic_depth import progress
 from stretto.training.callback import Callback
-from stretto.training.run import Run
 
 
 @final

@@ -9,13 +9,10 @@ import torch
 from torch import nn
 
 from stretto.data import Step
-from stretto.errors import TrainingError
+from stretto.errors import TrainingError, shown
+from stretto.run import Run
 from stretto.timing import Horizon, Time, TimeLike, Timestamp
 from stretto.training.callback import Callback
-from stretto.training.run import Run
-
-_SHOWN = 8
-"""Names listed in a message."""
 
 
 def find_modules(model: nn.Module, names: Sequence[str], what: str) -> list[nn.Module]:
@@ -30,14 +27,10 @@ def find_modules(model: nn.Module, names: Sequence[str], what: str) -> list[nn.M
     modules = dict(model.named_modules())
     for name in names:
         if name not in modules:
-            known = [repr(other) for other in modules if other]
-            more = ", ..." if len(known) > _SHOWN else ""
             raise TrainingError.cannot(
                 f"{what} {name!r}",
                 why="the model has no such module",
-                instead=f"write {', '.join(known[:_SHOWN])}{more}"
-                if known
-                else "leave it out: this model has no parts",
+                instead=f"write one of {shown(list(modules)[1:])}",
             )
     return [modules[name] for name in names]
 
@@ -57,11 +50,7 @@ def progress(horizon: Horizon, start: Time, end: Time) -> Callable[[Timestamp], 
     horizon.check_moves(axis)
     first, last = horizon.ticks(start, axis), horizon.ticks(end, axis)
     if last <= first:
-        raise TrainingError.cannot(
-            f"change how the model is trained from {start} to {end}",
-            why="the end does not come after the start",
-            instead="write an end that is later",
-        )
+        raise TrainingError.bad("end", str(end), f"it is not after {start}", "write a later one")
 
     def passed(timestamp: Timestamp) -> float:
         return min(1.0, max(0.0, float((axis.read(timestamp) - first) / (last - first))))
@@ -96,7 +85,7 @@ class StochasticDepth(Callback):
         if not blocks or not 0 < rate < 1:
             raise TrainingError.cannot(
                 f"leave out the blocks {list(blocks)} at a rate of {rate}",
-                why="there must be blocks, and a rate between 0 and 1",
+                why="there are no blocks, or the rate is not in (0, 1)",
                 instead="write StochasticDepth(['blocks.0'], rate=0.2)",
             )
         self._blocks = tuple(blocks)

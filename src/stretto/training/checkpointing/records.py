@@ -1,17 +1,17 @@
-"""Read records of a checkpoint; errors name the file and the key."""
+"""The lock of a run folder, and errors of its files and checkpoints."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from stretto.errors import CheckpointError, StrettoError, TrainingError, shown
-from stretto.training.logs.loggers import check_appendable
+from stretto.errors import CheckpointError, StrettoError, TrainingError
 
 LOCK = "run.lock"
 
@@ -27,7 +27,6 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        check_appendable(folder / LOCK)
         file = (folder / LOCK).open("a+b", buffering=0)
     except OSError as error:
         raise unwritable(folder, error) from error
@@ -45,17 +44,22 @@ def locked(folder: Path) -> Iterator[None]:
 _open_locks: set[IO[bytes]] = set()
 
 
-def is_locked_here(folder: Path) -> bool:
-    """Return whether the lock in `folder` is one that this process holds, if it holds any.
+def check_lock(folder: Path) -> None:
+    """Check that the lock in `folder` is one that this process holds, if it holds any.
 
-    It is not if the folder was moved, or replaced by that of another run.
+    Raises:
+        CheckpointError: the folder was moved, or replaced by that of another run.
     """
-    try:
-        there = (folder / LOCK).stat()
-    except OSError:
-        return not _open_locks
     held = [os.fstat(file.fileno()) for file in _open_locks]
-    return not held or any(os.path.samestat(there, one) for one in held)
+    with suppress(OSError):
+        there = (folder / LOCK).stat()
+        if not held or any(os.path.samestat(there, one) for one in held):
+            return
+    if held:
+        why = "the folder was moved or replaced while the run was writing"
+        raise CheckpointError.cannot(
+            f"write a checkpoint to {folder}", why=why, instead="move it back"
+        )
 
 
 @cache
@@ -72,11 +76,9 @@ def _lock(file: IO[bytes], folder: Path) -> None:
     except BlockingIOError:
         file.seek(0)
         holder = file.read(200).decode(errors="replace").strip()
-        raise TrainingError.cannot(
-            f"train in {folder}",
-            why=f"another run is writing there ({holder or 'unknown'})",
-            instead="wait until it ends, or choose another folder",
-        ) from None
+        why = f"another run is writing there ({holder or 'unknown'})"
+        instead = "wait until it ends, or choose another folder"
+        raise TrainingError.cannot(f"train in {folder}", why=why, instead=instead) from None
     except OSError:
         return
     with suppress(OSError):  # a full disk: the content is only for the message
@@ -103,30 +105,27 @@ def unwritable(folder: Path, error: OSError) -> TrainingError:
     )
 
 
-UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""Exceptions that Python raises for an invalid record."""
-_MOST = 2**63
+UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""Exceptions that a state from another run, model or version causes."""
 
 
 @contextmanager
-def section(path: Path, name: str) -> Iterator[None]:
-    """Add the checkpoint and the section of its records to errors raised inside.
+def section(where: object, name: str) -> Iterator[None]:
+    """Add the checkpoint and the part of it to errors raised inside.
 
     Raises:
         StrettoError: the error raised inside, with the place added.
-        CheckpointError: the section is not from a run.
+        CheckpointError: the part does not fit.
     """
     try:
         yield
     except StrettoError as error:
-        raise error.recast(type(error), where=f"{name!r} in {path}") from error
-    except UNFIT as error:
-        raise CheckpointError.cannot(
-            f"resume from {path}",
-            why=f"{name!r} in its state.json is not that of a run "
-            f"({type(error).__name__}: {error})",
-            instead="resume from another checkpoint",
-        ) from error
+        raise error.recast(type(error), where=f"{name!r} in {where}") from error
+    except (*UNFIT, RuntimeError) as error:
+        why = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+        why = f"its {name!r} does not fit this run ({why})"
+        instead = "build the run as it was then, or start from another checkpoint"
+        raise CheckpointError.cannot(f"resume from {where}", why=why, instead=instead) from error
 
 
 def unfit(path: Path, name: str, error: Exception) -> CheckpointError:
@@ -136,36 +135,3 @@ def unfit(path: Path, name: str, error: Exception) -> CheckpointError:
         why=f"it cannot compute with its state from {path} ({type(error).__name__}: {error})",
         instead=f"resume with {name} built as it was then, or from another checkpoint",
     )
-
-
-def number(record: Mapping[str, Any], key: str) -> float:
-    """Return a number of a record; nan and inf are allowed.
-
-    >>> number({"sum": 0.5}, "sum")
-    0.5
-
-    Raises:
-        LookupError: it is missing.
-        ValueError: it is not a number.
-    """
-    value = record[key]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or (isinstance(value, int) and abs(value) >= _MOST):
-        raise ValueError(f"{key!r} is {shown(value)}, and not a number")
-    return float(value)
-
-
-def count(record: Mapping[str, Any], key: str, *, least: int = 0) -> int:
-    """Return a count of a record.
-
-    >>> count({"splits": 2}, "splits")
-    2
-
-    Raises:
-        LookupError: it is missing.
-        ValueError: it is not an integer, or less than `least`.
-    """
-    value = record[key]
-    if type(value) is not int or not least <= value < _MOST:
-        raise ValueError(f"{key!r} is {shown(value)}, and not a count")
-    return value

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from stretto._location import local_path
-from stretto.checkpoint import CheckpointReader, latest_good, open_checkpoint
-from stretto.checkpoint.folder import Store, candidates, find_newest, position
-from stretto.checkpoint.manifest import read_errors
-from stretto.checkpoint.reading import find
+from stretto.checkpoint import latest_good, open_checkpoint
+from stretto.checkpoint.folder import Store, candidates, position_of
 from stretto.distributed.ranks import Ranks, check_agreement
 from stretto.errors import CheckpointError, TrainingError
 from stretto.timing import Timestamp
@@ -27,8 +24,7 @@ def find_checkpoint(
 ) -> Path | None:
     """Return the checkpoint to resume from, the same on every rank; every rank must call it.
 
-    The first rank searches and verifies. In this run's folder, a damaged checkpoint is renamed and
-    the previous one is used.
+    The first rank searches and verifies. If the newest one is damaged, the previous one is used.
 
     Args:
         asked: `"auto"`, `"latest"`, a checkpoint, or a run folder, to use its newest checkpoint.
@@ -59,11 +55,6 @@ def find_checkpoint(
     return Path(found) if found else None
 
 
-def open_verified(path: Path) -> CheckpointReader:
-    """Open the checkpoint of `find_checkpoint`, which is verified already."""
-    return open_checkpoint(path, verify=False)
-
-
 def set_newer_aside(run_folder: Path, sample: int) -> list[Path]:
     """Rename checkpoints after position `sample`, which an earlier attempt has left.
 
@@ -72,7 +63,8 @@ def set_newer_aside(run_folder: Path, sample: int) -> list[Path]:
     """
     folder = run_folder / FOLDER
     try:
-        return [set_aside(find(path)) for path in candidates(folder) if position(path) > sample]
+        newer = [path for path in candidates(folder) if position_of(path.name) > sample]
+        return list(map(set_aside, newer))
     except OSError as error:
         raise unwritable(folder, error) from error
 
@@ -114,50 +106,26 @@ def _find(asked: str | Path, run_folder: Path | None) -> Path | None:
     if str(asked) not in ("auto", "latest"):
         path = local_path(asked, "resume from", CheckpointError)
         path = path if path.name else path.resolve()  # '.'
-        with read_errors(path):
-            is_run = (path / FOLDER).is_dir()
-        if is_run:
-            is_own = run_folder is not None and path.resolve() == run_folder.resolve()
-            return _newest(path) if is_own else newest_of(path)
+        if (path / FOLDER).is_dir():
+            return newest_of(path)
         open_checkpoint(path)  # every byte of it
         return path
     if run_folder is None:
-        raise TrainingError.cannot(
-            f"resume from {asked!r}",
-            why="the run has no folder",
-            instead="pass folder='runs/name', or the path of a checkpoint",
-        )
-    if str(asked) == "auto":
-        return latest_good(run_folder / FOLDER)
-    return _newest(run_folder)
-
-
-def _newest(run_folder: Path) -> Path:
-    found = latest_good(run_folder / FOLDER)
-    if found is None:
-        raise _none(run_folder, "pass 'auto' to begin anew where there is none, or name another")
-    return found
+        instead = "pass folder='runs/name', or the path of a checkpoint"
+        what = f"resume from {asked!r}"
+        raise TrainingError.cannot(what, why="the run has no folder", instead=instead)
+    return latest_good(run_folder / FOLDER) if str(asked) == "auto" else newest_of(run_folder)
 
 
 def newest_of(run_folder: Path) -> Path:
-    """Return the newest intact checkpoint of another run; nothing is renamed.
+    """Return the newest intact checkpoint of a run.
 
     Raises:
         CheckpointError: there is none.
     """
-    good, bad = find_newest(run_folder / FOLDER)
-    if good is None:
-        raise _none(run_folder, "name another")
-    for path, why in bad:
-        warnings.warn(
-            f"{path} is damaged: {why}; {good.name} is used instead", RuntimeWarning, stacklevel=2
-        )
-    return good
-
-
-def _none(run_folder: Path, instead: str) -> CheckpointError:
-    return CheckpointError.cannot(
-        f"resume from the latest checkpoint in {run_folder}",
-        why="it holds none",
-        instead=f"{instead} folder",
-    )
+    found = latest_good(run_folder / FOLDER)
+    if found is None:
+        what = f"resume from the latest checkpoint in {run_folder}"
+        instead = "pass 'auto' to begin anew, or name another folder"
+        raise CheckpointError.cannot(what, why="it has none", instead=instead)
+    return found

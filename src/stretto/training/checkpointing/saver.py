@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 from typing import NamedTuple, final
+
+from torch import nn
 
 from stretto.checkpoint import (
     HostCopies,
@@ -22,19 +25,21 @@ from stretto.checkpoint import (
     encode_records,
     finish_checkpoint,
     keep,
+    open_checkpoint,
     write_part,
 )
+from stretto.checkpoint.folder import position_of
 from stretto.checkpoint.sharding import Staged
-from stretto.distributed.ranks import Ranks
+from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, TrainingError
 from stretto.settings import Checkpointing
 from stretto.timing import Timestamp
-from stretto.training.checkpointing.records import is_locked_here
+from stretto.training.checkpointing.records import check_lock
 from stretto.training.checkpointing.resuming import FOLDER
-from stretto.training.checkpointing.state import RunState
+from stretto.training.checkpointing.state import Part, capture, check_replicas, restore
 from stretto.training.checkpointing.upload import Uploader, as_store
 from stretto.training.evaluation.evaluate import Best
-from stretto.training.logs.loggers import synchronize_file
+from stretto.training.logs.recorder import Recorder
 
 
 class Progress(NamedTuple):
@@ -50,7 +55,16 @@ class Progress(NamedTuple):
 
 @final
 class Saver:
-    """Writes checkpoints into the run folder, one at a time.
+    """Writes checkpoints into the run folder, one at a time, and restores them.
+
+    Args:
+        settings: when and where; None: no checkpoints are written.
+        folder: the run folder.
+        parts: what is saved, by name.
+        model: what ranks must have in common.
+        strategy: which part of the state this rank writes.
+        recorder: its files are flushed to disk before a checkpoint.
+        best: the best evaluation, whose checkpoint is kept.
 
     Raises:
         TrainingError: checkpoints are requested, but the run has no folder.
@@ -61,20 +75,21 @@ class Saver:
         settings: Checkpointing | None,
         folder: Path | None,
         *,
-        ranks: Ranks,
-        state: RunState,
+        parts: dict[str, Part],
+        model: nn.Module,
+        strategy: Strategy,
+        recorder: Recorder,
         best: Best,
     ) -> None:
         if settings is not None and folder is None:
-            raise TrainingError.cannot(
-                "write checkpoints",
-                why="the run has no folder",
-                instead="pass folder='runs/name', or leave checkpoint out",
-            )
+            why, instead = "the run has no folder", "pass folder='runs/name', or no checkpoint"
+            raise TrainingError.cannot("write checkpoints", why=why, instead=instead)
         self.folder = folder / FOLDER if folder is not None else None
+        self.parts = parts
         self._settings = settings
-        self._ranks = ranks
-        self._state = state
+        self._model = model
+        self._strategy, self._ranks = strategy, strategy.ranks
+        self._recorder = recorder
         self._best = best
         self._copies = HostCopies()
         self._job: _Job | None = None
@@ -82,10 +97,10 @@ class Saver:
         """The position of the last checkpoint of this run."""
         self.failure: str | None = None
         """Why the last checkpoint could not be written; None if it was written."""
-        self.store = None if settings is None else as_store(settings.upload, ranks)
+        self.store = None if settings is None else as_store(settings.upload, self._ranks)
         """Where copies of checkpoints go."""
         self._uploader: Uploader | None = None
-        if settings is not None and self.store is not None and ranks.is_first:
+        if settings is not None and self.store is not None and self._ranks.is_first:
             self._uploader = Uploader(self.store, settings.keep)
 
     @property
@@ -109,16 +124,16 @@ class Saver:
         if self.saved_at == timestamp.sample:
             return earlier
         path = checkpoint_path(self.folder, timestamp.sample)
-        writers = self._ranks.world_size if self._state.is_sharded else 1
+        writers = self._ranks.world_size if self._strategy.is_sharded else 1
         is_first = self._ranks.is_first
-        records, staged, error = "", None, None
-        is_here = not is_first or is_locked_here(self.folder.parent)
+        records, staged, error, is_begun = "", None, None, False
+        check_replicas(self._model, self._ranks)
         try:
-            if not is_here:
-                raise _moved(path)
-            tensors, state = self._state.capture()
+            tensors, state = capture(self.parts, self._strategy.part_of_state)
             if is_first:
+                check_lock(self.folder.parent)
                 begin_checkpoint(path)
+                is_begun = True
                 # Encode now, because the state changes while training continues.
                 records = encode_records(state)
             if is_first or writers > 1:
@@ -127,19 +142,20 @@ class Saver:
             error = caught
         # All ranks learn that the folder exists, or that something failed.
         if self._ranks.agree((error is not None,))[0]:
-            if is_first and is_here:
+            if is_begun:
                 abandon_checkpoint(path)
             self._report(error)
             return earlier
         self._job = _Job(
-            path,
-            staged,
-            records,
+            path=path,
+            staged=staged,
+            records=records,
             rank=self._ranks.rank,
             writers=writers,
-            files=self._state.files,
-            stay=(self._settings.keep, self._best.paths(self.folder)),
-        )
+            files=self._recorder.files,
+            newest=self._settings.keep,
+            others=self._best.paths(self.folder),
+        ).start()
         return earlier
 
     @property
@@ -148,11 +164,25 @@ class Saver:
         missing = None if self._uploader is None else self._uploader.missing
         return self.failure or (missing and f"{missing} is not in {self.store!r}")
 
-    def owns(self, path: Path) -> bool:
-        """Return whether a checkpoint is one of this run; renamed ones are not."""
-        return self.folder is not None and path.resolve() in [
-            one.resolve() for one in checkpoints(self.folder)
-        ]
+    def restore(self, path: Path) -> list[str]:
+        """Restore a checkpoint that is verified already; every rank must call it.
+
+        Returns:
+            One line for each part that is only in the run or only in the checkpoint.
+
+        Raises:
+            CheckpointError: it is that of another model, optimizer or data.
+        """
+        dropped = restore(self.parts, open_checkpoint(path, verify=False), path)
+        own = () if self.folder is None else checkpoints(self.folder)
+        if path.resolve() in map(Path.resolve, own):  # renamed ones are not among them
+            self.saved_at = position_of(path.name)
+            self._best.confirm(self.saved_at)
+        else:
+            self.saved_at = None
+            self._recorder.leave_files()
+            self._best.start_over()
+        return dropped
 
     def progress(self) -> Progress:
         """Return the progress of this rank, for the sum over all ranks."""
@@ -215,50 +245,46 @@ class Saver:
 
 
 @final
+@dataclass(kw_only=True)
 class _Job:
-    """One checkpoint that is being written.
+    """One checkpoint that is being written."""
 
-    Args:
-        path: its final path.
-        staged: the tensors that this rank writes; None: nothing.
-        records: all other state, as JSON.
-        rank: this rank.
-        writers: how many ranks write.
-        files: files of the run that must be flushed to disk before the checkpoint.
-        stay: how many of the newest checkpoints to keep, and which others.
-    """
+    path: Path
+    """Its final path."""
+    staged: Staged | None
+    """The tensors that this rank writes; None: nothing."""
+    records: str
+    """All other state, as JSON."""
+    rank: int
+    writers: int
+    """How many ranks write."""
+    files: Sequence[Path]
+    """Files of the run that must be flushed to disk before the checkpoint."""
+    newest: int
+    """How many of the newest checkpoints to keep."""
+    others: Sequence[Path]
+    """Which others to keep."""
+    written: Event = field(default_factory=Event)
+    all_written: Event = field(default_factory=Event)
+    _is_abandoned: bool = False
+    _is_finished: bool = False
+    _error: Exception | None = None
+    _thread: Thread | None = None
 
-    def __init__(
-        self,
-        path: Path,
-        staged: Staged | None,
-        records: str,
-        *,
-        rank: int,
-        writers: int,
-        files: Sequence[Path],
-        stay: tuple[int, Sequence[Path]],
-    ) -> None:
-        self.path = path
-        self.sample = int(path.name.rpartition("-")[2])
-        self.written = Event()
-        self.all_written = Event()
-        self._staged = staged
-        self._records = records
-        self._rank = rank
-        self._writers = writers
-        self._files = files
-        self._stay = stay
-        self._is_abandoned = False
-        self._is_finished = False
-        self._error: Exception | None = None
-        self._thread: Thread | None = None
-        if staged is None:
+    def start(self) -> _Job:
+        """Start the thread that writes."""
+        if self.staged is None:
             self.written.set()
         else:
             # Not a daemon: the interpreter waits for it at exit.
             self._thread = Thread(target=self._work, name="stretto-checkpoint")
             self._thread.start()
+        return self
+
+    @property
+    def sample(self) -> int:
+        """The position of the checkpoint."""
+        return position_of(self.path.name)
 
     def progress(self) -> Progress:
         """Return the progress of this rank."""
@@ -272,7 +298,7 @@ class _Job:
 
     def end(self) -> Exception | None:
         """End the thread; abandon a checkpoint that cannot be completed; return its error."""
-        if self._writers > 1 and not self.all_written.is_set():
+        if self.writers > 1 and not self.all_written.is_set():
             self._is_abandoned = True
             self.all_written.set()
         self.join()
@@ -280,51 +306,25 @@ class _Job:
 
     def _work(self) -> None:
         try:
-            self._check_folder()
-            assert self._staged is not None
-            write_part(self.path, self._staged, rank=self._rank, world_size=self._writers)
-            self._staged = None
+            assert self.staged is not None
+            write_part(self.path, self.staged, rank=self.rank, world_size=self.writers)
+            self.staged = None
             self.written.set()
-            if self._rank == 0:
+            if self.rank == 0:
                 self._finish()
         except Exception as error:  # noqa: BLE001  the main thread reports it
             self._error = error
-            if self._rank == 0 and is_locked_here(self.path.parent.parent):
+            if self.rank == 0:
                 abandon_checkpoint(self.path)
-            elif self._rank == 0:
-                self._error = _moved(self.path)
         finally:
             self.written.set()
 
-    def _check_folder(self) -> None:
-        if self._rank == 0 and not is_locked_here(self.path.parent.parent):
-            raise _moved(self.path)
-
     def _finish(self) -> None:
-        if self._writers > 1:
+        if self.writers > 1:
             self.all_written.wait()
         if self._is_abandoned:
             abandon_checkpoint(self.path)
             return
-        for file in self._files:
-            try:
-                synchronize_file(file)
-            except OSError as error:
-                why = f"{file.name}: {error.strerror or error}"
-                instead = "make room, or put the file back"
-                raise CheckpointError.cannot(
-                    f"write {self.path}", why=why, instead=instead
-                ) from error
-        self._check_folder()
-        finish_checkpoint(self.path, self._records, world_size=self._writers)
-        newest, others = self._stay
-        keep(self.path.parent, newest=newest, also=others)
+        finish_checkpoint(self.path, self.records, world_size=self.writers, others=self.files)
+        keep(self.path.parent, newest=self.newest, also=self.others)
         self._is_finished = True
-
-
-def _moved(path: Path) -> CheckpointError:
-    return CheckpointError.cannot(
-        f"write {path}",
-        why="the folder of the run was moved or replaced while the run was writing",
-        instead="move it back",
-    )

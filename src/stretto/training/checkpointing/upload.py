@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import time
 import warnings
@@ -56,7 +55,7 @@ class Uploader:
             for left in path.parent.glob(f"*{_LINKS}"):
                 shutil.rmtree(left, ignore_errors=True)
         shutil.copytree(path, links, copy_function=_link)
-        positions = frozenset(int(one.name.rpartition("-")[2]) for one in stay)
+        positions = frozenset(position_of(one.name) for one in stay)
         with self._lock:
             if self._waiting is not None:
                 shutil.rmtree(self._waiting[0], ignore_errors=True)
@@ -84,11 +83,11 @@ class Uploader:
                     return
             links, name, stay = job
             try:
-                self._store.write(f"{name}-{secrets.token_hex(4)}", links)
+                self._store.write(f"{name}-{time.time_ns():016x}", links)
                 with self._lock:
                     if self.missing == name:
                         self.missing = None
-                self._clean(int(name.rpartition("-")[2]), stay)
+                self._clean(position_of(name), stay)
             except Exception as error:  # noqa: BLE001  a store may raise anything
                 warnings.warn(
                     f"cannot copy {name} to {self._store!r}: {first_line(error)}; training goes on",
@@ -144,29 +143,31 @@ def fetch_newest(store: Store, folder: Path) -> Path | None:
 
 
 def as_store(upload: Any, ranks: Ranks) -> Store | None:
-    """Return the store of `Checkpointing(upload=...)`, which can be reached; all ranks call it.
+    """Return the store of `Checkpointing(upload=...)` on the first rank; all ranks call it.
 
     Raises:
-        TrainingError: it is no store, or cannot be reached.
+        TrainingError: it is not a store, or cannot be reached.
     """
     if upload is None:
         return None
 
+    store: list[Store] = []
+
     def reach() -> str:
         try:
-            (UrlStore(upload) if isinstance(upload, str) else upload).list()
+            store.append(UrlStore(upload) if isinstance(upload, str) else upload)
+            store[0].list()
         except Exception as error:
             raise TrainingError.cannot(
                 f"copy checkpoints to {upload!r}",
                 why=first_line(error),
-                instead="write an address such as 's3://bucket/run' (with the package of its "
-                "protocol, here s3fs, installed), or pass a stretto.checkpoint.Store",
+                instead="write an address such as 's3://bucket/run', with s3fs installed, or pass "
+                "a stretto.checkpoint.Store",
             ) from error
         return ""
 
     ranks.from_first(reach, call="Trainer()")
-    store: Store = UrlStore(upload) if isinstance(upload, str) else upload
-    return store
+    return store[0] if store else None
 
 
 def _link(source: str, target: str) -> None:

@@ -23,7 +23,6 @@ from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.random_state import RandomState
 from stretto.settings import Checkpointing
-from stretto.training.checkpointing.records import count, number
 from stretto.training.criterion import CriterionLoss
 from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
 from stretto.training.settings import Evaluation, LossFunction
@@ -116,12 +115,9 @@ class Evaluator:
         )
         if not all_same((mark, square), self._ranks.world_size):
             found = ", ".join(self._ranks.gather(str(seen)))
-            raise TrainingError.cannot(
-                f"evaluate on {self.name!r}",
-                why=f"the streams of the ranks end after {found} samples, so samples are missing",
-                instead="pass DataSpec(data, sharded=True) if each rank has its own part of the "
-                "samples; else give all ranks the same stream",
-            )
+            why = f"the streams of the ranks end after {found} samples, so samples are missing"
+            instead = "pass DataSpec(data, sharded=True), or give all ranks the same stream"
+            raise TrainingError.cannot(f"evaluate on {self.name!r}", why=why, instead=instead)
         means = {"loss": loss / units if units else math.nan}
         for name, total in zip(self._metrics, metrics, strict=True):
             means[name] = total / samples if samples else math.nan
@@ -158,11 +154,9 @@ class Evaluator:
                 return results
             self._most = num_samples // 2
             if not self._most:
-                raise TrainingError.cannot(
-                    f"evaluate on {self.name!r}",
-                    why=f"memory runs out with one sample ({done.out_of_memory})",
-                    instead="use shorter samples, or precision='bf16'",
-                )
+                why = f"memory runs out with one sample ({done.out_of_memory})"
+                instead = "use shorter samples, or precision='bf16'"
+                raise TrainingError.cannot(f"evaluate on {self.name!r}", why=why, instead=instead)
         sums: list[float] | None = None
         start = 0
         for size in evenly(num_samples, most=self._most):
@@ -213,11 +207,9 @@ def _added(one: list[float], other: list[float]) -> list[float]:
 def _scalar(name: str, value: Any) -> Tensor:
     tensor = torch.as_tensor(value).detach()
     if tensor.dim():
-        raise TrainingError.cannot(
-            f"average {name!r} over batches",
-            why=f"the function returned a tensor of shape {list(tensor.shape)}",
-            instead="return a scalar, such as errors.mean()",
-        )
+        why = f"the function returned a tensor of shape {list(tensor.shape)}"
+        instead = "return a scalar, such as errors.mean()"
+        raise TrainingError.cannot(f"average {name!r} over batches", why=why, instead=instead)
     return tensor
 
 
@@ -274,20 +266,13 @@ class Best:
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far."""
         value = None if math.isinf(self.value) else self.value
-        return {
-            "monitor": self.monitor,
-            "value": value,
-            "sample": self.sample,
-            "kept": self._kept,
-        }
+        return {"monitor": self.monitor, "value": value, "sample": self.sample, "kept": self._kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best value, if the metric is the same."""
         self.start_over()
         if state["monitor"] == self.monitor and state["value"] is not None:
-            self.value, self.sample = number(state, "value"), count(state, "sample")
-            if state.get("kept", self.sample) is not None:
-                self._kept = count({"kept": self.sample, **state}, "kept")
+            self.value, self.sample, self._kept = state["value"], state["sample"], state["kept"]
 
     def start_over(self) -> None:
         """Reset the best value."""

@@ -13,18 +13,15 @@ from typing import (
     Protocol,
     TypeAlias,
     TypeGuard,
-    cast,
     final,
     runtime_checkable,
 )
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.data.tokens import needs_label_shift
 from stretto.errors import TrainingError
-from stretto.runtime.out_of_memory import attempt
 
 if TYPE_CHECKING:
     from stretto.distributed.ranks import Ranks
@@ -64,41 +61,24 @@ def check_metric(name: str, metric: object) -> None:
     Raises:
         TrainingError: it is a class, or neither a function nor an object with all three methods.
     """
-    if isinstance(metric, type):
-        raise TrainingError.cannot(
-            f"measure {name!r} with the class {metric.__name__}",
-            why="it is not an instance",
-            instead=f"call it: {metric.__name__}(...)",
-        )
-    if not callable(metric) and not is_object(metric):
-        raise TrainingError.cannot(
-            f"measure {name!r} with an object of type {type(metric).__name__}",
-            why="it is not a function, and does not have update, compute and reset",
-            instead="pass a function (model, batch) -> mean over the batch, or a metric such "
-            "as torchmetrics has",
-        )
+    if isinstance(metric, type) or not (callable(metric) or is_object(metric)):
+        why = "it is neither a function nor an object with update, compute and reset"
+        instead = "pass a function (model, batch) -> mean, or an instance such as Accuracy(...)"
+        raise TrainingError.bad(f"metrics[{name!r}]", metric, why, instead)
 
 
 def check_merging(metrics: Mapping[str, object]) -> None:
     """Refuse metric objects that cannot be computed over several ranks.
 
     Raises:
-        TrainingError: a metric has no `merge_state` and does not synchronize by itself.
+        TrainingError: a metric is not one of torchmetrics and has no `merge_state`.
     """
     for name, metric in metrics.items():
-        if not is_object(metric) or _can_merge(metric):
-            continue
-        given = type(metric).__name__
-        is_switched_off = _is_torchmetrics(metric)
-        raise TrainingError.cannot(
-            f"measure {name!r} with {given} on several ranks",
-            why="it was built with sync_on_compute=False"
-            if is_switched_off
-            else "each rank has only its own samples, and it cannot be merged",
-            instead="leave sync_on_compute out"
-            if is_switched_off
-            else "give it a method merge_state(others), or use a metric of torchmetrics",
-        )
+        if is_object(metric) and not (_is_torchmetrics(metric) or hasattr(metric, "merge_state")):
+            what = f"measure {name!r} with {type(metric).__name__} on several ranks"
+            why = "each rank has only its own samples, and it cannot be merged"
+            instead = "give it a method merge_state(others), or use a metric of torchmetrics"
+            raise TrainingError.cannot(what, why=why, instead=instead)
 
 
 def default_predict(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
@@ -119,11 +99,8 @@ def default_predict(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
         found, labels = model(**batch), batch["labels"]
         outputs = getattr(found, "logits", None)
         if outputs is None:
-            raise TrainingError.cannot(
-                "update metrics from batches with labels",
-                why=f"the model returns {type(found).__name__}, which has no logits",
-                instead=WRITE_PREDICT,
-            )
+            why = f"the model returns {type(found).__name__}, which has no logits"
+            raise TrainingError.cannot("update metrics", why=why, instead=WRITE_PREDICT)
     if (
         needs_label_shift(batch)
         and isinstance(outputs, Tensor)
@@ -141,11 +118,9 @@ def check_predictable(batch: Any) -> None:
     """
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
     if not is_pair and not (isinstance(batch, Mapping) and "labels" in batch):
-        raise TrainingError.cannot(
-            f"update metrics from batches of type {type(batch).__name__}",
-            why="they are neither pairs (inputs, targets) nor mappings with 'labels'",
-            instead=WRITE_PREDICT,
-        )
+        what = f"update metrics from batches of type {type(batch).__name__}"
+        why = "they are neither pairs (inputs, targets) nor mappings with 'labels'"
+        raise TrainingError.cannot(what, why=why, instead=WRITE_PREDICT)
 
 
 @final
@@ -184,29 +159,16 @@ class MetricObjects:
         """
         arguments = self._predict(model, batch)
         if not isinstance(arguments, (tuple, list)):
-            raise TrainingError.cannot(
-                "update metrics with what predict returned",
-                why=f"it is of type {type(arguments).__name__}",
-                instead="return a tuple of the arguments of update, such as (outputs, targets)",
-            )
+            why = f"predict returned a {type(arguments).__name__}"
+            instead = "return a tuple of the arguments of update, such as (outputs, targets)"
+            raise TrainingError.cannot("update metrics", why=why, instead=instead)
         return arguments
 
     def update(self, arguments: Sequence[Any]) -> None:
-        """Add the predictions of one batch.
-
-        Raises:
-            TrainingError: memory ran out. The metric may contain part of the batch, so the batch
-                cannot be repeated in smaller chunks.
-        """
+        """Add the predictions of one batch."""
         self._updates += 1
-        for name, metric in self._metrics.items():
-            done = attempt(partial(metric.update, *arguments))
-            if done.out_of_memory is not None:
-                raise TrainingError.cannot(
-                    f"update {name!r}",
-                    why=f"memory runs out ({done.out_of_memory})",
-                    instead="write a smaller batch_size in the Evaluation",
-                )
+        for metric in self._metrics.values():
+            metric.update(*arguments)
 
     def values(self) -> dict[str, float]:
         """Return the metrics over the samples of all ranks; every rank must call it.
@@ -214,53 +176,50 @@ class MetricObjects:
         Raises:
             TrainingError: a metric did not return a scalar or a dict of scalars.
         """
-        if not self._metrics:
-            return {}
-        updates = [int(text) for text in self._ranks.gather(str(self._updates))]
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
-            values |= self._value(name, metric, updates)
+            if self._ranks.world_size == 1:
+                values |= _scalars(name, metric.compute())
+                continue
+            _move(metric, torch.device("cpu"))
+            parts = self._ranks.collect(metric if self._updates else None)
+            text = self._ranks.from_first(partial(_merged, name, parts))
+            values |= json.loads(text)
         return values
 
-    def _value(self, name: str, metric: Metric, updates: Sequence[int]) -> dict[str, float]:
-        if self._ranks.world_size == 1:
-            return _scalars(name, metric.compute())
-        if _is_torchmetrics(metric):
-            _check_gathering(name, metric, updates)
-            having = [rank for rank, number in enumerate(updates) if number]
-            with torch.no_grad():
-                text = self._gathered(name, metric, having)
-            return cast(dict[str, float], json.loads(self._ranks.gather(text)[having[0]]))
-        _move(metric, torch.device("cpu"))
-        parts = self._ranks.collect(metric if self._updates else None)
 
-        def merged() -> str:
-            first, *others = (part for part in parts if part is not None)
-            if others:
-                first.merge_state(others)
-            return json.dumps(_scalars(name, first.compute()))
+def _merged(name: str, parts: Sequence[Any]) -> str:
+    """Return the value over the metrics of all ranks as JSON; None: a rank had no samples."""
+    first, *others = (part for part in parts if part is not None)
+    if _is_torchmetrics(first):
+        _merge_torchmetrics([first, *others])
+    elif others:
+        first.merge_state(others)
+    return json.dumps(_scalars(name, first.compute()))
 
-        return cast(dict[str, float], json.loads(self._ranks.from_first(merged)))
 
-    def _gathered(self, name: str, metric: Any, having: Sequence[int]) -> str:
-        """Compute a metric of torchmetrics, which gathers its state from all ranks.
+def _merge_torchmetrics(metrics: Sequence[nn.Module]) -> None:
+    """Reduce the states of metrics into the first one, as their own synchronization does.
 
-        Ranks without samples are left out, because their empty lists cannot be gathered.
-        """
-        if len(having) == self._ranks.world_size:
-            return json.dumps(_scalars(name, metric.compute()))
-        group = dist.new_group(list(having))
-        if self._ranks.rank not in having:
-            return ""
-        parts = [one for one in metric.modules() if hasattr(one, "process_group")]
-        before = [one.process_group for one in parts]
-        for one in parts:
-            one.process_group = group
-        try:
-            return json.dumps(_scalars(name, metric.compute()))
-        finally:
-            for one, own in zip(parts, before, strict=True):
-                one.process_group = own
+    Their `merge_state` weighs means wrongly and refuses metrics with `full_state_update`.
+    """
+    seen: list[object] = []
+    for modules in zip(*(one.modules() for one in metrics), strict=True):
+        first: Any = modules[0]
+        if hasattr(first, "_to_sync"):
+            first._to_sync, first._computed = False, None  # it has the states of all ranks
+        reductions = getattr(first, "_reductions", {})
+        if any(one is reductions for one in seen):
+            continue  # a wrapper passes on the states of a metric
+        seen.append(reductions)
+        for name, reduce in reductions.items():
+            states = [getattr(one, name) for one in modules]
+            joined: Any
+            if isinstance(states[0], list):
+                joined = [item for state in states for item in state]
+            else:
+                joined = torch.stack(states)
+            setattr(first, name, reduce(joined) if reduce is not None and len(joined) else joined)
 
 
 def _is_torchmetrics(metric: object) -> bool:
@@ -269,35 +228,6 @@ def _is_torchmetrics(metric: object) -> bool:
     if torchmetrics is None:
         return False
     return isinstance(metric, (torchmetrics.Metric, torchmetrics.MetricCollection))
-
-
-def _can_merge(metric: Any) -> bool:
-    if not _is_torchmetrics(metric):
-        return hasattr(metric, "merge_state")
-    return all(getattr(one, "sync_on_compute", True) for one in metric.modules())
-
-
-def _check_gathering(name: str, metric: Any, updates: Sequence[int]) -> None:
-    """Refuse list states of different lengths; gathering them would deadlock."""
-    counts = {number for number in updates if number}
-    if len(counts) > 1 and any(map(_gathers_lists, metric.modules())):
-        raise TrainingError.cannot(
-            f"compute {name!r} over {len(updates)} ranks",
-            why=f"it gathers a tensor for each batch, and ranks have {min(counts)} to "
-            f"{max(counts)} batches",
-            instead="choose a batch_size in the Evaluation with which all ranks have as many",
-        )
-
-
-def _gathers_lists(module: Any) -> bool:
-    base = sys.modules["torchmetrics"].Metric
-    if getattr(type(module), "_sync_dist", None) is not base._sync_dist:
-        return False  # it has its own synchronization
-    states = getattr(module, "_reductions", {}).items()
-    return any(
-        reduction is None and isinstance(getattr(module, name, None), list)
-        for name, reduction in states
-    )
 
 
 def _move(metric: object, device: torch.device) -> None:
@@ -319,10 +249,6 @@ def _scalar(name: str, value: object) -> float:
     shape = getattr(value, "shape", None)
     if shape is not None and math.prod(shape) == 1:
         return float(value.item())  # type: ignore[attr-defined]
-    raise TrainingError.cannot(
-        f"log {name!r}",
-        why=f"compute() returned a {type(value).__name__}"
-        + ("" if shape is None else f" of shape {list(shape)}"),
-        instead="use a metric that computes a scalar or a dict of scalars, for example one "
-        "with average='macro'",
-    )
+    why = f"compute() returned a {type(value).__name__} of shape {shape and list(shape)}"
+    instead = "use a metric of a scalar or a dict of scalars, such as one with average='macro'"
+    raise TrainingError.cannot(f"log {name!r}", why=why, instead=instead)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias, final, runtime_checkable
+from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 from stretto._optional import import_optional
+from stretto.errors import first_line
 
-_BLOCK_BYTES = 1 << 16
-"""Read at a time, from the end, to find where the last line ends."""
+_LONGEST_LINE = 1 << 20
+"""Bytes, and more than a line of metrics or of the ledger has."""
 
 
 @final
@@ -34,22 +33,17 @@ class Appender:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
-        self._texts: list[str] = []
-        self._rest = b""
+        self.waiting = bytearray()
+        """What is not written yet."""
 
     @property
     def is_empty(self) -> bool:
         """Whether the file is empty and no text is waiting."""
-        return not (self.is_waiting or self._file.tell())
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether text is waiting."""
-        return bool(self._texts or self._rest)
+        return not (self.waiting or self._file.tell())
 
     def add(self, text: str) -> None:
         """Add text, which the next flush writes."""
-        self._texts.append(text)
+        self.waiting += text.encode()
 
     def flush(self) -> None:
         """Write everything to the operating system.
@@ -57,10 +51,8 @@ class Appender:
         Raises:
             OSError: not all of it could be written; the rest is kept.
         """
-        self._rest += "".join(self._texts).encode()
-        self._texts.clear()
-        while self._rest:
-            self._rest = self._rest[self._file.write(self._rest) :]
+        while self.waiting:
+            del self.waiting[: self._file.write(self.waiting)]
 
     def close(self) -> None:
         """Flush and close the file.
@@ -74,83 +66,28 @@ class Appender:
             self._file.close()
 
 
-def check_appendable(path: Path) -> None:
-    """Check that appending to `path` neither blocks nor fails.
-
-    Raises:
-        OSError: it is a folder, a pipe or a socket, or it cannot be looked at.
-    """
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return
-    if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
-        kind = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        raise OSError(0, f"it is {kind.get(stat.S_IFMT(mode), 'a device')}", str(path))
-
-
-def cut_back(path: Path, length: int | None) -> int:
-    """Truncate a file to `length`, without a partial last line; return the new length.
+def cut_back(path: Path, length: int | None, batch: int) -> str | None:
+    """Truncate a file to `length` and to complete lines; return what it lacks, if anything.
 
     Args:
         path: the file. A missing file or a device counts as empty.
         length: None keeps every complete line.
-    """
-    if not path.is_file():
-        return 0
-    with path.open("r+b") as file:
-        size = os.fstat(file.fileno()).st_size
-        whole = _end_of_lines(file, size if length is None else min(size, length))
-        if whole < size:
-            file.truncate(whole)
-    return whole
-
-
-def cut_with_note(path: Path, length: int | None, batch: int) -> str | None:
-    """Truncate a file as `cut_back` does; return what it lacks, if anything.
-
-    Args:
-        path: the file.
-        length: None keeps every complete line.
         batch: the batch after which the file had that length.
     """
     size = path.stat().st_size if path.is_file() else 0
-    left = cut_back(path, length)
-    if length is not None and left < length:
+    end = size if length is None else min(size, length)
+    if size:
+        with path.open("r+b") as file:
+            start = max(0, end - _LONGEST_LINE)
+            file.seek(start)
+            end = start + file.read(end - start).rfind(b"\n") + 1
+            file.truncate(end)
+    if length is not None and end < length:
         return (
-            f"lacks {length - left:,} of the {length:,} bytes it had when the checkpoint "
+            f"lacks {length - end:,} of the {length:,} bytes it had when the checkpoint "
             f"was written; lines from before batch {batch} are missing"
         )
-    if length is None and left < size:
-        return "ends in half a line, which is cut off"
-    return None
-
-
-def _end_of_lines(file: BinaryIO, end: int) -> int:
-    """Return the end of the last complete line before `end`."""
-    while end:
-        start = max(0, end - _BLOCK_BYTES)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
-
-
-def synchronize_file(path: Path) -> None:
-    """Flush a file to disk (fsync); devices are ignored.
-
-    Raises:
-        OSError: it fails; the error names the file.
-    """
-    try:
-        with path.open("rb") as file:
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = str(path)
-        raise
+    return "ends in half a line, which is cut off" if length is None and end < size else None
 
 
 Record: TypeAlias = Mapping[str, float]
@@ -204,27 +141,18 @@ class Guarded:
         self._logger = logger
         self._has_warned = False
 
-    def start(self, config: Mapping[str, Any], sample: int) -> bool:
-        """Start the logger; return whether it can be used."""
-        return self.call("start", config, sample)
-
-    def flush(self) -> None:
-        """Flush the logger, if it can be flushed."""
-        if hasattr(self._logger, "flush"):
-            self.call("flush")
-
     def call(self, method: str, *arguments: Any) -> bool:
-        """Call a method; return whether it succeeded."""
+        """Call a method if the logger has it; return whether it succeeded."""
         try:
-            getattr(self._logger, method)(*arguments)
+            if hasattr(self._logger, method):
+                getattr(self._logger, method)(*arguments)
         except Exception as error:  # noqa: BLE001  a logger may raise anything
             if not self._has_warned:
                 self._has_warned = True
-                said = f"{type(error).__name__}: {error}".strip().split("\n")[0]
                 rest = "without it" if method == "start" else "and its other failures are ignored"
                 warnings.warn(
-                    f"{type(self._logger).__name__}.{method} failed: {said}; training goes on "
-                    f"{rest}",
+                    f"{type(self._logger).__name__}.{method} failed: {first_line(error)}; training "
+                    f"goes on {rest}",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -305,13 +233,15 @@ class WandbLogger:
     def start(self, config: Mapping[str, Any], sample: int) -> None:
         """Begin a W&B run, or continue that of the run folder."""
         settings: dict[str, Any] = {"dir": config.get("folder"), "config": dict(config)}
-        known = _known_id(config, "wandb", sample)
-        if known is not None:
+        file = _id_file(config, "wandb")
+        if sample and file is not None and file.is_file():
             # Settings may have changed since the checkpoint.
+            known = file.read_text("utf-8").strip()
             settings |= {"id": known, "resume": "allow", "allow_val_change": True}
         self._run = self._wandb.init(**settings | self._init)
         self._run.define_metric("*", step_metric="sp")
-        _keep_id(config, "wandb", self._run.id)
+        if file is not None:
+            file.write_text(f"{self._run.id}\n", "utf-8")
 
     def log(self, record: Record) -> None:
         """Send the line, unless an earlier attempt has sent a later one."""
@@ -354,13 +284,14 @@ class MLflowLogger:
             self._mlflow.set_tracking_uri(self._uri)
         self._mlflow.set_experiment(self._experiment)
         self._sent = {}
-        known = _known_id(config, "mlflow", sample)
-        if known is not None:
+        file = _id_file(config, "mlflow")
+        if sample and file is not None and file.is_file():
+            known = file.read_text("utf-8").strip()
             self._sent = self._last_steps(self._mlflow.start_run(run_id=known))
             return
-        folder = config.get("folder")
-        run = self._mlflow.start_run(run_name=Path(folder).name if folder else None)
-        _keep_id(config, "mlflow", run.info.run_id)
+        run = self._mlflow.start_run(run_name=None if file is None else file.parent.name)
+        if file is not None:
+            file.write_text(f"{run.info.run_id}\n", "utf-8")
         self._mlflow.log_params({_mlflow_name(name): value for name, value in flattened(config)})
 
     def log(self, record: Record) -> None:
@@ -406,21 +337,8 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w.\- :/]", "_", name.replace("@", "/"))
 
 
-def _known_id(config: Mapping[str, Any], service: str, sample: int) -> str | None:
-    """The id under which a service knows the run; None for a new run."""
-    file = _id_file(config, service)
-    if not sample or file is None or not file.is_file():
-        return None
-    return file.read_text("utf-8").strip() or None
-
-
-def _keep_id(config: Mapping[str, Any], service: str, run_id: str) -> None:
-    file = _id_file(config, service)
-    if file is not None:
-        file.write_text(f"{run_id}\n", "utf-8")
-
-
 def _id_file(config: Mapping[str, Any], service: str) -> Path | None:
+    """Return the file that keeps the id under which a service knows the run."""
     folder = config.get("folder")
     return Path(folder) / f"{service}-run-id.txt" if folder else None
 

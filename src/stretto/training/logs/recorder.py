@@ -1,4 +1,4 @@
-"""What a run leaves behind: lines of metrics, and a ledger with a line for every batch."""
+"""Lines of metrics, and a ledger with a line for every batch."""
 
 from __future__ import annotations
 
@@ -9,29 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from stretto._location import LEDGER, LEDGER_COLUMNS, METRICS
+from stretto.distributed.logged import MicroLoss, Sums
 from stretto.errors import CheckpointError, TrainingError
+from stretto.run import Run
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
-from stretto.training.checkpointing.records import count, number, set_aside, unwritable
+from stretto.training.checkpointing.records import set_aside, unwritable
 from stretto.training.logs.console import ConsoleLogger
-from stretto.training.logs.logged import Sums
 from stretto.training.logs.loggers import (
     Appender,
     Guarded,
     Logger,
-    check_appendable,
-    cut_with_note,
+    cut_back,
     json_line,
 )
-from stretto.training.run import Run
-from stretto.training.stepping.finite import MicroLoss
 
-METRICS = "metrics.jsonl"
-LEDGER = "ledger.csv"
 FILES = (METRICS, LEDGER)
 MOST_PENDING = 256
 """Batches that are kept before they are recorded: reading a loss waits for the device."""
-_COLUMNS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
 
 
 class Finished(NamedTuple):
@@ -52,13 +48,45 @@ class Finished(NamedTuple):
 
 
 @final
+class Throughput:
+    """Samples, tokens and seconds of training since the last line of metrics."""
+
+    def __init__(self, since: Timestamp) -> None:
+        self.since = since
+        self.samples = self.tokens = 0
+        self._pauses = self._last_pause = 0
+
+    def add(self, samples: int, tokens: int) -> None:
+        """Count a batch."""
+        self.samples += samples
+        self.tokens += tokens
+        # A pause after the last batch is not before its end, up to which a line is measured.
+        self._pauses += self._last_pause
+        self._last_pause = 0
+
+    def pause(self, nanoseconds: int) -> None:
+        """Leave out a pause after a batch."""
+        self._last_pause += nanoseconds
+
+    def take(self, now: Timestamp) -> dict[str, float]:
+        """Return samples and tokens per second until `now`, and begin anew there."""
+        passed = now.run_nanoseconds - self.since.run_nanoseconds - self._pauses
+        seconds = max(passed, 1) / NANOSECONDS
+        rates = {"samples_per_second": self.samples / seconds}
+        if now.token:
+            rates["tokens_per_second"] = self.tokens / seconds
+        self.since, self.samples, self.tokens, self._pauses = now, 0, 0, 0
+        return rates
+
+
+@final
 class Recorder:
     """Collects losses and throughput between logs, and writes on rank 0.
 
     Args:
         run: the run.
         loggers: where metrics go besides the run folder.
-        console: shows the metrics and the progress of the run; None: nothing does.
+        console: shows the metrics and the progress of the run; None: nothing is shown.
         config: the settings of the run, for loggers.
     """
 
@@ -75,23 +103,19 @@ class Recorder:
         self.loss = Sums()
         self.units = 0.0
         """What the loss in the last line is a mean over: samples, or target tokens."""
+        is_first = run.ranks.is_first
+        self.console = console if is_first else None
         self._run = run
-        self._ranks = run.ranks
-        self._folder = run.folder
-        self._writes = run.ranks.is_first
-        self.console = console if self._writes else None
-        shown = () if self.console is None else (self.console,)
-        self._given = [Guarded(one) for one in (*loggers, *shown)] if self._writes else []
         self._config = config
+        self._folder = run.folder if is_first else None
+        shown = () if self.console is None else (self.console,)
+        self._given = [Guarded(one) for one in (*loggers, *shown)] if is_first else []
         self._loggers: list[Guarded] = []
-        self._goes_on = False
-        self._lengths: Mapping[str, int] = {}
-        self._metrics: Appender | None = None
-        self._ledger: Appender | None = None
+        self._files: dict[str, Appender] = {}
+        self._lengths: Mapping[str, int] | None = None
+        """How much to keep of each file; None: they must be new."""
         self._is_full = False
-        self._since = Timestamp()
-        self._samples = self._tokens = 0
-        self._paused_nanoseconds = self._paused_after_batch = 0
+        self._throughput = Throughput(Timestamp())
         self._size: int | None = None
 
     @property
@@ -102,36 +126,44 @@ class Recorder:
     def open(self, timestamp: Timestamp) -> None:
         """Open the files; what is logged first is measured from `timestamp` on.
 
-        Files of a run that goes on are cut back to where its checkpoint left them.
+        Files of a resumed run are cut back to where its checkpoint left them.
 
         Raises:
             TrainingError: the folder holds another run, or cannot be written to.
         """
-        self._since = timestamp
-        self._samples = self._tokens = 0
-        self._paused_nanoseconds = self._paused_after_batch = 0
-        if self._folder is not None and self._writes:
-            self._open_files(self._folder)
-        self._loggers = [one for one in self._given if one.start(self._config, timestamp.sample)]
+        self._throughput = Throughput(timestamp)
+        if self._folder is not None:
+            try:
+                self._open_files(self._folder, timestamp.batch)
+            except OSError as error:
+                raise unwritable(self._folder, error) from error
+        arguments = ("start", self._config, timestamp.sample)
+        self._loggers = [one for one in self._given if one.call(*arguments)]
         if self.console is not None:
             self.console.show(self._run.clock(timestamp))
 
-    def _open_files(self, folder: Path) -> None:
-        ledger = folder / LEDGER
-        try:
-            for name in FILES:
-                check_appendable(folder / name)
-            if not self._goes_on and ledger.exists() and ledger.stat().st_size:
-                raise _another_run(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            self._cut(folder)
-            self._metrics = Appender(folder / METRICS)
-            self._ledger = Appender(ledger)
-        except OSError as error:
-            raise unwritable(folder, error) from error
-        if self._ledger.is_empty:
-            self._ledger.add(",".join((*_COLUMNS, *self._run.hyperparameters.values())) + "\n")
-        self._goes_on = True
+    def _open_files(self, folder: Path, batch: int) -> None:
+        """Open the files, cut back to where the checkpoint left them; say what they lack."""
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = {one.name: one.stat().st_size for one in self.files if one.exists()}
+        if self._lengths is None and sizes.get(LEDGER):
+            raise TrainingError.cannot(
+                f"begin a run in {folder}",
+                why="it has one already",
+                instead="choose another folder, or call trainer.resume() first to continue it",
+            )
+        lengths = self._lengths or {}
+        for path in self.files:
+            length = lengths.get(path.name)
+            if length == 0 and sizes.get(path.name):
+                set_aside(path)
+            elif missing := cut_back(path, length, batch):
+                warnings.warn(f"{path} {missing}", RuntimeWarning, stacklevel=2)
+            self._files[path.name] = Appender(path)
+        if self._files[LEDGER].is_empty:
+            columns = (*LEDGER_COLUMNS, *self._run.hyperparameters.values())
+            self._files[LEDGER].add(",".join(columns) + "\n")
+        self._lengths = {}
 
     def record(self) -> None:
         """Record the batches that are pending, and read their losses."""
@@ -143,24 +175,19 @@ class Recorder:
         pending, self.pending = self.pending, []
         if not pending:
             return
-        # What came behind the batch before lies between the two; what comes behind the last one
-        # does not lie before its `after`, which the next line of metrics may be measured up to.
-        self._paused_nanoseconds += self._paused_after_batch
-        self._paused_after_batch = 0
         self._size = pending[-1].batch_size
         lines, each = [], self._run.horizon.tokens_per_sample or 0
         for at, size, _, _, after, num_micro_batches, values in pending:
             # The clock also passes over what `last_batch="drop"` leaves out after the batch.
             tokens = after.token - at.token - (after.sample - at.sample - size) * each
-            self._samples += size
-            self._tokens += tokens
+            self._throughput.add(size, tokens)
             shown = ",".join(map(repr, map(float, values)))
             lines.append(
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{size},"
                 f"{tokens},{num_micro_batches},{shown}\n"
             )
-        if self._ledger is not None:
-            self._ledger.add("".join(lines))
+        if LEDGER in self._files:
+            self._files[LEDGER].add("".join(lines))
         for one in pending:
             self.loss.add_losses(one.losses)
 
@@ -179,14 +206,8 @@ class Recorder:
         """
         self.record()
         assert self._size is not None, "there is something to log"
-        before, self._since = self._since, timestamp
-        passed = timestamp.run_nanoseconds - before.run_nanoseconds - self._paused_nanoseconds
-        self._paused_nanoseconds = 0
-        samples, self._samples = self._samples, 0
-        tokens, self._tokens = self._tokens, 0
-        seconds = max(passed, 1) / NANOSECONDS
         sums, self.loss = self.loss, Sums()
-        total, self.units, any_logged = self._ranks.total(
+        total, self.units, any_logged = self._run.ranks.total(
             (sums.total, sums.weight, bool(self._run.logged))
         )
         record = {
@@ -194,23 +215,21 @@ class Recorder:
             "loss": total / self.units if self.units else math.nan,
             "batch_size": self._size,
             **self._run.hyperparameters.values(),
-            "samples_per_second": samples / seconds,
+            **self._throughput.take(timestamp),
         }
         if self._run.skipped_steps:
             record["skipped_steps"] = self._run.skipped_steps
-        if timestamp.token:
-            record["tokens_per_second"] = tokens / seconds
         record |= values
         if any_logged:
-            record |= self._run.logged.take(self._ranks, taken=record.keys())
+            record |= self._run.logged.take(self._run.ranks, taken=record.keys())
         self._size = None
         self.write(record)
         return record
 
     def write(self, record: Mapping[str, float]) -> None:
         """Write one line of metrics, and hand it to every logger."""
-        if self._metrics is not None:
-            self._metrics.add(json_line(record))
+        if METRICS in self._files:
+            self._files[METRICS].add(json_line(record))
         for logger in self._loggers:
             logger.call("log", record)
 
@@ -221,106 +240,79 @@ class Recorder:
         try:
             return work()
         finally:
-            self._paused_after_batch += time.monotonic_ns() - start
+            self._throughput.pause(time.monotonic_ns() - start)
 
     def flush(self) -> None:
-        """Put everything that was recorded on the disk; what it has no room for is kept."""
+        """Write everything that was recorded to the files; what does not fit is kept."""
         self.record()
-        self._try([one.flush for one in self._outputs], "they are kept and training goes on")
+        self._try(Appender.flush, "they are kept and training goes on")
         for logger in self._loggers:
-            logger.flush()
+            logger.call("flush")
 
     def close(self) -> None:
         """Flush and close everything."""
         self._collect()  # after a failure of the device, its losses cannot be read
         self._is_full = False
-        self._try([one.close for one in self._outputs], "they are lost")
-        self._ledger = self._metrics = None
+        self._try(Appender.close, "they are lost")
+        self._files = {}
         for logger in self._loggers:
             logger.call("close")
         self._loggers = []
 
-    @property
-    def _outputs(self) -> list[Appender]:
-        return [one for one in (self._ledger, self._metrics) if one is not None]
-
-    def _try(self, works: Sequence[Callable[[], None]], then: str) -> None:
-        """Do it; where the disk is full, say so once."""
+    def _try(self, work: Callable[[Appender], None], then: str) -> None:
+        """Do something with every file; warn once if the disk is full."""
         failure = None
-        for work in works:
+        for file in self._files.values():
             try:
-                work()
+                work(file)
             except OSError as error:
                 failure = error
         if failure is not None and not self._is_full:
             why = (failure.strerror or str(failure)).lower()
-            warnings.warn(
-                f"cannot write lines of {METRICS} or {LEDGER}: {why}; {then}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            message = f"cannot write lines of {METRICS} or {LEDGER}: {why}; {then}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._is_full = failure is not None
 
     @property
     def files(self) -> list[Path]:
         """The files that this rank writes."""
-        return [self._folder / name for name in FILES] if self._folder and self._writes else []
+        return [] if self._folder is None else [self._folder / name for name in FILES]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums since the last log, and how long the files are by now.
+        """Return the sums since the last log, and the lengths of the files.
 
         Every rank must call it.
 
         Raises:
-            CheckpointError: the files cannot be written, so nothing can go on from them.
+            CheckpointError: the files cannot be written, so a run could not continue them.
         """
         self.flush()
-        total, weight = self._ranks.total((self.loss.total, self.loss.weight))
-        logged = self._run.logged.state_dict(self._ranks)
-        if any(one.is_waiting for one in self._outputs):
-            raise _no_checkpoint(self._folder, f"{METRICS} and {LEDGER} cannot be written")
+        total, weight = self._run.ranks.total((self.loss.total, self.loss.weight))
+        logged = self._run.logged.state_dict(self._run.ranks)
         try:
+            if any(one.waiting for one in self._files.values()):
+                raise OSError(f"{METRICS} and {LEDGER} cannot be written")
             lengths = {file.name: file.stat().st_size for file in self.files}
-        except OSError as error:  # somebody has moved one
-            raise _no_checkpoint(self._folder, str(error)) from error
+        except OSError as error:  # the disk is full, or a file was moved
+            raise CheckpointError.cannot(
+                f"write a checkpoint of {self._folder}",
+                why=str(error),
+                instead="make room, or put them back",
+            ) from error
         loss = {"sum": total, "weight": weight}
         return {"loss": loss, "logged": logged, "size": self._size, "files": lengths}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
-        """Continue from saved sums, and where files are its own, from where those were."""
-        sums = number(state["loss"], "sum"), number(state["loss"], "weight")
-        self.loss = Sums("mean", *sums) if self._writes else Sums()
-        self._run.logged.load_state_dict(state.get("logged", {}), self._ranks)
-        self._size = None if state.get("size") is None else count(state, "size", least=1)
-        # Files of this folder that belong to another past are none to go on with.
-        self._goes_on = is_own
-        self._lengths = {name: count(state["files"], name) for name in FILES} if is_own else {}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from saved sums, and from where the files were."""
+        ranks, loss = self._run.ranks, state["loss"]
+        self.loss = Sums("mean", loss["sum"], loss["weight"]) if ranks.is_first else Sums()
+        self._run.logged.load_state_dict(state["logged"], ranks)
+        self._size, self._lengths = state["size"], state["files"]
+
+    def leave_files(self) -> None:
+        """Do not continue the files: the checkpoint is of another folder."""
+        self._lengths = None
 
     def start_over(self) -> None:
-        """Set the files aside: what a run left that had no checkpoint yet is done once more."""
-        self._goes_on = True
+        """Set the files aside: a run without a checkpoint is done once more."""
         self._lengths = dict.fromkeys(FILES, 0)
-
-    def _cut(self, folder: Path) -> None:
-        """Cut the files back to where the checkpoint left them; say what they lack."""
-        for name in FILES:
-            path, length = folder / name, self._lengths.get(name)
-            if length == 0 and path.is_file() and path.stat().st_size:
-                set_aside(path)
-            elif missing := cut_with_note(path, length, self._since.batch):
-                warnings.warn(f"{path} {missing}", RuntimeWarning, stacklevel=2)
-        self._lengths = {}
-
-
-def _no_checkpoint(folder: Path | None, why: str) -> CheckpointError:
-    return CheckpointError.cannot(
-        f"write a checkpoint of {folder}", why=why, instead="make room, or put them back"
-    )
-
-
-def _another_run(folder: Path) -> TrainingError:
-    return TrainingError.cannot(
-        f"begin a run in {folder}",
-        why="it holds one already",
-        instead="choose another folder, or call trainer.resume() first to go on with that one",
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple, final
@@ -10,19 +10,11 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from stretto.distributed.logged import MicroLoss
 from stretto.errors import Argument, TrainingError
 from stretto.timing import Timestamp
-from stretto.training.checkpointing.records import count
 
 _GRADIENT, _IS_GIVEN = attrgetter("grad"), partial(is_not, None)
-
-
-class MicroLoss(NamedTuple):
-    """The loss of one micro-batch: its sum over units is `loss * factor`, its units `weight`."""
-
-    loss: Tensor
-    factor: float
-    weight: float
 
 
 class Gradient(NamedTuple):
@@ -37,17 +29,13 @@ class Gradient(NamedTuple):
     """Micro-batches of this rank; more than the loader made if memory ran out."""
 
 
-MOST_IN_A_ROW = 20
-"""Skipped steps in a row after which the run ends with an error."""
-
-
 class _Flag(NamedTuple):
     """Whether anything on a device was not finite: 0 or 1, in float32 as the kernel wants it."""
 
     value: Tensor
     one: Tensor
     host: Tensor
-    """Where the host sees it: itself on a CPU, else a copy that nobody waits for."""
+    """Where the host reads it: itself on a CPU, else a copy that is made without waiting."""
     seen: Any
     """The same memory as a NumPy array, which is read without an operation of torch."""
 
@@ -78,15 +66,16 @@ class FiniteCheck:
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, is_late: bool = False) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-        for parameter in parameters:
-            groups.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        self._is_plain = True
+        """Whether gradients are dense and real, as far as known before the first pass."""
+        for one in parameters:
+            groups.setdefault((one.device, one.dtype), []).append(one)
+            self._is_plain &= not (one.is_complex() or hasattr(one, "to_local"))
         self._groups = list(groups.items())
         self._flags: dict[torch.device, _Flag] = {}
         self.is_late = is_late
         self._waits = False
         """Whether the host has to wait for a device: results are needed in each step."""
-        everything = [parameter for group in groups.values() for parameter in group]
-        self._is_plain = not any(p.is_complex() or hasattr(p, "to_local") for p in everything)
 
     def passes(self, losses: list[Tensor], *, is_gradient_known: bool = False) -> bool:
         """Return whether every loss and every element of the gradient is finite.
@@ -96,15 +85,26 @@ class FiniteCheck:
             is_gradient_known: whether the gradient is known to be finite.
         """
         found = torch.stack(losses) if losses else None  # a copy: the kernel multiplies by one
+        checked: list[tuple[torch.device, list[Tensor]]] = []
         for place, parameters in () if is_gradient_known else self._groups:
             tensors = list(filter(_IS_GIVEN, map(_GRADIENT, parameters)))
             if found is not None and (found.device, found.dtype) == place:
                 tensors.append(found)
                 found = None
-            if tensors:
-                self._mark(place[0], tensors)
+            checked.append((place[0], tensors))
         if found is not None:
-            self._mark(found.device, [found])
+            checked.append((found.device, [found]))
+        for device, tensors in checked:
+            if not tensors:
+                continue
+            flag = self._flags.get(device) or self._flag(device)
+            if self._is_plain:
+                try:
+                    _mark_infinite(tensors, flag.value, flag.one)
+                    continue
+                except NotImplementedError:
+                    pass  # one of them is sparse
+            _mark_infinite([_local(tensor) for tensor in tensors], flag.value, flag.one)
         are_finite = True
         for flag in self._flags.values():
             if flag.host is not flag.value:
@@ -122,81 +122,19 @@ class FiniteCheck:
                 are_finite = False
         return are_finite
 
-    def _mark(self, device: torch.device, tensors: list[Tensor]) -> None:
-        flag = self._flags.get(device)
-        if flag is None:
-            flag = self._flags[device] = _Flag.on(device)
-            self._waits |= device.type != "cpu" and not self.is_late
-        if self._is_plain:
-            try:
-                _mark_infinite(tensors, flag.value, flag.one)
-                return
-            except NotImplementedError:
-                pass  # one of them is sparse
-        _mark_infinite([_local(tensor) for tensor in tensors], flag.value, flag.one)
-
-
-@final
-class SkippedSteps:
-    """Counts skipped steps.
-
-    >>> skipped = SkippedSteps()
-    >>> skipped.add(Timestamp())
-    >>> skipped.count
-    1
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.in_a_row = 0
-        """Those since the last step that was not skipped."""
-
-    def add(self, at: Timestamp) -> None:
-        """Count the step that begins at `at`.
-
-        Raises:
-            TrainingError: too many steps in a row were skipped.
-        """
-        self.count += 1
-        self.in_a_row += 1
-        if self.in_a_row >= MOST_IN_A_ROW:
-            self.in_a_row = 0
-            raise TrainingError.cannot(
-                f"continue after {at.get('sp')}",
-                why=f"{MOST_IN_A_ROW} steps in a row had a loss or gradient that is nan or "
-                "infinite",
-                instead="resume from an earlier checkpoint with a lower learning rate or "
-                "clip_norm=1.0",
-            )
-
-    def end_row(self) -> None:
-        """Note that a step was not skipped."""
-        self.in_a_row = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the counts."""
-        return {"count": self.count, "in_a_row": self.in_a_row}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from saved counts."""
-        self.count, self.in_a_row = count(state, "count"), count(state, "in_a_row")
+    def _flag(self, device: torch.device) -> _Flag:
+        self._waits |= device.type != "cpu" and not self.is_late
+        return self._flags.setdefault(device, _Flag.on(device))
 
 
 def not_finite(at: Timestamp, *, is_late: bool = False) -> TrainingError:
     """Return the error for a step that is not finite, or for one before `at`."""
-    what, why = f"take the step at {at.get('sp')}", "its loss or gradient is nan or infinite; "
-    if is_late:
-        what, why = (
-            f"train beyond {at.get('sp')}",
-            "a loss or gradient before was nan or infinite; ",
-        )
+    where = "have changed" if is_late else "are still those before it"
     return TrainingError.cannot(
-        what,
-        why=why
-        + ("the weights have changed" if is_late else "the weights are still those before it"),
+        f"train {'beyond' if is_late else 'the step at'} {at.get('sp')}",
+        why=f"its loss or gradient is nan or infinite; the weights {where}",
         instead=(
-            "resume from the last checkpoint, and " if is_late else "",
-            "lower the learning rate, clip with ",
+            "resume from the last checkpoint, and lower the learning rate, clip with ",
             Argument("clip_norm", 1.0),
             ", or skip such steps with ",
             Argument("non_finite", "skip"),
@@ -208,8 +146,7 @@ def skipped_alone(at: Timestamp, ranks: Sequence[int]) -> TrainingError:
     """Return the error for a step that only some ranks have skipped."""
     return TrainingError.cannot(
         f"continue after {at.get('sp')}",
-        why=f"update() returned SKIPPED on rank {', '.join(map(str, ranks))} alone, so the weights "
-        "of the ranks differ",
+        why=f"update() returned SKIPPED on rank {', '.join(map(str, ranks))} alone",
         instead="decide on all ranks together, and resume from the last checkpoint",
     )
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
-
-from stretto.batching import BatchSizePolicy, awaits_maximum, with_maximum
+from stretto.batching import BatchSizePolicy, with_maximum
+from stretto.batching.following import NOISE
 from stretto.data import DataSpec, StepLoader
 from stretto.data.spec import Collate
 from stretto.distributed.ranks import Ranks
@@ -17,6 +17,7 @@ from stretto.planning import Plan
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.timing import TimeLike
+from stretto.training.callback import Callback
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
@@ -40,7 +41,7 @@ def find_fitting(
 ) -> Answer:
     """Return the largest micro-batch of a rank, at most `most`; the same on all ranks.
 
-    The longest of a few samples from the whole data set stands for all of them, padded or packed.
+    All samples count as the longest of a few from the whole data set, padded or packed.
     Transforms of callbacks run on fake tensors only.
 
     Args:
@@ -57,53 +58,65 @@ def find_fitting(
     """
     from stretto.memory import find_batch_size  # imported only if needed
     from stretto.memory.examples import example_batches
+    from stretto.memory.measuring.limits import free_memory
 
-    _check(loader)
-    examples = example_batches(loader)
-
-    def find(method: Literal["predict", "auto"]) -> Answer:
-        return find_batch_size(
-            step,
-            examples,
-            accumulation=2 if accumulates else 1,
-            measures_noise=measures_noise,
-            method=method,
-            margin=_margin(step.model, ranks),
-            maximum=most,
-            agree_minimum=ranks.least if ranks.world_size > 1 else None,
+    if not loader.spec.is_map_style:
+        raise TrainingError.cannot(
+            "find a batch size that fits",
+            why="the data are an iterable, so no sample can be read before the run",
+            instead="write a number, such as what 'stretto find-batch-size' answers",
         )
-
-    def found() -> Answer:
-        try:
-            answer = find("predict")
-        except FitError:
-            return find("auto")  # probes the model if fake tensors cannot follow it
-        is_sure = answer.certainty in ("exact", "upper bound")
-        # The first real step verifies it. If memory limits the size, probe it now.
-        return answer if is_sure and answer.size == most else find("auto")
-
+    find = partial(
+        find_batch_size,
+        step,
+        example_batches(loader),
+        accumulation=2 if accumulates else 1,
+        measures_noise=measures_noise,
+        maximum=most,
+        agree_minimum=ranks.least if ranks.world_size > 1 else None,
+    )
     if is_fully_sharded(step.model):
         # Ranks communicate inside a forward pass, so only a prediction cannot make one wait. It is
         # for all transforms at once: no other answer could be compared with it.
-        return _predict_sharded(
-            step,
-            examples,
-            accumulation=2 if accumulates else 1,
-            measures_noise=measures_noise,
-            maximum=most,
-            ranks=ranks,
-        )
+        return find(**_sharded(step, ranks))
+    margin: str | int = MARGIN
+    if ranks.world_size > 1:  # DDP copies the gradients
+        copies = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
+        margin = copies + free_memory(ranks.device).bytes * 3 // 100
+    predict, search = (partial(find, method=one, margin=margin) for one in ("predict", "auto"))
     transforms, step.transforms = step.transforms, ()
+    answer: Answer | None = None
     try:
-        answer = found()
+        with contextlib.suppress(FitError):  # fake tensors cannot follow the model
+            answer = predict()
+        # The first real step verifies it. If memory limits the size, probe it now.
+        sure = ("exact", "upper bound")
+        if answer is None or answer.certainty not in sure or answer.size != most:
+            answer = search()
     finally:
         step.transforms = transforms
     if transforms:
         # A transform that enlarges batches counts; one that shrinks them may not do so later.
         # Only on fake tensors: a real step would change the state of callbacks.
         with contextlib.suppress(FitError):
-            answer = min(answer, find("predict"), key=lambda one: one.size)
+            answer = min(answer, predict(), key=lambda one: one.size)
     return answer
+
+
+def _sharded(step: TrainStep, ranks: Ranks) -> dict[str, Any]:
+    """Return how the step of a sharded model is predicted."""
+    from stretto.memory.measuring.limits import free_memory
+    from stretto.memory.prediction.tensors import inner, step_tensors
+    from stretto.memory.step import WholeStep
+
+    shards = sum(inner(tensor).nbytes for tensor in step_tensors(WholeStep.of(step)))
+    return {
+        "method": "predict",
+        "device": "cuda",
+        "device_memory": free_memory(ranks.device).bytes + shards,
+        "context": 0,  # it has been taken already
+        "margin": MARGIN if ranks.device.type == "cuda" else MARGIN_ON_CPU,
+    }
 
 
 class FoundMaximum(NamedTuple):
@@ -124,14 +137,13 @@ def with_found_maximum(
     ranks: Ranks,
     measures: Callable[[frozenset[str]], bool],
     collate_fn: Collate | None = None,
-) -> tuple[BatchSizePolicy, FoundMaximum | None]:
-    """Return the policy with the largest size that ranks can run in one pass each.
+) -> tuple[BatchSizePolicy, FoundMaximum]:
+    """Return the policy with the largest size that ranks can run in one pass each, and that size.
 
-    And that size; None if the policy has a maximum. On one rank, measuring the noise cuts such a
-    pass into halves, which have to fit, too.
+    On one rank, measuring the noise cuts such a pass into halves, which have to fit, too.
 
     Args:
-        policy: the policy; its maximum may be unknown.
+        policy: the policy; its maximum is unknown.
         spec: the data.
         max_duration: the length of the run.
         find: `find_fitting` without the loader and the wanted size.
@@ -143,8 +155,6 @@ def with_found_maximum(
         TrainingError: the data are an iterable.
         FitError: not even one sample fits.
     """
-    if not awaits_maximum(policy):
-        return policy, None
     unlimited = with_maximum(policy, _NO_LIMIT)
     loader = StepLoader(
         spec,
@@ -177,45 +187,13 @@ def largest_share(plan: Plan | None, loader: StepLoader) -> int:
     return max(1, (loader.horizon.dataset_num_samples or 2**20) // loader.world_size)
 
 
-def _check(loader: StepLoader) -> None:
-    if not loader.spec.is_map_style:
-        raise TrainingError.cannot(
-            "find a batch size that fits",
-            why="the data are an iterable, so no sample can be read before the run",
-            instead="write a number, such as what 'stretto find-batch-size' answers",
-        )
+def keeps_gradients_apart(reads: frozenset[str], callbacks: Iterable[type]) -> bool:
+    """Return whether measuring needs memory for one more gradient.
 
-
-def _predict_sharded(
-    step: TrainStep, examples: Any, *, maximum: int, ranks: Ranks, **wishes: Any
-) -> Answer:
-    """Return the prediction for a sharded model; the least of all ranks."""
-    from stretto.memory import find_batch_size
-    from stretto.memory.measuring.limits import free_memory
-    from stretto.memory.prediction.tensors import inner, step_tensors
-    from stretto.memory.step import WholeStep
-
-    is_cuda = ranks.device.type == "cuda"
-    shards = sum(inner(tensor).nbytes for tensor in step_tensors(WholeStep.of(step)))
-    return find_batch_size(
-        step,
-        examples,
-        method="predict",
-        device="cuda",
-        device_memory=free_memory(ranks.device).bytes + shards,
-        context=0,  # it has been taken already
-        margin=MARGIN if is_cuda else MARGIN_ON_CPU,
-        maximum=maximum,
-        agree_minimum=ranks.least if ranks.world_size > 1 else None,
-        **wishes,
+    Args:
+        reads: the signals that the batch size policy reads.
+        callbacks: the types of the callbacks.
+    """
+    return NOISE in reads or any(
+        issubclass(one, Callback) and one.on_noise is not Callback.on_noise for one in callbacks
     )
-
-
-def _margin(model: nn.Module, ranks: Ranks) -> str | int:
-    """Return the memory that stays free: a few percent, and a copy of the gradients for DDP."""
-    from stretto.memory.measuring.limits import free_memory
-
-    if ranks.world_size == 1:
-        return MARGIN
-    copies = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return copies + free_memory(ranks.device).bytes * 3 // 100

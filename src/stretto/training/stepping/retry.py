@@ -22,7 +22,6 @@ from stretto.errors import DataError, TrainingError
 from stretto.ordering import evenly
 from stretto.runtime.out_of_memory import release_memory
 from stretto.runtime.random_state import device_states, restore_devices
-from stretto.training.checkpointing.records import count
 
 _ALWAYS_COPIED_BYTES = 1 << 20
 """Up to this size a buffer is copied without asking whether it has changed."""
@@ -57,8 +56,7 @@ class Retry:
     ) -> None:
         self.rewind = Rewind(model)
         """Restores random state and buffers."""
-        self._spec = spec
-        self._ranks = ranks
+        self._spec, self._ranks = spec, ranks
         self.largest = size
         """The size that was given or found; None: the whole share of a rank."""
         self.is_found = is_found
@@ -93,19 +91,17 @@ class Retry:
             TrainingError: not even one sample fits, or other ranks wait.
         """
         at, brief = step.timestamp.get("sp"), " ".join(message.split())[:200]
-        if most == 1:
-            raise TrainingError.cannot(
-                f"take the step at {at}",
-                why=f"memory runs out with one sample ({brief})",
-                instead="use shorter samples, a smaller model, or precision='bf16'",
-            )
         smaller = (most + 1) // 2
-        if self._ranks.world_size > 1:
+        if most == 1:
+            why, instead = "with one sample", "use shorter samples or a smaller model"
+        else:
+            why = f"on rank {self._ranks.rank}, and the others wait for it"
+            instead = f"resume from the last checkpoint with micro_batch_size={smaller}"
+        if most == 1 or self._ranks.world_size > 1:
             raise TrainingError.cannot(
-                f"take the step at {at} in micro-batches of {most:,}",
-                why=f"memory ran out on rank {self._ranks.rank}, and the others wait for it in "
-                f"the middle of the step ({brief})",
-                instead=f"resume from the last checkpoint with micro_batch_size={smaller}",
+                f"compute the step at {at} in micro-batches of {most:,}",
+                why=f"memory ran out {why} ({brief})",
+                instead=instead,
             )
         clear()
         release_memory()
@@ -131,10 +127,10 @@ class Retry:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the saved size, unless another one was configured since."""
         if self.is_found and state["is_found"]:
-            self.largest = self.size = count(state, "largest", least=1)
+            self.largest = self.size = state["largest"]
         if self.largest == state["largest"]:
-            self.size = None if state["size"] is None else count(state, "size", least=1)
-        self.splits = count(state, "splits")
+            self.size = state["size"]
+        self.splits = state["splits"]
 
 
 @final
@@ -162,13 +158,14 @@ class Rewind:
         self._model = model
         self._has_device = torch.accelerator.is_available()
         self._random = torch.default_generator.get_state()
-        self._devices = device_states()
+        self._devices: dict[str, dict[int, Tensor]] = {}
         self._searches = 0
         self._owners: list[nn.Module] = []
-        self._present: list[Tensor | None] = []
         self._buffers: list[_Buffer] = []
-        self._small: tuple[list[Tensor], list[Tensor]] = ([], [])
-        """Copies and tensors of the buffers that are copied each time."""
+        self._copies: list[Tensor] = []
+        """Copies of the small buffers, which are overwritten each time."""
+        self._tensors: list[Tensor] = []
+        """These small buffers."""
 
     def save(self) -> None:
         """Save the present state."""
@@ -181,16 +178,15 @@ class Rewind:
         if not self._owners:
             return
         present = [tensor for owner in self._owners for tensor in owner._buffers.values()]
-        if len(present) != len(self._present) or not all(map(is_, present, self._present)):
+        known = [buffer.tensor for buffer in self._buffers]
+        if len(present) != len(known) or not all(map(is_, present, known)):
             self._find()
-            self._present = present
         for buffer in self._buffers:
             if buffer.is_large:
                 buffer.save()
-        copies, tensors = self._small
-        if copies:
+        if self._copies:
             with torch.no_grad():
-                torch._foreach_copy_(copies, tensors)  # no public spelling of it
+                torch._foreach_copy_(self._copies, self._tensors)  # no public spelling of it
 
     def restore(self) -> None:
         """Return to the last `save`; can be called repeatedly."""
@@ -200,21 +196,18 @@ class Rewind:
         torch.default_generator.set_state(self._random)
 
     def _find(self) -> None:
-        """Look at all buffers anew; copies of those that are still there are kept."""
+        """Find all buffers again; copies of those that are still there are kept."""
         known = {(id(one.owner), one.name): one for one in self._buffers}
-        self._buffers = []
+        self._buffers, self._copies, self._tensors = [], [], []
         for owner in self._owners:
             for name, tensor in owner._buffers.items():
                 buffer = known.get((id(owner), name))
                 if buffer is None or buffer.tensor is not tensor:
                     buffer = _Buffer(owner, name, tensor)
                 self._buffers.append(buffer)
-        pairs = [
-            (one.copy, one.tensor)
-            for one in self._buffers
-            if one.copy is not None and one.tensor is not None and not one.is_large
-        ]
-        self._small = [copy for copy, _ in pairs], [tensor for _, tensor in pairs]
+                if tensor is not None and buffer.copy is not None and not buffer.is_large:
+                    self._copies.append(buffer.copy)
+                    self._tensors.append(tensor)
 
 
 @final
@@ -224,17 +217,14 @@ class _Buffer:
     __slots__ = ("_version", "copy", "is_large", "name", "owner", "tensor")
 
     def __init__(self, owner: nn.Module, name: str, tensor: Tensor | None) -> None:
-        self.owner = owner
-        self.name = name
-        self.tensor = tensor
+        self.owner, self.name, self.tensor = owner, name, tensor
         self.copy: Tensor | None = None
-        """None if there is nothing to restore: no tensor, or one without a shape as yet."""
+        """None if there is nothing to restore: no tensor, or one without a shape."""
         self.is_large = False
         """Whether it is copied only when its version says that it was written to."""
         self._version = -1
         if tensor is not None and not is_lazy(tensor) and not tensor.is_inference():
-            self.copy = tensor.detach().clone()
-            self._version = tensor._version
+            self.copy, self._version = tensor.detach().clone(), tensor._version
             # Batch normalisation writes its statistics without raising their version.
             is_large = tensor.nbytes > _ALWAYS_COPIED_BYTES
             self.is_large = is_large and not hasattr(owner, "running_mean")
@@ -242,7 +232,7 @@ class _Buffer:
     def save(self) -> None:
         """Copy a large buffer if it was written to."""
         assert self.copy is not None, "a large one has a copy"
-        assert self.tensor is not None, "as it is one of a tensor"
+        assert self.tensor is not None, "a copy is of a tensor"
         if self.tensor._version != self._version:
             self.copy.copy_(self.tensor.detach())
             self._version = self.tensor._version
@@ -254,5 +244,5 @@ class _Buffer:
                 with torch.no_grad():
                     self.tensor.copy_(self.copy)
             self._version = self.tensor._version
-        # A forward may have put another tensor in its place.
+        # A forward pass may have replaced the tensor.
         self.owner._buffers[self.name] = self.tensor

@@ -9,20 +9,24 @@ multiplied once after the last pass, before clipping.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from stretto.batching import Signals
+from stretto.batching.following import LOSS, NOISE
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
+from stretto.data.weights import nothing_to_learn, unit_counter
+from stretto.distributed.logged import MicroLoss
 from stretto.distributed.strategy import Strategy
-from stretto.errors import TrainingError
-from stretto.noise import NoiseSums
+from stretto.errors import StrettoError, TrainingError, first_line
+from stretto.noise import NoiseMeter, NoiseSums
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
@@ -30,10 +34,27 @@ from stretto.runtime.step import Info
 from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.criterion import HINT
-from stretto.training.stepping.finite import FiniteCheck, Gradient, MicroLoss
-from stretto.training.stepping.noise_meter import NoiseMeter, Pass
+from stretto.training.stepping.finite import FiniteCheck, Gradient
 from stretto.training.stepping.retry import Retry
-from stretto.training.weights import nothing_to_learn, unit_counter
+
+
+class Measured(NamedTuple):
+    """Sums of what a step measured for the policy and for callbacks; ranks add them up."""
+
+    loss: float = 0.0
+    """The sum of the losses."""
+    units: float = 0.0
+    """The units that the losses are weighted by."""
+    weighted: float = 0.0
+    groups: float = 0.0
+    noise_units: float = 0.0
+    whole: float = 0.0
+    """These four are `NoiseSums`."""
+
+    def signals(self, num_samples: int) -> Signals:
+        """Return the signals of a step, from the sums of all ranks."""
+        signals = NoiseSums(*self[2:]).signals(num_samples)
+        return replace(signals, loss=self.loss / self.units) if self.units else signals
 
 
 @final
@@ -42,38 +63,53 @@ class Stepper:
 
     Args:
         step: computes gradients and updates the weights.
-        settings: the units of the loss, and what to do if it is not finite.
+        spec: the data: cuts batches and counts tokens.
+        settings: the units of the loss, what to do if it is not finite, when to measure the noise.
         strategy: wraps the model and averages gradients over ranks.
-        count_tokens: counts the tokens of a transformed batch.
+        reads: the signals that the batch size policy reads.
+        measures_noise: whether a callback reads the gradient noise.
+        micro_batch_size: the most samples of a micro-batch; None: the whole share of a rank.
+        is_found: whether that size was found by a search.
     """
 
     def __init__(
         self,
         step: TrainStep,
+        spec: DataSpec,
         *,
         settings: Stepping,
         strategy: Strategy,
-        count_tokens: Callable[[Any], int | None] | None = None,
+        reads: frozenset[str] = frozenset(),
+        measures_noise: bool = False,
+        micro_batch_size: int | None = None,
+        is_found: bool = False,
     ) -> None:
         self._step = step
         self._strategy, self._ranks = strategy, strategy.ranks
-        self._count_tokens = count_tokens
+        # If nobody changes the batches, the loader has counted their tokens.
+        self._count_tokens = spec.count_tokens if spec.tokens_vary else None
         is_called = step.forward_model is not None
         model = strategy.wrap(step.forward_model or step.model, is_called=is_called)
         if is_called:
             step.forward_model = model
         step.averaging = strategy.average
         self._averages_in_passes = strategy.averaging in ("last", "each")
-        self._passes_meet = self._averages_in_passes or has_meeting_layers(step.model)
+        self._passes_meet = self._averages_in_passes or (
+            strategy.world_size > 1 and has_meeting_layers(step.model)
+        )
         self.count = unit_counter(settings)
         self._is_sum = step.loss_reduction == "sum"
         self._parameters = step.parameters
         self.resumed_from: Path | None = None
         """The checkpoint that was loaded, until the first update after it."""
-        self.retry: Retry | None = None
-        """Repeats steps that run out of memory; None: they end the run."""
+        self.retry = Retry(step.model, spec, self._ranks, size=micro_batch_size, is_found=is_found)
+        """Repeats steps that run out of memory."""
+        self._reads_loss = LOSS in reads
         self.meter: NoiseMeter | None = None
         """Measures the gradient noise; None: it is not needed."""
+        if NOISE in reads or measures_noise:
+            every = settings.steps_between_noise
+            self.meter = NoiseMeter(self._parameters, spec=spec, strategy=strategy, every=every)
         # With loss scaling, the gradient may overflow; the scaler handles that.
         watched = [] if step.scaler is not None else self._parameters
         self._moves = self._ranks.device.type != "cpu"
@@ -106,8 +142,6 @@ class Stepper:
         if not self._is_warm:
             self._warm_up()
         retry = self.retry
-        if retry is None:
-            return self._gradient(step, step.micro_batches)
         if self._ranks.world_size == 1:
             retry.rewind.save()
         while True:
@@ -123,11 +157,11 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the out-of-memory retry as JSON."""
-        return {"retry": None if self.retry is None else self.retry.state_dict()}
+        return {"retry": self.retry.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
-        if self.retry is not None and state.get("retry") is not None:
+        if state.get("retry") is not None:
             self.retry.load_state_dict(state["retry"])
 
     def _warm_up(self) -> None:
@@ -153,7 +187,7 @@ class Stepper:
             meter.has_finite_gradient = False  # a failed step may have set it
             meter = meter if meter.is_due(step) else None
         if meter is not None:
-            micro_batches = meter.begin(micro_batches)
+            micro_batches = meter.begin(step, micro_batches)
         if self._step.transforms:
             micro_batches = [self._transformed(micro) for micro in micro_batches]
         counts = self._counts(micro_batches)
@@ -163,8 +197,9 @@ class Stepper:
         losses = []
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
             is_last = index == len(micro_batches) - 1
-            one = Pass(micro, units, divisor=whole, is_last=is_last)
-            measured = _NOTHING if meter is None else meter.measure(one)
+            measured: AbstractContextManager[None] = _NOTHING
+            if meter is not None:
+                measured = meter.watch(micro, is_last=is_last, units=units, divisor=whole)
             factor = 1 if self._is_sum else units
             averages = is_last or (meter is not None and meter.averages_each)
             with self._strategy.sync(averages=averages, is_empty=not units), measured:
@@ -204,10 +239,6 @@ class Stepper:
         losses = list(map(_LOSS, gradient.losses))
         return self._check.passes(losses, is_gradient_known=is_known)
 
-    def measure_noise(self, spec: DataSpec, *, every: int) -> None:
-        """Measure the gradient noise in one of `every` steps from now on."""
-        self.meter = NoiseMeter(self._parameters, spec=spec, strategy=self._strategy, every=every)
-
     @property
     def is_checked_late(self) -> bool:
         """Whether `settle` may find a step that `is_finite` has let pass."""
@@ -217,14 +248,23 @@ class Stepper:
         """Wait for the device; return whether all steps so far were finite on this rank."""
         return self._check is None or self._check.settle()
 
-    def noise(self) -> NoiseSums:
-        """Return this rank's sums for the gradient noise; call it before `finish` and `update`.
+    @property
+    def measures(self) -> bool:
+        """Whether a policy or a callback reads what steps measure."""
+        return self._reads_loss or self.meter is not None
 
-        Every rank must call it if there is a meter.
-        """
-        assert self.meter is not None, "measure_noise() was called"
-        scaler = self._step.scaler
-        return self.meter.sums(1.0 if scaler is None else scaler.get_scale())
+    def measured(self, gradient: Gradient) -> Measured:
+        """Return this rank's sums; call it before `finish` and `update`, on every rank."""
+        loss = units = 0.0
+        if self._reads_loss and gradient.losses:
+            losses = torch.stack([one.loss for one in gradient.losses]).double().tolist()
+            pairs = zip(losses, gradient.losses, strict=True)
+            loss = sum(one * micro.factor for one, micro in pairs)
+            units = sum(one.weight for one in gradient.losses)
+        if self.meter is None:
+            return Measured(loss, units)
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        return Measured(loss, units, *self.meter.sums(scale))
 
     def finish(self, step: Step, units: float) -> None:
         """Divide the gradient by the `units` of all ranks, if the passes did not.
@@ -271,18 +311,10 @@ class Stepper:
         try:
             info: Info | None = self._step.update()
         except Exception as error:
-            optimizers = " and ".join(type(one).__name__ for one in self._step.optimizers)
-            if not is_out_of_memory(error):
-                if self.resumed_from is not None and isinstance(error, UNFIT):
-                    raise unfit(self.resumed_from, optimizers, error) from error
+            explained = self._explained(error)
+            if explained is None:
                 raise
-            message = " ".join(str(error).split())[:200] or type(error).__name__
-            raise TrainingError.cannot(
-                f"update the weights with {optimizers}",
-                why=f"memory ran out, and some weights may have changed already ({message})",
-                instead="resume from the last checkpoint with foreach=False in the optimizer, an "
-                "optimizer that keeps less state, or a smaller micro_batch_size",
-            ) from error
+            raise explained from error
         self.resumed_from = None
         if versions is not None and info is not TrainStep.SKIPPED:
             self._is_new = False
@@ -295,6 +327,19 @@ class Stepper:
             return {} if info is None else info
         return None if self._check is not None else {}
 
+    def _explained(self, error: Exception) -> StrettoError | None:
+        """Return what to raise instead of an error of the update; None: the error itself."""
+        optimizers = " and ".join(type(one).__name__ for one in self._step.optimizers)
+        if is_out_of_memory(error):
+            return TrainingError.cannot(
+                f"update the weights with {optimizers}",
+                why=f"memory ran out, and some weights may have changed ({first_line(error)})",
+                instead="resume with foreach=False in the optimizer or a smaller micro_batch_size",
+            )
+        if self.resumed_from is not None and isinstance(error, UNFIT):
+            return unfit(self.resumed_from, optimizers, error)
+        return None
+
     def _check_gradients(self) -> None:
         """Refuse a first update that changed nothing, if no parameter has a gradient after it.
 
@@ -306,8 +351,7 @@ class Stepper:
         raise TrainingError.cannot(
             f"train with {type(self._step).__qualname__}",
             why="after the first step, no parameter of its optimizers has a gradient",
-            instead="call (loss * weight).backward() in forward_backward, and build the optimizers "
-            "of the parameters that the loss depends on",
+            instead="call (loss * weight).backward(), and optimize what the loss depends on",
         )
 
     def _has_gradients(self) -> bool:
@@ -344,7 +388,7 @@ class Stepper:
 
 
 _LOSS = attrgetter("loss")
-_NOTHING = contextlib.nullcontext()
+_NOTHING = nullcontext()
 
 
 def has_meeting_layers(model: nn.Module) -> bool:

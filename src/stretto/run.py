@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,9 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
-from stretto.batching import NO_SIGNALS, NoRule, PolicyLike, RuleLike, Signals
+from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.batching.seesaw import Coupling, paired
 from stretto.data import DataSpec, Step, StepLoader
+from stretto.data.weights import MicroBatchView, Units, weights_of
+from stretto.distributed.logged import Logged, Reduce
 from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, TrainingError
@@ -31,17 +32,18 @@ from stretto.optim.hyperparameters import (
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.bind import Count, micro_batches_of_epoch, steps_left, steps_of_epoch
 from stretto.planning.plan import plan_prepared
-from stretto.runtime.packing import PackingError, pack, unpack
+from stretto.runtime.packing import PackingError, count, pack, unpack
 from stretto.settings import Loading, one_of, read_settings
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
 from stretto.timing.timestamp import NANOSECONDS
-from stretto.training.logs.logged import Logged, Reduce
-from stretto.training.stepping.finite import SkippedSteps
-from stretto.training.weights import MicroBatchView, Units, weights_of
 
 _VERSION = 1
 _NOTHING: frozenset[str] = frozenset()
 _NAN = float("nan")
+MOST_IN_A_ROW = 20
+"""Skipped steps in a row after which the run ends with an error."""
+
+
 _T = TypeVar("_T", float, Tensor)
 
 
@@ -263,7 +265,7 @@ class Run:
     @property
     def is_scheduled(self) -> bool:
         """Whether the run sets learning rates or other values; if not, it leaves them alone."""
-        return bool(self.prepared.schedules) or not isinstance(self.prepared.rule, NoRule)
+        return bool(self.prepared.schedules) or self.prepared.rule is not None
 
     @property
     def is_bound(self) -> bool:
@@ -274,7 +276,7 @@ class Run:
     def loader(self) -> StepLoader:
         """The loader; `bind` makes it."""
         if self._loader is None:
-            raise _missing("take steps of a run", "it has no optimizers", "bind(optimizers)")
+            raise _missing("draw steps", "the run has no optimizers", "bind(optimizers)")
         return self._loader
 
     @property
@@ -631,8 +633,8 @@ class Run:
         Raises:
             TrainingError: a value has another type, or another rank has ended.
         """
-        texts = self.ranks.gather(_text(value, "gather"), call="run.gather()")
-        return [unpack(json.loads(text)) for text in texts]
+        packed = self.ranks.gather(_packed(value), call="run.gather()")
+        return [unpack(one) for one in packed]
 
     def broadcast(self, value: Any = None) -> Any:
         """Return the first rank's value on every rank. Every rank must call it.
@@ -640,8 +642,8 @@ class Run:
         Raises:
             TrainingError: the value has a type that `gather` refuses, or another rank has ended.
         """
-        text = _text(value if self.ranks.is_first else None, "broadcast")
-        return unpack(json.loads(self.ranks.gather(text, call="run.broadcast()")[0]))
+        packed = _packed(value if self.ranks.is_first else None)
+        return unpack(self.ranks.gather(packed, call="run.broadcast()")[0])
 
     def barrier(self) -> None:
         """Wait until every rank has called it.
@@ -676,16 +678,56 @@ class Run:
         self._evaluate = evaluate
 
 
+@final
+class SkippedSteps:
+    """Counts skipped steps.
+
+    >>> skipped = SkippedSteps()
+    >>> skipped.add(Timestamp())
+    >>> skipped.count
+    1
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.in_a_row = 0
+        """Those since the last step that was not skipped."""
+
+    def add(self, at: Timestamp) -> None:
+        """Count the step that begins at `at`.
+
+        Raises:
+            TrainingError: too many steps in a row were skipped.
+        """
+        self.count += 1
+        self.in_a_row += 1
+        if self.in_a_row >= MOST_IN_A_ROW:
+            self.in_a_row = 0
+            raise TrainingError.cannot(
+                f"continue after {at.get('sp')}",
+                why=f"{MOST_IN_A_ROW} steps in a row were not finite",
+                instead="resume from an earlier checkpoint with a lower learning rate",
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts."""
+        return {"count": self.count, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from saved counts."""
+        self.count, self.in_a_row = count(state, "count"), count(state, "in_a_row")
+
+
 def _missing(what: str, why: str, call: str) -> TrainingError:
     return TrainingError.cannot(what, why=why, instead=f"call {call} first")
 
 
-def _text(value: Any, verb: str) -> str:
+def _packed(value: Any) -> Any:
     try:
-        return json.dumps(pack(value))
+        return pack(value)
     except PackingError as error:
         raise TrainingError.cannot(
-            f"{verb} a {type(value).__name__}",
+            f"send a {type(value).__name__} to other ranks",
             why=str(error),
             instead="pass numbers, texts, bytes, tensors, and lists, tuples and dicts of them",
         ) from None

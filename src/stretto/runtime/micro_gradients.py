@@ -1,4 +1,4 @@
-"""Squared norms of gradients."""
+"""The gradients of single micro-batches: their squared norms, and their sum."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class MicroGradients:
         except BaseException:
             self.begin()  # otherwise DDP would add the stored gradients to the next average
             raise
-        self._take(is_last=is_last)
+        self._accumulate(is_last=is_last)
 
     def read(self) -> list[float]:
         """Return the squared gradient norm of each pass; the last entry is the whole gradient."""
@@ -173,7 +173,7 @@ class MicroGradients:
         whole.add([p.grad for p in self._parameters if p.grad is not None])
         return read_squares([*self._measured, whole])
 
-    def _take(self, *, is_last: bool) -> None:
+    def _accumulate(self, *, is_last: bool) -> None:
         if self._in_buckets is not None:
             self._measured.append(self._in_buckets)
             self._in_buckets, self._aside = None, {}

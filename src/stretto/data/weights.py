@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from stretto.data import Step, count_target_tokens
 from stretto.data.tokens import needs_label_shift
-from stretto.errors import TrainingError, shown
+from stretto.errors import TrainingError
 from stretto.runtime.gradients import all_sum, is_started
 from stretto.settings import Stepping
 
@@ -21,11 +20,9 @@ def unit_counter(settings: Stepping) -> Callable[[Any], int] | None:
     """Return a function that counts the units of a batch; None: they are its samples."""
     if callable(settings.loss_weight):
         return partial(_counted, settings.loss_weight)
-    return (
-        TargetTokens(shifts_labels=settings.shifts_labels)
-        if settings.loss_weight == "tokens"
-        else None
-    )
+    if settings.loss_weight == "tokens":
+        return TargetTokens(shifts_labels=settings.shifts_labels)
+    return None
 
 
 def _counted(count: Callable[[Any], int], batch: Any) -> int:
@@ -34,17 +31,15 @@ def _counted(count: Callable[[Any], int], batch: Any) -> int:
     if not isinstance(found, (int, float)) and hasattr(found, "item"):
         found = found.item()
     if not isinstance(found, (int, float)) or not 0 <= found < math.inf:
-        raise TrainingError.cannot(
-            f"weigh a loss by {shown(found)}",
-            why="loss_weight returned it, and it is not a number of at least 0",
-            instead="return how many units, such as targets, the batch has",
+        raise TrainingError.bad(
+            "loss_weight", found, "it is not a count", "return the units of the batch"
         )
     return cast(int, found)  # a sum of weights need not be whole
 
 
 @final
 class TargetTokens:
-    """Counts target tokens; warns if the first labels contradict `shifts_labels`.
+    """Counts target tokens; the first labels show whether the model shifts them.
 
     >>> import torch
     >>> labels = torch.tensor([[5, 6, 7]])
@@ -57,38 +52,20 @@ class TargetTokens:
 
     def __init__(self, *, shifts_labels: bool | None) -> None:
         self._shifts = shifts_labels
-        self._is_checked = shifts_labels is None
 
     def __call__(self, batch: Any) -> int:
         """Return the target tokens of a batch."""
-        if not self._is_checked:
-            needs_shift = needs_label_shift(batch)
-            self._is_checked = needs_shift is not None
-            if self._shifts and needs_shift is False:
-                _warn(
-                    "not input_ids: a model that shifts them is trained on other targets", "False"
-                )
-            elif needs_shift and not self._shifts:
-                _warn("input_ids: a model that does not shift them learns to copy", "True")
-        return count_target_tokens(batch, shifts_labels=self._shifts)
+        if self._shifts is None:
+            self._shifts = needs_label_shift(batch)
+        return count_target_tokens(batch, shifts_labels=self._shifts is not False)
 
 
 def nothing_to_learn(step: Step) -> TrainingError:
     """Return the error for a step without units."""
     return TrainingError.cannot(
-        f"take the step at {step.timestamp.get('sp')}",
+        f"compute the step at {step.timestamp.get('sp')}",
         why="its batch has no units, such as target tokens, to weight the loss by",
         instead="give labels other than -100, or weight the loss by samples",
-    )
-
-
-def _warn(why: str, other: str) -> None:
-    stated = "False" if other == "True" else "True"
-    warnings.warn(
-        f"shifts_labels={stated}, and the labels of the first batch are {why}; "
-        f"leave shifts_labels out, or write {other}",
-        UserWarning,
-        stacklevel=2,
     )
 
 
@@ -103,10 +80,8 @@ def check_units(units: Units) -> None:
         TrainingError: it is none.
     """
     if units not in ("samples", "tokens") and not callable(units):
-        raise TrainingError.cannot(
-            f"weigh losses by {shown(units)}",
-            why="it names no units",
-            instead="write 'samples', 'tokens', or pass a function that counts a batch",
+        raise TrainingError.bad(
+            "units", units, "it names no units", "write 'samples', 'tokens' or a function"
         )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.distributed.logged import Logged
 from stretto.errors import TrainingError
-from stretto.training.logs.logged import Logged
 
 
 class Others:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from cuda_families import CudaFamily, family, next_byte, tokens
-from cuda_models import GPT
+from tests.families.cuda import CudaFamily, family, tokens
+from tests.families.cuda_models import GPT
+from tests.families.memory import next_byte
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -11,39 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, final
+from typing import Self, final
 
 from torch import nn
 
+from stretto.batching import Signals
 from stretto.checkpoint.sharding import is_dtensor
 from stretto.data import DataSpec, MicroBatch, Step
-from stretto.distributed.strategy import Strategy
+from stretto.distributed.ranks import Ranks
+from stretto.distributed.strategy import Strategy, adopted
 from stretto.errors import DataError
-from stretto.noise import MicroGradients, NoiseSums
-from stretto.noise.measure import total
-
-NOTHING = NoiseSums(0.0, 0.0, 0.0, 0.0)
-"""The sums of a step that is not measured."""
-
-
-class Pass(NamedTuple):
-    """One forward and backward pass of a step."""
-
-    micro: MicroBatch
-    units: int
-    """The weight of its loss."""
-    divisor: float
-    """The units of the step, by which the loss is divided."""
-    is_last: bool
-    """Whether the gradient is complete after it."""
+from stretto.noise.estimator import NoiseSums
+from stretto.runtime.micro_gradients import MicroGradients, total
 
 
 @final
 class NoiseMeter:
     """Compares the gradients of the micro-batches of a step.
 
-    A step of one pass on a single rank or with a fully sharded model is cut into two passes. If its
-    batch is packed, it is not measured.
+    In each step, call `begin` and compute the micro-batches that it returns, each in `watch`. Then
+    call `signals`, before gradients are clipped. A step of one pass on a single rank or with a
+    fully sharded model is cut into two passes. If its batch is packed, it is not measured.
 
     Args:
         parameters: the trained parameters.
@@ -58,77 +46,117 @@ class NoiseMeter:
         *,
         spec: DataSpec,
         strategy: Strategy,
-        every: int,
+        every: int = 1,
     ) -> None:
-        self.every = every
         self.averages_each = strategy.averaging == "each"
-        """Whether gradients must be averaged in each pass of a step that is measured."""
+        """Whether gradients must be averaged in each pass of a step that is measured (FSDP2)."""
         self.has_finite_gradient = False
         """Whether the norm has shown that this rank's gradient is finite."""
-        self._spec = spec
-        self._averages_last = strategy.averaging == "last"
-        self._strategy, self._ranks = strategy, strategy.ranks
-        self._copies = _copies_of_parts(parameters)
+        self._every, self._spec, self._strategy = every, spec, strategy
+        meshes = [p.device_mesh.shape for p in parameters if is_dtensor(p)]
+        self._copies = math.prod(meshes[0][:-1]) if meshes else 1
+        """How many ranks hold each part of a sharded model."""
+        self._num_samples = 0
         self._divisor = 1.0
         self._is_complete = False
         self._units: list[int] = []
         self._gradients = MicroGradients(parameters)
         strategy.attach(self._gradients)
 
+    @classmethod
+    def of(cls, model: nn.Module, spec: DataSpec) -> Self:
+        """Return a meter for a loop that is not stretto's.
+
+        Args:
+            model: the model that the loss is computed with, wrapped if it is (DDP, FSDP2).
+            spec: cuts batches.
+        """
+        parameters = [one for one in model.parameters() if one.requires_grad]
+        strategy = adopted(model, Ranks(parameters[0].device))
+        return cls(parameters, spec=spec, strategy=strategy)
+
     def is_due(self, step: Step) -> bool:
         """Return whether to measure this step."""
-        return step.timestamp.batch % self.every == 0
+        return step.timestamp.batch % self._every == 0
 
-    def begin(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Forget the last step and return the micro-batches to run."""
-        self._gradients.begin()
-        self._units = []
-        self._is_complete = False
+    def begin(
+        self, step: Step, micro_batches: Sequence[MicroBatch] | None = None
+    ) -> Sequence[MicroBatch]:
+        """Forget the last step and return the micro-batches to run.
+
+        Args:
+            step: the step.
+            micro_batches: its micro-batches, if it was cut again.
+        """
+        self.forget()
+        self._num_samples, self._units = step.num_samples, []
+        micro_batches = step.micro_batches if micro_batches is None else micro_batches
         several = self._strategy.world_size > 1
         if len(micro_batches) > 1 or (several and not self.averages_each):
             return micro_batches
         return [half for micro in micro_batches for half in self._halves(micro, several=several)]
 
     @contextmanager
-    def measure(self, one: Pass) -> Iterator[None]:
-        """Measure the gradient of one pass."""
-        is_averaged = one.is_last and self._averages_last
-        with self._gradients.watch(is_last=one.is_last, is_averaged=is_averaged):
+    def watch(
+        self,
+        micro: MicroBatch,
+        *,
+        is_last: bool,
+        units: int | None = None,
+        divisor: float | None = None,
+    ) -> Iterator[None]:
+        """Measure the gradient of the forward and backward pass inside.
+
+        Args:
+            micro: its micro-batch.
+            is_last: whether the gradient is complete after it. DDP averages in this one.
+            units: the weight of its loss; None: its samples.
+            divisor: the units of the step over all ranks; None: its samples.
+        """
+        is_averaged = is_last and self._strategy.averaging == "last"
+        with self._gradients.watch(is_last=is_last, is_averaged=is_averaged):
             yield
-        self._units.append(one.units)
-        self._divisor, self._is_complete = one.divisor, one.is_last
+        self._units.append(micro.num_samples if units is None else units)
+        self._divisor = self._num_samples if divisor is None else divisor
+        self._is_complete = is_last
 
     def forget(self) -> None:
         """Release the gradients of the last step, finished or not."""
         self._gradients.begin()
         self._is_complete = self.has_finite_gradient = False
 
+    def signals(self, scale: float = 1.0) -> Signals:
+        """Return what the step measured on all ranks, which must all call it.
+
+        Args:
+            scale: the loss scale of fp16.
+        """
+        ranks = self._strategy.ranks
+        return NoiseSums(*ranks.total(self.sums(scale))).signals(self._num_samples)
+
     def sums(self, scale: float) -> NoiseSums:
         """Return this rank's sums; zeros if the step was not measured.
 
         Every rank must call it, before the gradient is changed.
-
-        Args:
-            scale: the loss scale.
         """
         if not self._is_complete:
-            return NOTHING
+            return NoiseSums()
         self._is_complete = False
+        ranks = self._strategy.ranks
         *squares, whole = self._gradients.read()
         self.has_finite_gradient = math.isfinite(whole)
         # If each pass is collective, units are of all ranks, and each rank has a part of the norm.
-        units = self._ranks.total(self._units) if self.averages_each else self._units
+        units = ranks.total(self._units) if self.averages_each else self._units
         unit = self._divisor / scale / (1 if self.averages_each else self._strategy.world_size)
         weighted = total(
             square / count for square, count in zip(squares, units, strict=True) if count
         )
-        is_first = self._ranks.is_first
         square_of_whole = whole * (self._divisor / scale) ** 2 / self._copies
         return NoiseSums(
             weighted * unit * unit / self._copies,
-            sum(count > 0 for count in units) if is_first or not self.averages_each else 0,
+            sum(count > 0 for count in units) if ranks.is_first or not self.averages_each else 0,
             sum(self._units),
-            square_of_whole if is_first or self.averages_each else 0.0,
+            square_of_whole if ranks.is_first or self.averages_each else 0.0,
         )
 
     def _halves(self, micro: MicroBatch, *, several: bool) -> list[MicroBatch]:
@@ -145,9 +173,3 @@ class NoiseMeter:
         nothing = MicroBatch(micro.batch, 0, 0, 0.0)
         pair = [nothing, micro] if self._strategy.rank % 2 else [micro, nothing]
         return pair if several else [micro]
-
-
-def _copies_of_parts(parameters: Sequence[nn.Parameter]) -> int:
-    """Return how many ranks hold each part of a sharded model; 1 if it is not sharded."""
-    shapes = [p.device_mesh.shape for p in parameters if is_dtensor(p)]
-    return math.prod(shapes[0][:-1]) if shapes else 1

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from stretto.noise import MicroGradients
-from stretto.noise.measure import Norms, read_squares
+from stretto.runtime.micro_gradients import MicroGradients, Norms, read_squares
 
 DataParallel = Callable[[nn.Module], nn.parallel.DistributedDataParallel]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias, cast, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -12,13 +12,19 @@ from torch import Tensor
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError, shown
 from stretto.settings import one_of
-from stretto.training.checkpointing.records import number
-from stretto.training.stepping.finite import MicroLoss
 
 Reduce: TypeAlias = Literal["mean", "sum", "last"]
 
 _FOLD = 256
 """Number of tensors kept before a read, which waits for the device."""
+
+
+class MicroLoss(NamedTuple):
+    """The loss of one micro-batch: its sum over units is `loss * factor`, its units `weight`."""
+
+    loss: Tensor
+    factor: float
+    weight: float
 
 
 @final
@@ -51,13 +57,21 @@ class Logged:
         known = self._values.get(name)
         if known is None:
             one_of("reduce", reduce, ("mean", "sum", "last"))
-            known = self._values[name] = Sums(reduce)
-        elif known.reduce != reduce:
-            raise _two_reductions(name, known.reduce, reduce)
+            known = Sums(reduce)
+        _check_same(name, known.reduce, reduce)
         if isinstance(value, Tensor):
-            value = _scalar(name, value)
-        elif not isinstance(value, (int, float)):
-            raise _no_number(name, f"it is of type {type(value).__name__}")
+            is_number = value.numel() == 1 and not value.is_complex()
+            value = value.detach().clone()  # its owner may change it
+        else:
+            is_number = isinstance(value, (int, float))
+        if not is_number:
+            kind = f"tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            raise TrainingError.cannot(
+                f"log {shown(name)}",
+                why=f"its value is a {kind}",
+                instead="log a number, or a tensor of one number",
+            )
+        self._values[name] = known
         known.add(value, weight)
 
     def take(self, ranks: Ranks, *, taken: Iterable[str] = ()) -> dict[str, float]:
@@ -98,8 +112,7 @@ class Logged:
         for text in ranks.gather(json.dumps(own)):
             for name, other in _read(json.loads(text)).items():
                 one = merged.setdefault(name, other)
-                if one.reduce != other.reduce:
-                    raise _two_reductions(name, one.reduce, other.reduce)
+                _check_same(name, one.reduce, other.reduce)
                 if one is not other and one.reduce != "last":
                     one.total += other.total
                     one.weight += other.weight
@@ -159,33 +172,17 @@ class Sums:
             self.weight += weight
 
 
-def _read(state: Mapping[str, Sequence[str | float]]) -> dict[str, Sums]:
-    read = {}
-    for name, (reduce, total, weight) in state.items():
-        one_of("reduce", reduce, ("mean", "sum", "last"))
-        sums = {"total": total, "weight": weight}
-        read[name] = Sums(cast(Reduce, reduce), number(sums, "total"), number(sums, "weight"))
-    return read
+def _read(state: Mapping[str, Any]) -> dict[str, Sums]:
+    return {name: Sums(*record) for name, record in state.items()}
 
 
-def _scalar(name: str, value: Tensor) -> Tensor:
-    if value.numel() != 1 or value.is_complex():
-        raise _no_number(name, f"it is a tensor of shape {list(value.shape)} and {value.dtype}")
-    return value.detach().clone()  # its owner may go on changing it
-
-
-def _no_number(name: str, why: str) -> TrainingError:
-    return TrainingError.cannot(
-        f"log {shown(name)}", why=why, instead="log a number, or a tensor of one number"
-    )
-
-
-def _two_reductions(name: str, one: str, other: str) -> TrainingError:
-    return TrainingError.cannot(
-        f"log {shown(name)} with reduce={other!r}",
-        why=f"it was logged with reduce={one!r} since the last line of metrics",
-        instead="choose one of the two, or another name",
-    )
+def _check_same(name: str, before: str, reduce: str) -> None:
+    if before != reduce:
+        raise TrainingError.cannot(
+            f"log {shown(name)} with reduce={reduce!r}",
+            why=f"it was logged with reduce={before!r} since the last line of metrics",
+            instead="choose one of the two, or another name",
+        )
 
 
 def mean_loss(losses: Sequence[MicroLoss]) -> float:

@@ -11,20 +11,19 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import cuda_hugging_face as hugging_face
 import torch
-from cuda_models import (
+from tests.families import cuda_hugging_face as hugging_face
+from tests.families.cuda_models import (
     GPT,
-    ByHand,
     Encoder,
     ExpertsWithCapacity,
     ExpertsWithMask,
-    LowRank,
     PatchTransformer,
     Translator,
     experts_block,
     perceptron,
 )
+from tests.families.memory import ByHand, LowRank, MakeBatch, next_byte
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -32,7 +31,6 @@ from stretto.examples.tiny_gpt import TinyGPT
 from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep, TrainStep
 
-MakeBatch = Callable[[int], Any]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 
@@ -113,11 +111,6 @@ def restore(model: Any, batch: Tensor, *, loss: Any = functional.mse_loss) -> Te
     """Return the loss of a model that gives back its input."""
     found: Tensor = loss(model(batch), batch)
     return found
-
-
-def next_byte(model: Any, tokens: Tensor) -> Tensor:
-    """Return the loss of a language model."""
-    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def classify(model: Any, batch: Any, *, smoothing: float = 0.0) -> Tensor:
