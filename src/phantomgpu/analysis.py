@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import pickle
+import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -14,9 +15,11 @@ if TYPE_CHECKING:
     from phantomgpu.child import Run
 
 Event = dict[str, Any]
-_SKIPPED = ("/torch/", "<frozen", "<string>", "importlib", "/phantomgpu/")
+_SKIPPED = ("/torch/", "torchinductor", "<frozen", "<string>", "importlib", "/phantomgpu/")
 _LOSSES = ("cross_entropy", "nll_loss", "lossfunction", "_loss", "loss_fn", "compute_loss")
 _LARGE = 1 << 20
+_WORKSPACES = (32 << 20, 8_519_680)
+"""Of cuBLAS, on Hopper and on others: torch allocates them once and never frees them."""
 
 
 def analyse(run: Run) -> dict[str, Any]:
@@ -24,7 +27,8 @@ def analyse(run: Run) -> dict[str, Any]:
     import torch
 
     script = time.perf_counter() - run.began
-    snapshot = torch.cuda.memory._snapshot()
+    native = torch.cuda.memory.get_allocator_backend() == "native"
+    snapshot = torch.cuda.memory._snapshot() if native else {"device_traces": [[]]}
     if run.settings.snapshot:
         with Path(run.settings.folder, f"{run.process}.pickle").open("wb") as file:
             pickle.dump(snapshot, file)
@@ -41,7 +45,7 @@ def analyse(run: Run) -> dict[str, Any]:
     host = getattr(torch.cuda, "host_memory_stats", dict)()
     return {
         "device": device,
-        "peak_allocated": allocated,
+        "peak_allocated": max(allocated, 0 if trace else stats.get("allocated_bytes.all.peak", 0)),
         "peak_reserved": max(reserved(trace), stats.get("reserved_bytes.all.peak", 0)),
         "phase": phase,
         "step": step,
@@ -54,6 +58,8 @@ def analyse(run: Run) -> dict[str, Any]:
         "host_managed": ctypes.c_size_t.in_dll(run.library, "phantom_most_managed").value,
         "events": len(trace),
         "torch": torch.__version__,
+        "computes": run.computes,
+        "compiled": "torch._inductor.compile_fx" in sys.modules,
         "cudnn": torch.backends.cudnn.enabled,
         "distributed": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "seconds": round(script, 2),
@@ -171,6 +177,9 @@ def explain(
         event, end = trace[index], ends.get(index, 1 << 62)
         owned = known.get(event["addr"], ())
         what = next((what for seen, what in owned if event["time_us"] <= seen <= end), None)
+        if event["size"] in _WORKSPACES and index not in ends and what is None:
+            categories["workspaces"] += event["size"]
+            continue
         if what is None:
             what = category(run, event, logits)
             places[place(run, event)] += event["size"]
@@ -183,11 +192,6 @@ def category(run: Run, event: Event, logits: set[int]) -> str:
     phase, _ = phase_of(run, event)
     if is_loss(event) or event["size"] in logits:
         return "logits"
-    if any(
-        "autograd/graph.py" not in f["filename"] and "cublas" in f["name"].lower()
-        for f in event["frames"]
-    ):
-        return "workspaces"
     return {
         "optimizer": "scratch of the optimizer",
         "backward": "scratch of the backward",

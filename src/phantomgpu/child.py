@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.machinery
 import json
 import os
@@ -60,7 +61,9 @@ class _TorchFinder(MetaPathFinder):
             spec = _find_cuda_torch()
             if spec is None or spec.origin is None or spec.loader is None:
                 return None
-            library = standins.load(standins.build(Path(spec.origin).parent))
+            folder = standins.build(Path(spec.origin).parent)
+            os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
+            library = standins.load(folder)
         except PhantomError as error:
             _leave(CANNOT_RUN, {"status": "cannot run", "problem": str(error)}, self.settings)
         spec.loader = _Then(spec.loader, self.settings, library)
@@ -121,7 +124,7 @@ class Run:
         self.owners: list[tuple[int, str, set[int]]] = []
         self.spans: list[tuple[int, str]] = []
         self.problem: dict[str, Any] = {}
-        self.finished = False
+        self.finished = self.computes = False
         self.process = os.getpid()
         self.began = time.perf_counter()
 
@@ -152,11 +155,12 @@ class Run:
         """Record allocations, once CUDA starts."""
         import torch
 
-        torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
+        if torch.cuda.memory.get_allocator_backend() == "native":  # cudaMallocAsync has no history
+            torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
         if self.settings.values:
             from phantomgpu import values
 
-            values.start(self.library)
+            self.computes = values.start(self.library)
         self.phases.append((_now(), "step", 1))
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -229,8 +233,9 @@ def addresses(tensors: Any) -> set[int]:
         elif tensor.layout == torch.sparse_coo:
             plain = tensor.detach()
             found |= addresses((plain.indices(), plain.values()) if plain.is_coalesced() else ())
-        elif tensor.is_cuda:
-            found.add(tensor.untyped_storage().data_ptr())
+        elif tensor.is_cuda and not torch.nn.parameter.is_lazy(tensor):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # without storage
+                found.add(tensor.untyped_storage().data_ptr())
     return found
 
 
