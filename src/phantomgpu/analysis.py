@@ -230,7 +230,8 @@ def place(run: Run, event: Event) -> str:
             if began > event["time_us"]:
                 break
             name = module
-        return name or "outside of modules"
+        if name:
+            return name
     for frame in event["frames"]:
         if not any(part in frame["filename"] for part in _SKIPPED):
             return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"

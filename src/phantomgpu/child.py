@@ -147,7 +147,7 @@ class Run:
         if self.settings.ranks > 1:
             from phantomgpu import ranks
 
-            ranks.start(self.settings.ranks)
+            ranks.start()
         sys.excepthook = self.failed
         atexit.register(self.ended)
 

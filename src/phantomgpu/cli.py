@@ -64,7 +64,7 @@ def run(
         snapshot=snapshot,
         quiet=as_json,
     )
-    typer.echo(report.to_json() if as_json else str(report))
+    typer.echo(report.to_json() if as_json else f"\n{report}")  # progress bars leave a line open
     if picture is not None:
         draw(report, str(picture))
     raise typer.Exit(exit_code(report))

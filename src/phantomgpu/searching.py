@@ -123,26 +123,21 @@ def bisect(
     if not fits(first):
         return None
     low, high, before = first, last + 1, None
-    if fits_next := (first < last and fits(min(2 * first, last))):
-        low, before = min(2 * first, last), first
-    elif first < last:
-        high = min(2 * first, last)
-    del fits_next
     halve = False
     while high - low > 1:
-        guess = (low + high) // 2 if high <= last else min(4 * low, last)
+        is_open = high > last
+        guess = min(2 * low if before is None else 4 * low, last) if is_open else (low + high) // 2
         if before is not None and not halve:
             slope = (reserved(low) - reserved(before)) / (low - before)
-            if slope > 0:
-                guess = low + int((available - reserved(low)) / slope)
-        guess = max(low + 1, min(guess, high - 1))
+            line = low + int((available - reserved(low)) / slope) if slope > 0 else high
+            guess = max(low + 1, line) if line < high else guess
         size = high - low
         if fits(guess):
             before, low = low, guess
         else:
             high = guess
         # A line helps little where memory grows by jumps: then halve.
-        halve = not halve and high <= last and high - low > size // 2
+        halve = not is_open and high - low > size // 2
     return low
 
 
