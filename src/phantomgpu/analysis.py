@@ -42,7 +42,7 @@ def analyse(run: Run) -> dict[str, Any]:
     categories, places = explain(run, trace, live, ends, owners)
     phase, step = phase_of(run, trace[at]) if trace else ("start", 0)
     stats = torch.cuda.memory_stats(device)
-    host = getattr(torch.cuda, "host_memory_stats", dict)()
+    host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
     return {
         "device": device,
         "peak_allocated": max(allocated, 0 if trace else stats.get("allocated_bytes.all.peak", 0)),
@@ -176,14 +176,12 @@ def explain(
     for index in live:
         event, end = trace[index], ends.get(index, 1 << 62)
         owned = known.get(event["addr"], ())
-        what = next((what for seen, what in owned if event["time_us"] <= seen <= end), None)
-        if event["size"] in _WORKSPACES and index not in ends and what is None:
-            categories["workspaces"] += event["size"]
-            continue
-        if what is None:
-            what = category(run, event, logits)
+        owner = next((what for seen, what in owned if event["time_us"] <= seen <= end), None)
+        if owner is None and event["size"] in _WORKSPACES and index not in ends:
+            owner = "workspaces"
+        if owner is None:
             places[place(run, event)] += event["size"]
-        categories[what] += event["size"]
+        categories[owner or category(run, event, logits)] += event["size"]
     return categories, places
 
 

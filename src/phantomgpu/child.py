@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from phantomgpu import standins
 from phantomgpu.errors import PhantomError, SetupNeededError
@@ -54,6 +54,7 @@ class _TorchFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -136,8 +137,8 @@ class Run:
         Run.current = self
         if not self.settings.cudnn:
             torch.backends.cudnn.enabled = False
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.cuda._lazy_call(self.begin)  # type: ignore[attr-defined]
+            torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+        torch.cuda._lazy_call(self.begin)
         optimizer.register_optimizer_step_pre_hook(self.before_step)
         optimizer.register_optimizer_step_post_hook(self.after_step)
         if self.settings.modules:
@@ -253,7 +254,7 @@ def _save(result: dict[str, Any], settings: Settings, name: str = "") -> None:
     file.write_text(json.dumps(result))
 
 
-def _leave(code: int, result: dict[str, Any], settings: Settings, name: str = "") -> Any:
+def _leave(code: int, result: dict[str, Any], settings: Settings, name: str = "") -> NoReturn:
     """Write the result and end the process at once: nothing of the script runs any more."""
     _save(result, settings, name)
     sys.stdout.flush()

@@ -12,11 +12,13 @@ def start() -> None:
 
     The stand-in NCCL needs no other rank. Gloo connects to the others only when it is used.
     """
-    from torch.distributed import TCPStore
+    from torch import distributed
 
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         return  # a process that the script started
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # noqa: FBT003
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
     _KEPT.append(store)
     os.environ |= {
         "MASTER_PORT": str(store.port),

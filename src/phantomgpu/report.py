@@ -112,7 +112,7 @@ def build_report(result: dict[str, Any], **known: Any) -> Report:
 
 
 def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
-    notes = []
+    notes: list[str] = []
     if result["status"] in ("failed", "cannot run"):
         return notes
     if not result.get("cudnn"):

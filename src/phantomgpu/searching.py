@@ -90,7 +90,7 @@ def search(
                 raise RunFailedError(f"the run with {number} failed: {trials[number].problem}")
         return trials[number].fits
 
-    with _trials(session, settings, script, argument, args, kwargs) as trial:
+    with _trials(session, settings, script, argument=argument, args=args, kwargs=kwargs) as trial:
         found = bisect(
             lambda index: fits(index * multiple, trial),
             lambda index: _reserved(trials, index * multiple),
@@ -146,6 +146,7 @@ def _trials(
     session: Session,
     settings: Settings,
     script: Callable[..., Any] | Sequence[str],
+    *,
     argument: str | None,
     args: Sequence[Any],
     kwargs: dict[str, Any] | None,

@@ -102,7 +102,7 @@ def _override(operation: Any, copy: Any, *, sized: bool) -> Callable[..., Any]:
     plain = base in _PLAIN
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [t for t in _leaves((args, kwargs)) if t is not None]
+        tensors = _leaves((args, kwargs))
         if sized:
             original(keys, *args, **kwargs)  # for what it allocates
             device = next(t for t in tensors if t.is_cuda).device
@@ -115,7 +115,7 @@ def _override(operation: Any, copy: Any, *, sized: bool) -> Callable[..., Any]:
         out = original(keys, *args, **kwargs)
         if base == "equal":
             return operation(*_cpu(args))
-        outputs = list(_leaves(out))
+        outputs = _leaves(out)
         if not any(_computed(t, plain=plain) for t in outputs):
             return out
         cpu_args, cpu_kwargs = before or (_cpu(args), _cpu(kwargs))

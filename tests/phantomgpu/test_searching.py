@@ -17,7 +17,7 @@ from phantomgpu.searching import bisect
     last=st.integers(5, 3000),
 )
 def test_the_answer_is_the_largest_that_fits(
-    constant: int, slope: float, jump: int, available: int, first: int, last: int
+    *, constant: int, slope: float, jump: int, available: int, first: int, last: int
 ) -> None:
     tried: list[int] = []
 
