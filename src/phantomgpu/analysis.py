@@ -8,6 +8,7 @@ import pickle
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,31 +68,34 @@ def analyse(run: Run) -> dict[str, Any]:
     }
 
 
+def walk(trace: list[Event]) -> Iterator[tuple[Event, int, int]]:
+    """Yield each event with the bytes that are allocated and reserved after it."""
+    sizes: dict[int, int] = {}
+    used = held = 0
+    for event in trace:
+        action, size = event["action"], event["size"]
+        if action == "alloc":
+            sizes[event["addr"]] = size
+            used += size
+        elif action == "free_completed":
+            used -= sizes.pop(event["addr"], 0)
+        elif action in ("segment_alloc", "segment_map"):
+            held += size
+        elif action in ("segment_free", "segment_unmap"):
+            held -= size
+        yield event, used, held
+
+
 def peak(trace: list[Event]) -> tuple[int, int]:
     """Return the most bytes that were allocated at a time, and the event that reached them."""
-    sizes: dict[int, int] = {}
-    used = best = at = 0
-    for index, event in enumerate(trace):
-        if event["action"] == "alloc":
-            sizes[event["addr"]] = event["size"]
-            used += event["size"]
-            if used > best:
-                best, at = used, index
-        elif event["action"] == "free_completed":
-            used -= sizes.pop(event["addr"], 0)
-    return best, at
+    allocated = [used for _, used, _ in walk(trace)]
+    best = max(allocated, default=0)
+    return best, allocated.index(best) if allocated else 0
 
 
 def reserved(trace: list[Event]) -> int:
     """Return the most bytes that torch had of the device."""
-    used = best = 0
-    for event in trace:
-        if event["action"] in ("segment_alloc", "segment_map"):
-            used += event["size"]
-            best = max(best, used)
-        elif event["action"] in ("segment_free", "segment_unmap"):
-            used -= event["size"]
-    return best
+    return max((held for _, _, held in walk(trace)), default=0)
 
 
 def live_at(trace: list[Event], at: int) -> tuple[list[int], dict[int, int]]:
@@ -111,20 +115,9 @@ def live_at(trace: list[Event], at: int) -> tuple[list[int], dict[int, int]]:
 
 def timeline(trace: list[Event], points: int = 1500) -> list[tuple[int, int, int]]:
     """Return (microseconds, allocated, reserved) at the highest point of each span."""
-    sizes: dict[int, int] = {}
-    used = held = 0
     best: dict[int, tuple[int, int, int]] = {}
     width = max(1, len(trace) // points)
-    for index, event in enumerate(trace):
-        if event["action"] == "alloc":
-            sizes[event["addr"]] = event["size"]
-            used += event["size"]
-        elif event["action"] == "free_completed":
-            used -= sizes.pop(event["addr"], 0)
-        elif event["action"] in ("segment_alloc", "segment_map"):
-            held += event["size"]
-        elif event["action"] in ("segment_free", "segment_unmap"):
-            held -= event["size"]
+    for index, (event, used, held) in enumerate(walk(trace)):
         old = best.get(index // width)
         if old is None or used > old[1]:
             best[index // width] = (event["time_us"] - trace[0]["time_us"], used, held)

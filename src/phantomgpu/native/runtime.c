@@ -40,12 +40,7 @@ const char *cudaGetErrorString(int error) {
   }
 }
 
-const char *cudaGetErrorName(int error) {
-  return error == OUT_OF_MEMORY   ? "cudaErrorMemoryAllocation"
-         : error == NOT_SUPPORTED ? "cudaErrorNotSupported"
-         : error                  ? "cudaErrorInvalidValue"
-                                  : "cudaSuccess";
-}
+const char *cudaGetErrorName(int error) { return cudaGetErrorString(error); }
 
 /* Devices */
 
@@ -120,11 +115,6 @@ int cudaDeviceCanAccessPeer(int *can, int device, int peer) {
   return OK;
 }
 
-int cudaDeviceGetLimit(size_t *value, int limit) {
-  *value = 1 << 20;
-  return OK;
-}
-
 int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
                                      uint64_t flags, int *result) {
   *function = phantom_function(name);
@@ -151,11 +141,6 @@ int cudaMallocFromPoolAsync(void **pointer, size_t bytes, void *pool, stream_t s
   return cudaMalloc(pointer, bytes);
 }
 
-int cudaMallocPitch(void **pointer, size_t *pitch, size_t width, size_t height) {
-  *pitch = (width + 511) / 512 * 512;
-  return cudaMalloc(pointer, *pitch * height);
-}
-
 int cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
   *free_bytes = facts.memory - phantom_used(current_device);
   *total_bytes = facts.memory;
@@ -166,10 +151,6 @@ int cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
 int cudaDeviceGetDefaultMemPool(void **pool, int device) {
   *pool = (void *)(size_t)(device + 1);
   return OK;
-}
-
-int cudaDeviceGetMemPool(void **pool, int device) {
-  return cudaDeviceGetDefaultMemPool(pool, device);
 }
 
 int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *value) {
@@ -332,11 +313,6 @@ int cudaStreamGetPriority(stream_t stream, int *priority) {
   return OK;
 }
 
-int cudaStreamGetFlags(stream_t stream, unsigned *flags) {
-  *flags = 1;
-  return OK;
-}
-
 int cudaStreamGetId(stream_t stream, uint64_t *id) {
   *id = (size_t)stream;
   return OK;
@@ -417,8 +393,6 @@ int cudaGraphGetNodes(graph_t from, void **nodes, size_t *count) {
   return OK;
 }
 
-int cudaGraphNodeGetType(void *node, int *type) { return *type = 0; }
-
 int cudaGraphNodeGetDependencies(void *node, void **from, void *edges, size_t *count) {
   *count = 0;
   return OK;
@@ -464,12 +438,6 @@ int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const vo
 
 int cudaOccupancyMaxActiveClusters(int *clusters, const void *function, const void *config) {
   *clusters = 16;
-  return OK;
-}
-
-int cudaOccupancyAvailableDynamicSMemPerBlock(size_t *bytes, const void *function, int blocks,
-                                              int threads) {
-  *bytes = 48 << 10;
   return OK;
 }
 
