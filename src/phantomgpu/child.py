@@ -208,7 +208,7 @@ class Run:
 
         result = {"status": status, **analysis.analyse(self), **self.problem}
         if code is None:
-            _write(result, self)
+            _save(result, self.settings, self.name)
             return
         _leave(code, result, self.settings, self.name)
 
@@ -242,10 +242,6 @@ def addresses(tensors: Any) -> set[int]:
 
 def _now() -> int:
     return time.time_ns() // 1000  # the clock of torch's history
-
-
-def _write(result: dict[str, Any], run: Run) -> None:
-    _save(result, run.settings, run.name)
 
 
 def _save(result: dict[str, Any], settings: Settings, name: str = "") -> None:

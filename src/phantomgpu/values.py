@@ -80,26 +80,27 @@ def start(library: ctypes.CDLL) -> bool:
             packet = getattr(torch.ops.aten, base, None)
             operation = getattr(packet, overload or "default", None)
             if operation is not None:
-                kernel = _override(operation, copy, sized=name in SIZED.split())
+                kernel = _override(name, operation, copy)
                 ours.impl(name, kernel, "CUDA", with_keyset=True)
     return True
 
 
-def _override(operation: Any, copy: Any, *, sized: bool) -> Callable[..., Any]:
+def _override(name: str, operation: Any, copy: Any) -> Callable[..., Any]:
     boxed = torch.library.get_kernel(operation, "CUDA").call_boxed
-    expected = [str(argument.type) == "Tensor" for argument in operation._schema.arguments]
+    base, _, overload = name.partition(".")
+    num_tensors = _num_tensors(base, overload)
 
     def original(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not all(map(isinstance, args, repeat(torch.Tensor))):
-            args = tuple(
-                _tensor(one, args) if wanted and isinstance(one, int | float | complex) else one
-                for one, wanted in zip(args, expected, strict=False)
-            )
+        if not all(map(isinstance, args[:num_tensors], repeat(torch.Tensor))):
+            first = [
+                _tensor(one, args) if isinstance(one, int | float | complex) else one
+                for one in args[:num_tensors]
+            ]
+            args = (*first, *args[num_tensors:])
         return boxed(keys, *args, **kwargs)
 
-    base = operation._schema.name.partition("::")[2]
-    mutates = operation._schema.is_mutable
-    plain = base in _PLAIN
+    mutates = base.endswith("_") or overload.endswith("out")
+    plain, sized = base in _PLAIN, name in SIZED.split()
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = _leaves((args, kwargs))
@@ -129,6 +130,18 @@ def _override(operation: Any, copy: Any, *, sized: bool) -> Callable[..., Any]:
         return out
 
     return kernel
+
+
+def _num_tensors(base: str, overload: str) -> int:
+    """Return how many of the first arguments are tensors that may come as numbers."""
+    if base in ("where", "clamp", "clamp_", "masked_fill_") and overload not in ("", "Scalar"):
+        return 3
+    of_tensors = overload.startswith("Tensor") and not overload.endswith("Scalar")
+    named = base.removesuffix("_") in (
+        *("floor_divide", "maximum", "minimum", "copy", "add", "sub", "mul"),
+        *("logical_and", "logical_or", "logical_xor"),
+    )
+    return 2 if of_tensors or named else 0
 
 
 def _tensor(number: complex, args: tuple[Any, ...]) -> torch.Tensor:

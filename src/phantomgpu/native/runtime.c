@@ -15,6 +15,7 @@ typedef struct {
 } dim3;
 
 extern void *phantom_function(const char *name);
+extern int cuMemGetInfo_v2(size_t *, size_t *);
 extern int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *, const void *, int, size_t);
 
 static _Thread_local int last_error;
@@ -142,9 +143,7 @@ int cudaMallocFromPoolAsync(void **pointer, size_t bytes, void *pool, stream_t s
 }
 
 int cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
-  *free_bytes = facts.memory - phantom_used(current_device);
-  *total_bytes = facts.memory;
-  return OK;
+  return cuMemGetInfo_v2(free_bytes, total_bytes);
 }
 
 /* The pool of device n is the address n + 1; it returns freed memory at once. */
