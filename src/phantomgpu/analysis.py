@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import pickle
+import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,11 @@ if TYPE_CHECKING:
     from phantomgpu.child import Run
 
 Event = dict[str, Any]
-_SKIPPED = ("/torch/", "<frozen", "<string>", "importlib", "/phantomgpu/")
+_SKIPPED = ("/torch/", "torchinductor", "<frozen", "<string>", "importlib", "/phantomgpu/")
 _LOSSES = ("cross_entropy", "nll_loss", "lossfunction", "_loss", "loss_fn", "compute_loss")
 _LARGE = 1 << 20
+_WORKSPACES = (32 << 20, 8_519_680)
+"""Of cuBLAS, on Hopper and on others: torch allocates them once and never frees them."""
 
 
 def analyse(run: Run) -> dict[str, Any]:
@@ -24,7 +28,8 @@ def analyse(run: Run) -> dict[str, Any]:
     import torch
 
     script = time.perf_counter() - run.began
-    snapshot = torch.cuda.memory._snapshot()
+    native = torch.cuda.memory.get_allocator_backend() == "native"
+    snapshot = torch.cuda.memory._snapshot() if native else {"device_traces": [[]]}
     if run.settings.snapshot:
         with Path(run.settings.folder, f"{run.process}.pickle").open("wb") as file:
             pickle.dump(snapshot, file)
@@ -38,10 +43,10 @@ def analyse(run: Run) -> dict[str, Any]:
     categories, places = explain(run, trace, live, ends, owners)
     phase, step = phase_of(run, trace[at]) if trace else ("start", 0)
     stats = torch.cuda.memory_stats(device)
-    host = getattr(torch.cuda, "host_memory_stats", dict)()
+    host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
     return {
         "device": device,
-        "peak_allocated": allocated,
+        "peak_allocated": max(allocated, 0 if trace else stats.get("allocated_bytes.all.peak", 0)),
         "peak_reserved": max(reserved(trace), stats.get("reserved_bytes.all.peak", 0)),
         "phase": phase,
         "step": step,
@@ -54,6 +59,8 @@ def analyse(run: Run) -> dict[str, Any]:
         "host_managed": ctypes.c_size_t.in_dll(run.library, "phantom_most_managed").value,
         "events": len(trace),
         "torch": torch.__version__,
+        "computes": run.computes,
+        "compiled": "torch._inductor.compile_fx" in sys.modules,
         "cudnn": torch.backends.cudnn.enabled,
         "distributed": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "seconds": round(script, 2),
@@ -61,31 +68,34 @@ def analyse(run: Run) -> dict[str, Any]:
     }
 
 
+def walk(trace: list[Event]) -> Iterator[tuple[Event, int, int]]:
+    """Yield each event with the bytes that are allocated and reserved after it."""
+    sizes: dict[int, int] = {}
+    used = held = 0
+    for event in trace:
+        action, size = event["action"], event["size"]
+        if action == "alloc":
+            sizes[event["addr"]] = size
+            used += size
+        elif action == "free_completed":
+            used -= sizes.pop(event["addr"], 0)
+        elif action in ("segment_alloc", "segment_map"):
+            held += size
+        elif action in ("segment_free", "segment_unmap"):
+            held -= size
+        yield event, used, held
+
+
 def peak(trace: list[Event]) -> tuple[int, int]:
     """Return the most bytes that were allocated at a time, and the event that reached them."""
-    sizes: dict[int, int] = {}
-    used = best = at = 0
-    for index, event in enumerate(trace):
-        if event["action"] == "alloc":
-            sizes[event["addr"]] = event["size"]
-            used += event["size"]
-            if used > best:
-                best, at = used, index
-        elif event["action"] == "free_completed":
-            used -= sizes.pop(event["addr"], 0)
-    return best, at
+    allocated = [used for _, used, _ in walk(trace)]
+    best = max(allocated, default=0)
+    return best, allocated.index(best) if allocated else 0
 
 
 def reserved(trace: list[Event]) -> int:
     """Return the most bytes that torch had of the device."""
-    used = best = 0
-    for event in trace:
-        if event["action"] in ("segment_alloc", "segment_map"):
-            used += event["size"]
-            best = max(best, used)
-        elif event["action"] in ("segment_free", "segment_unmap"):
-            used -= event["size"]
-    return best
+    return max((held for _, _, held in walk(trace)), default=0)
 
 
 def live_at(trace: list[Event], at: int) -> tuple[list[int], dict[int, int]]:
@@ -105,20 +115,9 @@ def live_at(trace: list[Event], at: int) -> tuple[list[int], dict[int, int]]:
 
 def timeline(trace: list[Event], points: int = 1500) -> list[tuple[int, int, int]]:
     """Return (microseconds, allocated, reserved) at the highest point of each span."""
-    sizes: dict[int, int] = {}
-    used = held = 0
     best: dict[int, tuple[int, int, int]] = {}
     width = max(1, len(trace) // points)
-    for index, event in enumerate(trace):
-        if event["action"] == "alloc":
-            sizes[event["addr"]] = event["size"]
-            used += event["size"]
-        elif event["action"] == "free_completed":
-            used -= sizes.pop(event["addr"], 0)
-        elif event["action"] in ("segment_alloc", "segment_map"):
-            held += event["size"]
-        elif event["action"] in ("segment_free", "segment_unmap"):
-            held -= event["size"]
+    for index, (event, used, held) in enumerate(walk(trace)):
         old = best.get(index // width)
         if old is None or used > old[1]:
             best[index // width] = (event["time_us"] - trace[0]["time_us"], used, held)
@@ -170,11 +169,12 @@ def explain(
     for index in live:
         event, end = trace[index], ends.get(index, 1 << 62)
         owned = known.get(event["addr"], ())
-        what = next((what for seen, what in owned if event["time_us"] <= seen <= end), None)
-        if what is None:
-            what = category(run, event, logits)
+        owner = next((what for seen, what in owned if event["time_us"] <= seen <= end), None)
+        if owner is None and event["size"] in _WORKSPACES and index not in ends:
+            owner = "workspaces"
+        if owner is None:
             places[place(run, event)] += event["size"]
-        categories[what] += event["size"]
+        categories[owner or category(run, event, logits)] += event["size"]
     return categories, places
 
 
@@ -183,11 +183,6 @@ def category(run: Run, event: Event, logits: set[int]) -> str:
     phase, _ = phase_of(run, event)
     if is_loss(event) or event["size"] in logits:
         return "logits"
-    if any(
-        "autograd/graph.py" not in f["filename"] and "cublas" in f["name"].lower()
-        for f in event["frames"]
-    ):
-        return "workspaces"
     return {
         "optimizer": "scratch of the optimizer",
         "backward": "scratch of the backward",
@@ -226,7 +221,8 @@ def place(run: Run, event: Event) -> str:
             if began > event["time_us"]:
                 break
             name = module
-        return name or "outside of modules"
+        if name:
+            return name
     for frame in event["frames"]:
         if not any(part in frame["filename"] for part in _SKIPPED):
             return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"

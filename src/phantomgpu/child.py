@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.machinery
 import json
 import os
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from phantomgpu import standins
 from phantomgpu.errors import PhantomError, SetupNeededError
@@ -53,6 +54,7 @@ class _TorchFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -60,7 +62,9 @@ class _TorchFinder(MetaPathFinder):
             spec = _find_cuda_torch()
             if spec is None or spec.origin is None or spec.loader is None:
                 return None
-            library = standins.load(standins.build(Path(spec.origin).parent))
+            folder = standins.build(Path(spec.origin).parent)
+            os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
+            library = standins.load(folder)
         except PhantomError as error:
             _leave(CANNOT_RUN, {"status": "cannot run", "problem": str(error)}, self.settings)
         spec.loader = _Then(spec.loader, self.settings, library)
@@ -121,7 +125,7 @@ class Run:
         self.owners: list[tuple[int, str, set[int]]] = []
         self.spans: list[tuple[int, str]] = []
         self.problem: dict[str, Any] = {}
-        self.finished = False
+        self.finished = self.computes = False
         self.process = os.getpid()
         self.began = time.perf_counter()
 
@@ -133,8 +137,8 @@ class Run:
         Run.current = self
         if not self.settings.cudnn:
             torch.backends.cudnn.enabled = False
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.cuda._lazy_call(self.begin)  # type: ignore[attr-defined]
+            torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+        torch.cuda._lazy_call(self.begin)
         optimizer.register_optimizer_step_pre_hook(self.before_step)
         optimizer.register_optimizer_step_post_hook(self.after_step)
         if self.settings.modules:
@@ -144,7 +148,7 @@ class Run:
         if self.settings.ranks > 1:
             from phantomgpu import ranks
 
-            ranks.start(self.settings.ranks)
+            ranks.start()
         sys.excepthook = self.failed
         atexit.register(self.ended)
 
@@ -152,11 +156,12 @@ class Run:
         """Record allocations, once CUDA starts."""
         import torch
 
-        torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
+        if torch.cuda.memory.get_allocator_backend() == "native":  # cudaMallocAsync has no history
+            torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
         if self.settings.values:
             from phantomgpu import values
 
-            values.start(self.library)
+            self.computes = values.start(self.library)
         self.phases.append((_now(), "step", 1))
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -203,7 +208,7 @@ class Run:
 
         result = {"status": status, **analysis.analyse(self), **self.problem}
         if code is None:
-            _write(result, self)
+            _save(result, self.settings, self.name)
             return
         _leave(code, result, self.settings, self.name)
 
@@ -229,17 +234,14 @@ def addresses(tensors: Any) -> set[int]:
         elif tensor.layout == torch.sparse_coo:
             plain = tensor.detach()
             found |= addresses((plain.indices(), plain.values()) if plain.is_coalesced() else ())
-        elif tensor.is_cuda:
-            found.add(tensor.untyped_storage().data_ptr())
+        elif tensor.is_cuda and not torch.nn.parameter.is_lazy(tensor):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # without storage
+                found.add(tensor.untyped_storage().data_ptr())
     return found
 
 
 def _now() -> int:
     return time.time_ns() // 1000  # the clock of torch's history
-
-
-def _write(result: dict[str, Any], run: Run) -> None:
-    _save(result, run.settings, run.name)
 
 
 def _save(result: dict[str, Any], settings: Settings, name: str = "") -> None:
@@ -248,7 +250,7 @@ def _save(result: dict[str, Any], settings: Settings, name: str = "") -> None:
     file.write_text(json.dumps(result))
 
 
-def _leave(code: int, result: dict[str, Any], settings: Settings, name: str = "") -> Any:
+def _leave(code: int, result: dict[str, Any], settings: Settings, name: str = "") -> NoReturn:
     """Write the result and end the process at once: nothing of the script runs any more."""
     _save(result, settings, name)
     sys.stdout.flush()

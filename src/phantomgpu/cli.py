@@ -33,6 +33,7 @@ Steps = Annotated[int, typer.Option(min=1, help="End after so many optimizer ste
 @app.command()
 def run(
     command: Command,
+    *,
     gpu: Kind,
     memory: Memory = None,
     ranks: Ranks = 1,
@@ -64,7 +65,7 @@ def run(
         snapshot=snapshot,
         quiet=as_json,
     )
-    typer.echo(report.to_json() if as_json else str(report))
+    typer.echo(report.to_json() if as_json else f"\n{report}")  # progress bars leave a line open
     if picture is not None:
         draw(report, str(picture))
     raise typer.Exit(exit_code(report))
@@ -73,6 +74,7 @@ def run(
 @app.command()
 def search(
     command: Command,
+    *,
     gpu: Kind,
     argument: Annotated[str, typer.Option(help="The option of the command to vary.")],
     memory: Memory = None,

@@ -61,14 +61,7 @@ GPUS = {
         GPU("b200", "NVIDIA B200", 178.35, (10, 0), (148, *_HOPPER, 126), 0.70, MESSAGE),
     )
 }
-ALIASES = {
-    "a100-80": "a100",
-    "h100-80": "h100",
-    "rtxa6000": "a6000",
-    "4090": "rtx4090",
-    "5090": "rtx5090",
-    "3090": "rtx3090",
-}
+ALIASES = {"a100-80": "a100", "h100-80": "h100", "rtxa6000": "a6000"}
 UNMEASURED_CONTEXT = 0.5
 _CODE = {(8, 9): 86}
 """Capabilities that run code which torch compiles for another."""
@@ -84,7 +77,7 @@ def find_gpu(name: str) -> GPU:
         UnknownGPUError: No kind has that name.
     """
     key = re.sub(r"[\s_]|nvidia|geforce|gb$", "", name.lower())
-    key = ALIASES.get(key, key)
+    key = f"rtx{key}" if key.isdecimal() else ALIASES.get(key, key)
     if key not in GPUS:
         raise UnknownGPUError(f"no kind of GPU is named {name!r}; write one of {', '.join(GPUS)}")
     return GPUS[key]

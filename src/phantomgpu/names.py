@@ -1,4 +1,7 @@
-"""Names of modules, from hooks: only for a second run, because hooks can change what is compiled."""
+"""Names of modules, from hooks: only for a second run.
+
+Hooks can change what is compiled, and so the number.
+"""
 
 from __future__ import annotations
 

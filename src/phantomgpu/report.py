@@ -79,8 +79,10 @@ class Report:
         """Return the report as text."""
         peak = (
             f"peak {_gib(self.peak_allocated)} of {_gib(self.available)} GiB "
-            f"(reserved {_gib(self.peak_reserved)}), in {self.phase} of step {self.step}"
+            f"(reserved {_gib(self.peak_reserved)})"
         )
+        if self.step:
+            peak += f", in {self.phase} of step {self.step}"
         rank = f", rank 0 of {self.ranks}" if self.ranks > 1 else ""
         lines = {
             "fits": [f"fits {self.gpu}{rank}: {peak}"],
@@ -90,14 +92,12 @@ class Report:
         }[self.status]
         if self.status == "failed" and self.peak_allocated:
             lines.append(f"  until then: {peak}")
-        if self.categories:
-            lines.append(f"  {_table(self.categories)}")
-        if self.places:
-            largest = dict(list(self.places.items())[:4])
-            lines.append(f"  largest: {_table(largest)}")
-        if self.host_pinned or self.host_managed:
-            host = {"pinned": self.host_pinned, "managed": self.host_managed}
-            lines.append(f"  on the host: {_table(host)}")
+        tables = {
+            "": self.categories,
+            "largest: ": dict(list(self.places.items())[:4]),
+            "on the host: ": {"pinned": self.host_pinned, "managed": self.host_managed},
+        }
+        lines += [f"  {name}{table}" for name, sizes in tables.items() if (table := _table(sizes))]
         if self.problem:
             lines.append(f"  {self.problem.splitlines()[0][:400]}")
         return [*lines, *(f"  note: {note}" for note in self.notes)]
@@ -112,7 +112,7 @@ def build_report(result: dict[str, Any], **known: Any) -> Report:
 
 
 def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
-    notes = []
+    notes: list[str] = []
     if result["status"] in ("failed", "cannot run"):
         return notes
     if not result.get("cudnn"):
@@ -122,6 +122,8 @@ def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
             "other ranks are not there: what this rank gathers are its own values, and NCCL's own "
             "buffers are not counted"
         )
+    if result.get("compiled"):
+        notes.append("whole numbers that compiled code computes are zero, like other results")
     if not result.get("steps"):
         notes.append("no optimizer step ended")
     if result["status"] == "fits" and result.get("out_of_memory"):

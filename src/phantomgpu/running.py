@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,50 +72,36 @@ def run(
     settings = Settings(
         "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
     )
-    with _command(script, args, kwargs) as command:
+    with command_of(script, args, kwargs) as command:
         report = session.start(command, settings, snapshot, timeout_seconds, quiet=quiet)
         if modules and report.status in ("fits", "does not fit"):
             settings.modules, settings.snapshot = True, False
             named = session.start(command, settings, None, timeout_seconds, quiet=True)
-            report = _with_places(report, named)
+            differs = named.peak_allocated != report.peak_allocated
+            note = ("names of modules are of a second run, whose peak differed",)
+            notes = report.notes + note * differs
+            report = replace(report, places=named.places, notes=notes)
     return report
 
 
-def _with_places(report: Report, named: Report) -> Report:
-    from dataclasses import replace
-
-    notes = report.notes
-    if named.peak_allocated != report.peak_allocated:
-        notes = (*notes, "names of modules are of a second run, whose peak differed")
-    return replace(report, places=named.places, notes=notes)
-
-
 @contextmanager
-def _command(
+def command_of(
     script: str | Path | Sequence[str] | Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any] | None,
 ) -> Iterator[list[str]]:
-    """Return the command line of a script or a function."""
-    if callable(script):
-        with _pickled(script, args, kwargs) as file:
-            yield [sys.executable, str(BOOT / "call.py"), file]
-    elif isinstance(script, str | Path):
+    """Return the command line of a script or a function; a function is a file meanwhile."""
+    if isinstance(script, str | Path):
         yield [sys.executable, str(script), *map(str, args)]
-    else:
+    elif not callable(script):
         yield [*script, *map(str, args)]
+    else:
+        import cloudpickle
 
-
-@contextmanager
-def _pickled(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
-) -> Iterator[str]:
-    import cloudpickle
-
-    with tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder:
-        file = Path(folder, "function.pickle")
-        file.write_bytes(cloudpickle.dumps((function, tuple(args), kwargs or {})))
-        yield str(file)
+        with tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder:
+            file = Path(folder, "function.pickle")
+            file.write_bytes(cloudpickle.dumps((script, tuple(args), kwargs or {})))
+            yield [sys.executable, str(BOOT / "call.py"), str(file)]
 
 
 class Session:
@@ -127,10 +113,9 @@ class Session:
         kind = find_gpu(gpu)
         if isinstance(memory, str):
             memory = parse_memory(memory)
-        self.name = kind.key.upper() if kind.key[0] not in "r" else kind.name
+        self.name = f"an {kind.name}" if kind.name[0] == "N" else f"a {kind.name}"
         self.ranks = ranks
-        self.whole = int(kind.memory * GIB)
-        self.memory = self.whole if memory is None else memory
+        self.memory = int(kind.memory * GIB) if memory is None else memory
         self.context = min(context_bytes(kind), self.memory)
         count = devices or min(ranks, LOCAL_RANKS)
         self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
@@ -143,7 +128,6 @@ class Session:
             "PHANTOMGPU_RUN": json.dumps(asdict(settings)),
             "PHANTOMGPU_FACTS": self.facts,
             "PYTHONPATH": os.pathsep.join(path),
-            "PYTHONDONTWRITEBYTECODE": "1",
         }
         if self.ranks > 1:
             ours |= {
@@ -215,7 +199,7 @@ class Session:
             result |= {"status": "failed", "problem": f"it ended with exit code {code}"}
         return build_report(
             result,
-            gpu=f"an {self.name}" if self.name[0] in "AHL" else f"a {self.name}",
+            gpu=self.name,
             memory=self.memory,
             context=self.context,
             ranks=self.ranks,

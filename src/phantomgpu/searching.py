@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -15,7 +14,7 @@ from phantomgpu import standins
 from phantomgpu.child import Settings
 from phantomgpu.errors import RunFailedError
 from phantomgpu.report import Report
-from phantomgpu.running import BOOT, Session, _pickled
+from phantomgpu.running import Session, command_of
 
 Trial = Callable[[int], Report]
 MOST = 1 << 20
@@ -90,19 +89,26 @@ def search(
                 raise RunFailedError(f"the run with {number} failed: {trials[number].problem}")
         return trials[number].fits
 
-    with _trials(session, settings, script, argument, args, kwargs) as trial:
+    with ExitStack() as stack:
+        command = stack.enter_context(command_of(script, args, kwargs))
+        if callable(script):
+            trial = stack.enter_context(_served(session, settings, command))
+        elif argument is None:
+            raise ValueError("a command needs the option that takes the number: argument='--size'")
+        else:
+
+            def trial(number: int) -> Report:
+                numbered = [*command, argument, str(number)]
+                return session.start(numbered, settings, None, None, quiet=True)
+
         found = bisect(
             lambda index: fits(index * multiple, trial),
-            lambda index: _reserved(trials, index * multiple),
+            lambda index: trials[index * multiple].peak_reserved,
             session.memory - session.context,
             first=-(-smallest // multiple),
             last=largest // multiple,
         )
     return Answer(None if found is None else found * multiple, trials)
-
-
-def _reserved(trials: dict[int, Report], number: int) -> int:
-    return trials[number].peak_reserved
 
 
 def bisect(
@@ -123,79 +129,49 @@ def bisect(
     if not fits(first):
         return None
     low, high, before = first, last + 1, None
-    if fits_next := (first < last and fits(min(2 * first, last))):
-        low, before = min(2 * first, last), first
-    elif first < last:
-        high = min(2 * first, last)
-    del fits_next
     halve = False
     while high - low > 1:
-        guess = (low + high) // 2 if high <= last else min(4 * low, last)
+        is_open = high > last
+        guess = min(2 * low if before is None else 4 * low, last) if is_open else (low + high) // 2
         if before is not None and not halve:
             slope = (reserved(low) - reserved(before)) / (low - before)
-            if slope > 0:
-                guess = low + int((available - reserved(low)) / slope)
-        guess = max(low + 1, min(guess, high - 1))
+            line = low + int((available - reserved(low)) / slope) if slope > 0 else high
+            guess = max(low + 1, line) if line < high else guess
         size = high - low
         if fits(guess):
             before, low = low, guess
         else:
             high = guess
         # A line helps little where memory grows by jumps: then halve.
-        halve = not halve and high <= last and high - low > size // 2
+        halve = not is_open and high - low > size // 2
     return low
 
 
 @contextmanager
-def _trials(
-    session: Session,
-    settings: Settings,
-    script: Callable[..., Any] | Sequence[str],
-    argument: str | None,
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None,
-) -> Iterator[Trial]:
-    if callable(script):
-        with _pickled(script, args, kwargs) as file, _served(session, settings, file) as trial:
-            yield trial
-        return
-    if argument is None:
-        raise ValueError(
-            "a command needs the option that takes the number: argument='--batch-size'"
-        )
-    command = [*script, *map(str, args)]
-    yield lambda number: session.start(
-        [*command, argument, str(number)], settings, None, None, quiet=True
-    )
-
-
-@contextmanager
-def _served(session: Session, settings: Settings, file: str) -> Iterator[Trial]:
+def _served(session: Session, settings: Settings, command: list[str]) -> Iterator[Trial]:
     """Keep a process that has imported torch, and fork it for each trial."""
     with tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder:
         settings.folder = folder
         log = Path(folder, "output.log")
         with log.open("wb") as output:
             server = subprocess.Popen(  # noqa: S603
-                [sys.executable, str(BOOT / "call.py"), file, "--serve"],
+                [*command, "--serve"],
                 env=session.environment(settings),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
             )
-        assert server.stdin
-        assert server.stdout
+        asked, answered = server.stdin, server.stdout
+        assert asked is not None
+        assert answered is not None
 
         def trial(number: int) -> Report:
-            assert server.stdin
-            assert server.stdout
-            try:
-                server.stdin.write(f"{number}\n")
-                server.stdin.flush()
-                line = server.stdout.readline()
-            except BrokenPipeError:
-                line = ""
+            line = ""
+            with suppress(BrokenPipeError):
+                asked.write(f"{number}\n")
+                asked.flush()
+                line = answered.readline()
             if not line:
                 return session.report(Path(folder), "run", server.wait(), log)
             return session.report(Path(folder), str(number), int(line), log)
@@ -203,6 +179,6 @@ def _served(session: Session, settings: Settings, file: str) -> Iterator[Trial]:
         try:
             yield trial
         finally:
-            server.stdin.close()
+            asked.close()
             server.wait()
-            server.stdout.close()
+            answered.close()

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from phantomgpu.errors import NotSupportedError
@@ -148,12 +149,20 @@ def wanted(torch: Path) -> dict[str, Library]:
     for found in LOOKED_UP.findall((torch / "lib" / "libc10_cuda.so").read_bytes()):
         libraries[_owner(found.decode())].functions.add(found.decode())
     # Extensions ask for more than torch does.
-    for name in (NATIVE / "names.txt").read_text().split():
+    for name in known_names():
         libraries[_owner(name)].others.add(name)
     for library in libraries.values():
         real = sorted(torch.parent.glob(f"nvidia/**/{library.soname}"))
         library.others |= {name for name, _ in _symbols(real, "--defined-only")}
     return libraries
+
+
+@cache
+def known_names() -> dict[str, str]:
+    """Return the functions of CUDA that need no code, and what each of them does (names.txt)."""
+    lines = (NATIVE / "names.txt").read_text().splitlines()
+    words = [word for line in lines if not line.startswith("#") for word in line.split()]
+    return {word.lstrip("+*>"): word[0] if word[0] in "+*>" else "" for word in words}
 
 
 def _symbols(files: Iterable[Path], which: str) -> Iterable[tuple[str, str]]:
@@ -180,7 +189,8 @@ def compile_all(libraries: dict[str, Library], folder: Path) -> None:
             ours = re.findall(rf"#ifdef LIBRARY_{prefix}\n(.*?)#endif", text, re.DOTALL)
             text = "\n".join(ours)
         rest = (library.functions | library.others) - set(DEFINED.findall(text))
-        lines = [_default(name, stem, called=name in library.functions) for name in sorted(rest)]
+        lines = ['#include "device.h"']
+        lines += [_default(name, stem, called=name in library.functions) for name in sorted(rest)]
         generated = folder / f"{stem}.c"
         generated.write_text("\n".join(lines))
         command = ["gcc", "-w", "-O1", "-fPIC", "-shared", f"-DLIBRARY_{prefix}", f"-I{NATIVE}"]
@@ -209,8 +219,14 @@ def _default(name: str, stem: str, *, called: bool) -> str:
     """
     if name.endswith(("GetErrorString", "GetErrorName", "GetLastError", "GetResultString")):
         return f'const char *{name}(void) {{ return "not supported by phantomgpu"; }}'
+    does = known_names().get(name, "")
+    if does == "*":
+        return f"int {name}(void **to) {{ *to = phantom_handle(); return 0; }}"
+    if does == ">":
+        arguments = "void *to, const void *from, size_t bytes"
+        return f"int {name}({arguments}) {{ phantom_copy(to, from, bytes); return 0; }}"
     refused = not called or "bufferSize" in name or stem == "libcudnn"
-    if name.startswith(("cudnnDestroy", "__cuda")):
+    if does == "+" or name.startswith(("cudnnDestroy", "__cuda")):
         refused = False
     return f"int {name}(void) {{ return {UNSUPPORTED.get(stem, 801) if refused else 0}; }}"
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 
 def main() -> None:
+    """Call the function, once or for each number."""
     file, *serve = sys.argv[1:]
-    import torch  # first, so that its CUDA code is there for what the pickle holds
-    import cloudpickle
+    import torch  # before the pickle is read: what it holds must find the CUDA code
+
+    import cloudpickle  # isort: skip
 
     function, args, kwargs = cloudpickle.loads(Path(file).read_bytes())
     assert torch.version.cuda
@@ -28,8 +30,7 @@ def main() -> None:
             function(int(line), *args, **kwargs)
             sys.exit(0)
         _, status = os.waitpid(child, 0)
-        sys.__stdout__.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        sys.__stdout__.flush()
+        os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
 main()

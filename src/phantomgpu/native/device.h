@@ -49,6 +49,9 @@ int phantom_block(size_t address, size_t *first, size_t *bytes);
 /* The device that an address belongs to, or -1. */
 int phantom_owner(const void *address);
 
+/* A handle that is never read: of a stream, a kernel, a library. */
+void *phantom_handle(void);
+
 /* Bytes: what was copied to a device can be read back, what a kernel would write is zero. */
 void phantom_copy(void *to, const void *from, size_t bytes);
 void phantom_set(void *to, int value, size_t width, size_t count);

@@ -43,8 +43,6 @@ int cuMemUnmap(address first, size_t bytes) {
   return OK;
 }
 
-int cuMemSetAccess(address first, size_t bytes, const void *access, size_t count) { return OK; }
-
 int cuMemGetAllocationGranularity(size_t *bytes, const void *property, int option) {
   *bytes = PAGE;
   return OK;
@@ -65,29 +63,6 @@ int cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
   *free_bytes = facts.memory - phantom_used(current_device);
   *total_bytes = facts.memory;
   return OK;
-}
-
-int cuMemcpyHtoD_v2(void *to, const void *from, size_t bytes) {
-  phantom_copy(to, from, bytes);
-  return OK;
-}
-
-int cuMemcpyDtoH_v2(void *to, const void *from, size_t bytes) {
-  phantom_copy(to, from, bytes);
-  return OK;
-}
-
-int cuMemcpyDtoD_v2(void *to, const void *from, size_t bytes) {
-  phantom_copy(to, from, bytes);
-  return OK;
-}
-
-int cuMemcpyHtoDAsync_v2(void *to, const void *from, size_t bytes, void *stream) {
-  return cuMemcpyHtoD_v2(to, from, bytes);
-}
-
-int cuMemcpyDtoHAsync_v2(void *to, const void *from, size_t bytes, void *stream) {
-  return cuMemcpyDtoH_v2(to, from, bytes);
 }
 
 int cuMemsetD32Async(void *to, unsigned value, size_t count, void *stream) {
@@ -158,8 +133,6 @@ int cuCtxPushCurrent_v2(void *context) { return cuCtxSetCurrent(context); }
 
 int cuCtxPopCurrent_v2(void **context) { return context ? cuCtxGetCurrent(context) : OK; }
 
-int cuCtxSynchronize(void) { return OK; }
-
 int cuCtxGetDevice(int *device) {
   *device = current_device;
   return OK;
@@ -169,8 +142,6 @@ int cuCtxGetLimit(size_t *value, int limit) {
   *value = 1 << 20;
   return OK;
 }
-
-int cuCtxSetLimit(int limit, size_t value) { return OK; }
 
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
   *least = 0;
@@ -194,68 +165,16 @@ int cuPointerGetAttribute(void *value, int attribute, address pointer) {
 }
 
 /* Kernels, as Triton and NVRTC load them: one handle for all, launched into the void. */
-#define HANDLE ((void *)8192)
-
-int cuModuleLoadData(void **module, const void *image) {
-  *module = HANDLE;
-  return OK;
-}
-
-int cuModuleLoadDataEx(void **module, const void *image, unsigned count, int *options,
-                       void **values) {
-  return cuModuleLoadData(module, image);
-}
-
-int cuModuleLoad(void **module, const char *file) { return cuModuleLoadData(module, file); }
-
-int cuModuleUnload(void *module) { return OK; }
-
-int cuModuleGetFunction(void **function, void *module, const char *name) {
-  *function = HANDLE;
-  return OK;
-}
-
 int cuFuncGetAttribute(int *value, int attribute, void *function) {
   *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0; /* threads per block, registers */
   return OK;
 }
 
-int cuFuncSetAttribute(void *function, int attribute, int value) { return OK; }
-
-int cuFuncSetCacheConfig(void *function, int config) { return OK; }
-
-int cuLaunchKernel(void *function, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e,
-                   unsigned f, unsigned shared, void *stream, void **arguments, void **extra) {
-  return OK;
-}
-
-int cuLaunchKernelEx(const void *config, void *function, void **arguments, void **extra) {
-  return OK;
-}
-
-int cuLaunchCooperativeKernel(void *function, unsigned a, unsigned b, unsigned c, unsigned d,
-                              unsigned e, unsigned f, unsigned shared, void *stream,
-                              void **arguments) {
-  return OK;
-}
-
-int cuLinkCreate_v2(unsigned count, int *options, void **values, void **state) {
-  *state = HANDLE;
-  return OK;
-}
-
-int cuLinkAddData_v2(void *state, int type, void *data, size_t bytes, const char *name,
-                     unsigned count, int *options, void **values) {
-  return OK;
-}
-
 int cuLinkComplete(void *state, void **image, size_t *bytes) {
-  *image = HANDLE;
+  *image = phantom_handle();
   *bytes = 0;
   return OK;
 }
-
-int cuTensorMapEncodeTiled(void *map) { return OK; }
 
 int cuOccupancyMaxActiveClusters(int *clusters, void *function, const void *config) {
   *clusters = 16;
@@ -270,12 +189,6 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int
   if (*blocks > facts.blocks) *blocks = facts.blocks;
   return OK;
 }
-
-int cuStreamSynchronize(void *stream) { return OK; }
-
-int cuStreamWriteValue32_v2(void *stream, address to, unsigned value, unsigned flags) { return OK; }
-
-int cuStreamWaitValue32_v2(void *stream, address at, unsigned value, unsigned flags) { return OK; }
 
 int cuGetErrorString(int error, const char **text) {
   *text = error == OUT_OF_MEMORY ? "out of memory"

@@ -4,17 +4,7 @@
 
 #include "device.h"
 
-static void *handle(void) {
-  static unsigned long last = 1 << 20;
-  return (void *)(last += 64);
-}
-
 #ifdef LIBRARY_cublas
-int cublasCreate_v2(void **to) {
-  *to = handle();
-  return 0;
-}
-
 int cublasGetMathMode(void *handle, int *mode) { return *mode = 0; }
 
 int cublasGetPointerMode_v2(void *handle, int *mode) { return *mode = 0; }
@@ -26,11 +16,6 @@ int cublasGetVersion_v2(void *handle, int *version) {
 #endif
 
 #ifdef LIBRARY_cublasLt
-int cublasLtCreate(void **to) {
-  *to = handle();
-  return 0;
-}
-
 size_t cublasLtGetVersion(void) { return 130100; }
 
 /* As cublasLtMatmulHeuristicResult_t: there is always one algorithm, and it needs no workspace. */
@@ -53,13 +38,6 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *operation, void *a, void 
 
 #ifdef LIBRARY_cudnn
 /* Only what torch asks before it computes; all else is refused with CUDNN_STATUS_NOT_SUPPORTED. */
-int cudnnCreate(void **to) {
-  *to = handle();
-  return 0;
-}
-
-int cudnnSetStream(void *handle, void *stream) { return 0; }
-
 size_t cudnnGetVersion(void) { return 99900; } /* not older than what torch was built with */
 
 size_t cudnnGetCudartVersion(void) { return 13000; }
@@ -74,11 +52,6 @@ void cudnnGetLastErrorString(char *to, size_t bytes) {
 #endif
 
 #ifdef LIBRARY_cusparse
-int cusparseCreate(void **to) {
-  *to = handle();
-  return 0;
-}
-
 int cusparseSpMM_bufferSize(void *a, int b, int c, void *d, void *e, void *f, void *g, void *h,
                             int i, int j, size_t *bytes) {
   *bytes = 0;
@@ -94,13 +67,6 @@ int cusparseSDDMM_bufferSize(void *a, int b, int c, void *d, void *e, void *f, v
 int cusparseSpMV_bufferSize(void *a, int b, void *c, void *d, void *e, void *f, void *g, int h,
                             int i, size_t *bytes) {
   *bytes = 0;
-  return 0;
-}
-#endif
-
-#ifdef LIBRARY_cusolver
-int cusolverDnCreate(void **to) {
-  *to = handle();
   return 0;
 }
 #endif
@@ -123,12 +89,6 @@ int cufftXtMakePlanMany(int plan, int rank, void *n, void *a, long long b, long 
 int nvrtcVersion(int *major, int *minor) {
   *major = 13;
   *minor = 0;
-  return 0;
-}
-
-int nvrtcCreateProgram(void **to, const char *source, const char *name, int count,
-                       const char **headers, const char **names) {
-  *to = handle();
   return 0;
 }
 

@@ -15,6 +15,7 @@ typedef struct {
 } dim3;
 
 extern void *phantom_function(const char *name);
+extern int cuMemGetInfo_v2(size_t *, size_t *);
 extern int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *, const void *, int, size_t);
 
 static _Thread_local int last_error;
@@ -40,12 +41,7 @@ const char *cudaGetErrorString(int error) {
   }
 }
 
-const char *cudaGetErrorName(int error) {
-  return error == OUT_OF_MEMORY   ? "cudaErrorMemoryAllocation"
-         : error == NOT_SUPPORTED ? "cudaErrorNotSupported"
-         : error                  ? "cudaErrorInvalidValue"
-                                  : "cudaSuccess";
-}
+const char *cudaGetErrorName(int error) { return cudaGetErrorString(error); }
 
 /* Devices */
 
@@ -120,11 +116,6 @@ int cudaDeviceCanAccessPeer(int *can, int device, int peer) {
   return OK;
 }
 
-int cudaDeviceGetLimit(size_t *value, int limit) {
-  *value = 1 << 20;
-  return OK;
-}
-
 int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
                                      uint64_t flags, int *result) {
   *function = phantom_function(name);
@@ -151,25 +142,14 @@ int cudaMallocFromPoolAsync(void **pointer, size_t bytes, void *pool, stream_t s
   return cudaMalloc(pointer, bytes);
 }
 
-int cudaMallocPitch(void **pointer, size_t *pitch, size_t width, size_t height) {
-  *pitch = (width + 511) / 512 * 512;
-  return cudaMalloc(pointer, *pitch * height);
-}
-
 int cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
-  *free_bytes = facts.memory - phantom_used(current_device);
-  *total_bytes = facts.memory;
-  return OK;
+  return cuMemGetInfo_v2(free_bytes, total_bytes);
 }
 
 /* The pool of device n is the address n + 1; it returns freed memory at once. */
 int cudaDeviceGetDefaultMemPool(void **pool, int device) {
   *pool = (void *)(size_t)(device + 1);
   return OK;
-}
-
-int cudaDeviceGetMemPool(void **pool, int device) {
-  return cudaDeviceGetDefaultMemPool(pool, device);
 }
 
 int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *value) {
@@ -272,16 +252,6 @@ int cudaPointerGetAttributes(struct pointer_facts *to, const void *pointer) {
 
 /* Copies */
 
-int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) {
-  phantom_copy(to, from, bytes);
-  return OK;
-}
-
-int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, stream_t stream) {
-  phantom_copy(to, from, bytes);
-  return OK;
-}
-
 int cudaMemcpyPeer(void *to, int device, const void *from, int other, size_t bytes) {
   phantom_copy(to, from, bytes);
   return OK;
@@ -323,11 +293,6 @@ int cudaGetSymbolAddress(void **pointer, const void *symbol) {
 /* Streams and events are handles that are never read. While a stream is captured, torch allocates
    from the pools of the graph; streams that wait for an event of a captured one join it. */
 
-static void *handle(void) {
-  static size_t last = 4096;
-  return (void *)__atomic_add_fetch(&last, 16, __ATOMIC_RELAXED);
-}
-
 #define MOST_CAPTURED 64
 #define MOST_JOINS 256
 static stream_t captured[MOST_CAPTURED];
@@ -342,28 +307,8 @@ static int is_captured(stream_t stream) {
   return 0;
 }
 
-int cudaStreamCreateWithPriority(stream_t *stream, unsigned flags, int priority) {
-  *stream = handle();
-  return OK;
-}
-
-int cudaStreamCreateWithFlags(stream_t *stream, unsigned flags) {
-  *stream = handle();
-  return OK;
-}
-
-int cudaStreamCreate(stream_t *stream) {
-  *stream = handle();
-  return OK;
-}
-
 int cudaStreamGetPriority(stream_t stream, int *priority) {
   *priority = 0;
-  return OK;
-}
-
-int cudaStreamGetFlags(stream_t stream, unsigned *flags) {
-  *flags = 1;
   return OK;
 }
 
@@ -377,16 +322,6 @@ int cudaStreamGetDevice(stream_t stream, int *device) { return cudaGetDevice(dev
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
   *least = 0;
   *greatest = -5; /* as on all devices since Pascal */
-  return OK;
-}
-
-int cudaEventCreateWithFlags(event_t *event, unsigned flags) {
-  *event = handle();
-  return OK;
-}
-
-int cudaEventCreate(event_t *event) {
-  *event = handle();
   return OK;
 }
 
@@ -415,7 +350,7 @@ int cudaStreamBeginCapture(stream_t stream, int mode) {
   num_captured = 1;
   num_joins = 0;
   capture++;
-  graph = handle();
+  graph = phantom_handle();
   return OK;
 }
 
@@ -448,11 +383,6 @@ int cudaStreamGetCaptureInfo(stream_t stream, int *status, uint64_t *id, graph_t
   return OK;
 }
 
-int cudaGraphCreate(graph_t *to, unsigned flags) {
-  *to = handle();
-  return OK;
-}
-
 /* One node, of a kernel, so that torch does not warn of an empty graph. */
 int cudaGraphGetNodes(graph_t from, void **nodes, size_t *count) {
   if (!nodes)
@@ -462,26 +392,9 @@ int cudaGraphGetNodes(graph_t from, void **nodes, size_t *count) {
   return OK;
 }
 
-int cudaGraphNodeGetType(void *node, int *type) { return *type = 0; }
-
 int cudaGraphNodeGetDependencies(void *node, void **from, void *edges, size_t *count) {
   *count = 0;
   return OK;
-}
-
-int cudaGraphAddNode(void **node, graph_t to, const void *from, const void *edges, size_t count,
-                     void *parameters) {
-  *node = handle();
-  return OK;
-}
-
-int cudaGraphInstantiate(void **to, graph_t from, uint64_t flags) {
-  *to = handle();
-  return OK;
-}
-
-int cudaGraphInstantiateWithFlags(void **to, graph_t from, uint64_t flags) {
-  return cudaGraphInstantiate(to, from, flags);
 }
 
 int cudaGraphConditionalHandleCreate(uint64_t *to, graph_t from, unsigned value, unsigned flags) {
@@ -527,36 +440,7 @@ int cudaOccupancyMaxActiveClusters(int *clusters, const void *function, const vo
   return OK;
 }
 
-int cudaOccupancyAvailableDynamicSMemPerBlock(size_t *bytes, const void *function, int blocks,
-                                              int threads) {
-  *bytes = 48 << 10;
-  return OK;
-}
-
-#define HANDLE ((void *)8192)
-
-int cudaGetFuncBySymbol(void **to, const void *symbol) {
-  *to = HANDLE;
-  return OK;
-}
-
-int cudaLibraryLoadData(void **to, const void *code, void *a, void **b, unsigned c, void *d,
-                        void **e, unsigned f) {
-  *to = HANDLE;
-  return OK;
-}
-
-int cudaLibraryGetKernel(void **to, void *library, const char *name) {
-  *to = HANDLE;
-  return OK;
-}
-
 /* The next functions are called by code that nvcc writes. */
-
-int __cudaGetKernel(void **to, const void *function) {
-  *to = HANDLE;
-  return OK;
-}
 
 void **__cudaRegisterFatBinary(void *binary) {
   static void *registered;
@@ -564,10 +448,6 @@ void **__cudaRegisterFatBinary(void *binary) {
 }
 
 char __cudaInitModule(void **binary) { return 1; }
-
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) {
-  return OK;
-}
 
 int __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void **stream) {
   *grid = *block = (dim3){1, 1, 1};

@@ -1,0 +1,89 @@
+"""Systems that cannot run a phantom, and commands that are wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import phantomgpu
+from phantomgpu import NotSupportedError, standins
+from phantomgpu.cli import app, exit_code, warn
+from phantomgpu.report import build_report
+
+
+@pytest.mark.parametrize(("system", "name"), [("darwin", "macOS"), ("win32", "Windows")])
+def test_other_systems_get_a_clear_message(
+    system: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(NotSupportedError, match=name):
+        standins.check_system()
+
+
+def test_a_compiler_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NotSupportedError, match="gcc"):
+        standins.check_system()
+
+
+def test_gpus_are_listed() -> None:
+    shown = CliRunner().invoke(app, ["gpus"])
+    assert shown.exit_code == 0
+    assert all(key in shown.output for key in phantomgpu.GPUS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run", "--", "true"], ["run", "--gpu", "h100"], ["search", "--gpu", "h100", "--", "true"]],
+)
+def test_what_is_missing_is_a_usage_error(arguments: list[str]) -> None:
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+def test_more_memory_than_the_kind_has_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    warn("t4", "12GiB")
+    assert not capsys.readouterr().err
+    warn("t4", "16GiB")
+    assert "14.75" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [("fits", 0, 0), ("does not fit", 3, 3), ("failed", 7, 7), ("failed", 0, 1)],
+)
+def test_exit_codes(status: str, code: int, expected: int) -> None:
+    report = build_report({"status": status}, gpu="", memory=1, context=0, ranks=1, exit_code=code)
+    assert exit_code(report) == expected
+
+
+def test_the_stand_ins_have_a_name_for_every_function() -> None:
+    assert all(standins._owner(name) in standins.PREFIXES for name in standins.known_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "called", "answer"),
+    [
+        ("cublasSgemm_v2", "libcublas", True, "return 0"),
+        ("cudaStreamCreate", "libcudart", True, "phantom_handle"),
+        ("cudaMemcpy", "libcudart", True, "phantom_copy"),
+        ("cuLaunchKernelEx", "libcuda", False, "return 0"),
+        ("cudaGraphClone", "libcudart", False, "return 801"),
+        ("cudnnRNNForward", "libcudnn", True, "return 3000"),
+        ("cusolverDnSgeqrf_bufferSize", "libcusolver", True, "return 9"),
+        ("cusparseGetErrorString", "libcusparse", True, "char"),
+    ],
+)
+def test_functions_without_code_answer(name: str, stem: str, called: bool, answer: str) -> None:
+    assert answer in standins._default(name, stem, called=called)
+
+
+def test_nothing_private_of_torch_but_these() -> None:
+    text = "".join(file.read_text() for file in Path(standins.__file__).parent.glob("*.py"))
+    for name in ("_lazy_call", "_record_memory_history", "_snapshot", "_gpu_trace"):
+        assert name in text
+    for name in ("torch._dynamo", "torch._inductor.", "_python_dispatch", "torch._ops"):
+        assert f"import {name}" not in text

@@ -1,0 +1,46 @@
+"""The search for the largest number that fits."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phantomgpu.searching import bisect
+
+
+@given(
+    constant=st.integers(0, 1000),
+    slope=st.floats(0, 10),
+    jump=st.sampled_from([1, 64, 500]),
+    available=st.integers(0, 5000),
+    first=st.integers(1, 5),
+    last=st.integers(5, 3000),
+)
+def test_the_answer_is_the_largest_that_fits(
+    *, constant: int, slope: float, jump: int, available: int, first: int, last: int
+) -> None:
+    tried: list[int] = []
+
+    def reserved(index: int) -> int:
+        return int(constant + slope * (index // jump * jump))
+
+    def fits(index: int) -> bool:
+        tried.append(index)
+        return reserved(index) <= available
+
+    found = bisect(fits, reserved, available, first=first, last=last)
+    expected = [index for index in range(first, last + 1) if reserved(index) <= available]
+    assert found == (expected[-1] if expected else None)
+    assert all(first <= index <= last for index in tried)
+    assert len(tried) <= 30
+
+
+def test_a_straight_line_takes_few_trials() -> None:
+    tried: list[int] = []
+
+    def fits(index: int) -> bool:
+        tried.append(index)
+        return index <= 29_184
+
+    assert bisect(fits, lambda n: 10**6 + 500 * n, 10**6 + 500 * 29_184, first=1, last=1 << 20)
+    assert len(set(tried)) <= 5
