@@ -51,7 +51,7 @@ def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-CPU = ("--device", "cpu", "--maximum", "1000000")
+CPU = ("--maximum", "1000000")
 
 
 def test_for_a_device_that_is_not_here(wide: Path, stretto: Stretto) -> None:
@@ -61,7 +61,7 @@ def test_for_a_device_that_is_not_here(wide: Path, stretto: Stretto) -> None:
     assert lines[0].split() == ["batch", "size", "peak", "headroom"]
     (chosen,) = [line for line in lines if "the largest that fits" in line]
     answer = next(line for line in lines if line.startswith("largest micro-batch that fits: "))
-    assert f" {chosen.split()[0]} samples (exact)" in answer
+    assert f" {chosen.split()[0]} samples (estimate)" in answer
     assert "0 real ones" in said.out
 
 
@@ -121,9 +121,9 @@ def test_as_json(wide: Path, stretto: Stretto) -> None:
     found = json.loads(stretto("find-batch-size", *arguments).out)
     assert found["size"] % 64 == 0
     assert found["too_large"] == found["size"] + 64
-    assert found["certainty"] == "exact"
+    assert found["certainty"] == "estimate"
     assert found["peak_bytes"] <= found["limit_bytes"] - found["reserve_bytes"]
-    assert found["cost"]["fake_steps"] <= 5
+    assert found["cost"]["fake_steps"] <= 12
     assert {row["size"] for row in found["peaks"]} >= {found["size"], found["too_large"]}
 
 
@@ -137,8 +137,8 @@ def test_a_model_larger_than_this_machine(wide: Path, stretto: Stretto) -> None:
     assert "cannot fit 1 sample into 1.00 TiB (as stated): a step needs" in said.err
 
 
-def test_a_gpu_is_meant_where_its_memory_is_stated(wide: Path, stretto: Stretto) -> None:
-    said = stretto("find-batch-size", "run.yaml", "--device-memory", "1GiB")
+def test_a_gpu_that_is_not_here(wide: Path, stretto: Stretto) -> None:
+    said = stretto("find-batch-size", "run.yaml", "--gpu", "l4", "--method", "estimate")
     assert "(estimate)" in said.out
     assert "CUDA" in said.out
 
@@ -150,7 +150,7 @@ def test_all_samples_there_are_is_the_most(wide: Path, stretto: Stretto) -> None
 
 def test_a_model_that_reads_values_while_it_is_built(wide: Path, stretto: Stretto) -> None:
     arguments = ("run.yaml", "model.reads=true", "--device-memory", "1GiB", *CPU)
-    assert "(exact)" in stretto("find-batch-size", *arguments).out
+    assert "(estimate)" in stretto("find-batch-size", *arguments).out
 
 
 def test_the_picture(wide: Path, stretto: Stretto) -> None:
@@ -165,10 +165,11 @@ def test_the_picture(wide: Path, stretto: Stretto) -> None:
     ("arguments", "message"),
     [
         ("--device-memory 80G", "may be 1000 or 1024; write 80GiB or 80GB"),
-        ("--method guess", "find a batch size by 'guess'"),
-        ("--device tpu --device-memory 1GiB", "find a batch size for 'tpu'"),
+        ("--method guess", "method='guess'"),
+        ("--gpu abacus", "gpu='abacus'"),
+        ("--world-size 8", "--gpu h100"),
         ("--margin all --device-memory 1GiB", "read 'all' as memory"),
-        ("--device-memory 1GiB --method try", "real steps need the GPU"),
+        ("--device-memory 1GiB --method try", "device_memory is for an estimate"),
         ("--plot memory.doc", "does not say what kind of picture"),
         ("optimizer=null", "there is no 'optimizer'"),
         ("device=nonsense", "compute on 'nonsense'"),
@@ -191,26 +192,23 @@ def test_here_under_a_real_limit(wide: Path, limited: Callable[..., str]) -> Non
         leave(200 * 2**20)
         main(["find-batch-size", "run.yaml", "--maximum", "20000", "--json", *sys.argv[1:]])
     """
-    for arguments, certainty in (([], "calibrated tried"), (["--method", "halve"], "tried")):
+    for arguments, certainty in (([], "tried"), (["--method", "halve"], "tried")):
         found = json.loads(limited(code, *arguments, folder=wide))
-        # On a busy machine the small steps may leave a doubt, and the answer itself is tried.
-        assert found["certainty"] in certainty.split()
+        assert found["certainty"] == certainty
         assert "RLIMIT_DATA" in found["limit"]
         assert found["size"] > 2_000
 
 
 def test_ranks_of_gpus_that_are_not_here(wide: Path, stretto: Stretto) -> None:
-    asked = ("find-batch-size", "run.yaml", "--device-memory", "2GiB")
+    asked = ("find-batch-size", "run.yaml", "--gpu", "a100", "--method", "estimate")
     table = stretto(*asked, "--world-size", "2,4", "--maximum", "64")
     assert table.code == 0, table.err
     assert [line.split()[:3] for line in table.out.splitlines()[1:]] == [
         ["2", "64", "128"],
         ["4", "64", "256"],
     ]
-    one = stretto(*asked, "--world-size", "4", "--maximum", "64", "--gpu", "a100", "--json")
-    assert json.loads(one.out)["size"] == 64
-    fewest = stretto(*asked, "--micro-batch-size", "8", "--context", "100MiB")
-    assert "fewest ranks for micro-batches of 8 samples: 1" in fewest.out
-    for wrong in (("--world-size", "many"), ("--world-size", "4", "--method", "try")):
-        assert stretto(*asked, *wrong).code != 0
-    assert "--device-memory" in stretto("find-batch-size", "run.yaml", "--world-size", "4").err
+    one = stretto(*asked, "--world-size", "4", "--maximum", "64", "--json")
+    assert (json.loads(one.out)["size"], json.loads(one.out)["ranks"]) == (64, 4)
+    fewest = stretto(*asked, "--micro-batch-size", "8", "--json")
+    assert json.loads(fewest.out)["num_ranks"] == 1
+    assert stretto(*asked, "--world-size", "many").code != 0

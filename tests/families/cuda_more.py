@@ -99,19 +99,27 @@ class Preferences(TrainStep):
         return {}
 
 
-class Averaged(SupervisedStep):
+class Averaged(TrainStep):
     """Keeps an average of the weights on the device."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(model, optimizer, next_byte)
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+        self.optimizers = [torch.optim.AdamW(model.parameters())]
 
-    def update(self) -> Any:
+    def forward_backward(self, batch: Tensor, weight: float) -> Tensor:
+        """Add the gradient."""
+        loss = next_byte(self.model, batch)
+        (loss * weight).backward()
+        return loss
+
+    def update(self) -> dict[str, float]:
         """Step, then move the average."""
-        info = super().update()
-        averages, weights = list(self.average.parameters()), list(self.model.parameters())
-        torch._foreach_lerp_(averages, weights, 0.01)
-        return info
+        self.optimizers[0].step()
+        pairs = zip(self.average.parameters(), self.model.parameters(), strict=True)
+        for average, parameter in pairs:
+            average.lerp_(parameter.detach(), 0.01)
+        return {}
 
 
 def offloaded(model: Any, inputs: Tensor) -> Tensor:
@@ -127,7 +135,7 @@ class SignMomentum(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step by the sign of an interpolated momentum."""
         del closure
         for group in self.param_groups:
@@ -150,9 +158,7 @@ def _made(make: Callable[[nn.Module], TrainStep], length: int = 256) -> CudaFami
 def _compiled(device: str) -> WholeStep:
     model = GPT().to(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    return WholeStep.of(
-        SupervisedStep(model, optimizer, next_byte, precision="bf16", compile=True)
-    )
+    return WholeStep.of(SupervisedStep(model, optimizer, next_byte, precision="bf16", compile=True))
 
 
 MORE: dict[str, CudaFamily] = {
@@ -164,7 +170,7 @@ MORE: dict[str, CudaFamily] = {
         functools.partial(GPT, vocabulary=16384), chunked, tokens(256), precision="bf16"
     ),
     "GPT, DPO": _made(Preferences, length=512),
-    "GPT, average of weights": _made(lambda m: Averaged(m, torch.optim.AdamW(m.parameters()))),
+    "GPT, average of weights": _made(Averaged),
     "GPT, saved on the host": family(GPT, offloaded, tokens(256)),
     "GPT, own optimizer": family(GPT, next_byte, tokens(256), SignMomentum),
     "GPT, bf16, compiled": CudaFamily(_compiled, tokens(256)),

@@ -120,7 +120,8 @@ def test_the_optimizer_may_fail_in_the_middle() -> None:
 def test_sharded_models_are_refused() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        model = fully_shard(nn.Linear(3, 1), mesh=init_device_mesh("cpu", (2,)))
+        model = nn.Linear(3, 1)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         with pytest.raises(FitError, match="sharded"), trials(make_step(model), batch):
             pass
     finally:

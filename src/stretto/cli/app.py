@@ -164,26 +164,23 @@ def find_batch_size(
         str | None,
         _option("Memory of the device, such as 80GiB; by default what is free here.", "AMOUNT"),
     ] = None,
-    device: Annotated[
-        str | None,
-        _option("The kind of device; by default cuda if its memory is given.", "cpu|cuda"),
-    ] = None,
     method: Annotated[
         str,
         typer.Option(
-            metavar="auto|predict|probe|try|halve",
-            help="Fake tensors, tiny real steps, real trials, halving; or the cheapest that works.",
+            metavar="auto|estimate|phantom|try|halve",
+            help="Fake tensors, torch's CUDA code without a GPU, real trials, or halving.",
         ),
     ] = "auto",
     gpu: Annotated[
-        str | None, _option("The GPU to predict for, such as a100; by default h100.", "KIND")
+        str | None,
+        _option("The GPU to ask about, such as h100; 'phantomgpu gpus' lists them.", "KIND"),
     ] = None,
     context: Annotated[
         str | None,
-        _option("Memory of the CUDA context; by default about what nvidia-smi shows.", "AMOUNT"),
+        _option("Memory of the CUDA context; by default as known for the kind.", "AMOUNT"),
     ] = None,
     world_size: Annotated[
-        str | None, _option("Predict for so many ranks; several make a table.", "N[,N...]")
+        str | None, _option("Ask about one of so many ranks; several make a table.", "N[,N...]")
     ] = None,
     shard: Annotated[
         str | None,
@@ -195,8 +192,8 @@ def find_batch_size(
     margin: Annotated[
         str | None,
         _option(
-            "Memory to keep free: 3% or 512MiB; by default 1.5%, without a real step 5%, for "
-            "cuda 1%.",
+            "Memory to keep free: 3% or 512MiB; by default 1.5%, 1% with the phantom, and 10% for "
+            "an estimate (40% on a CPU).",
             "PERCENT|AMOUNT",
         ),
     ] = None,
@@ -206,7 +203,6 @@ def find_batch_size(
     ] = None,
     multiple_of: Annotated[int, typer.Option(help="Only multiples of this.")] = 1,
     power_of_two: Annotated[bool, _flag("--power-of-two", "Only powers of two.")] = False,
-    check: Annotated[bool, _flag("--check", "Always try the answer in a real step.")] = False,
     plot: _Plot = None,
     as_json: _AsJson = False,
 ) -> None:
@@ -218,31 +214,28 @@ def find_batch_size(
         from stretto.report.drawing import check_format
 
         check_format(plot)
-    config = read_arguments(run_file or [])
-    asked: dict[str, Any] = {
-        "method": method,
-        "device_memory": device_memory,
-        "gpu": gpu,
-        "context": context,
-        "margin": margin,
-        "minimum": minimum,
-        "maximum": maximum,
-        "multiple_of": multiple_of,
-        "power_of_two": power_of_two,
-    }
-    if world_size is not None or micro_batch_size is not None:
-        if plot is not None:
-            raise ConfigError.bad("--plot", str(plot), "ranks have no picture", "leave it out")
-        answer = verb.for_ranks(config, world_size, micro_batch_size, shard=shard, **asked)
-    else:
-        if device is None and device_memory is not None:
-            device = "cpu" if config.device == "cpu" else "cuda"
-        answer = verb.for_device(config, device=device, check=check, **asked)
+    answer = verb.find(
+        read_arguments(run_file or []),
+        world_size=world_size,
+        micro_batch_size=micro_batch_size,
+        shard=shard,
+        maximum=maximum,
+        method=method,
+        device_memory=device_memory,
+        gpu=gpu,
+        context=context,
+        margin=margin,
+        minimum=minimum,
+        multiple_of=multiple_of,
+        power_of_two=power_of_two,
+    )
     if as_json:
         print_json(answer.plain)
     else:
         typer.echo(answer.text)
-    if plot is not None and answer.of_device is not None:
+    if plot is not None:
+        if answer.of_device is None:
+            raise ConfigError.bad("--plot", str(plot), "a table has no picture", "leave it out")
         from stretto.report.memory import draw_memory
 
         draw_memory(answer.of_device, plot)

@@ -6,7 +6,6 @@ an estimate on fake tensors, by the phantom (torch's CUDA build without a GPU), 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from typing import Any, Literal, NamedTuple, final, get_args
 from stretto.data import move_batch
 from stretto.errors import FitError, samples_text, shown
 from stretto.memory import phantom
-from stretto.memory.amounts import margin_of
+from stretto.memory.amounts import margin_of, show_bytes
 from stretto.memory.answer import Answer, Certainty, Cost
 from stretto.memory.estimate import Estimate, Estimator, total
 from stretto.memory.examples import resize_batch
@@ -289,6 +288,13 @@ class _Finder:
                     peaks[size] = share(estimator.at(size))
                 return peaks[size] <= usable
 
+            if not fits(self.sizes.smallest):
+                need, smallest = show_bytes(peaks[self.sizes.smallest]), self.sizes.smallest
+                raise NothingFitsError.cannot(
+                    f"fit {samples_text(smallest)} into {limit}",
+                    why=f"a step needs {need}, and {show_bytes(reserve)} stay free",
+                    instead="make the model or its samples smaller, or give it more memory",
+                )
             return search(fits, self.sizes, guess=self._guess(fits, peaks, usable))
 
         found = self._agreed(work)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import cloudpickle
-import phantomgpu
 import torch
+
+import phantomgpu
 from phantomgpu import standins
 from phantomgpu.gpus import GPUS, context_bytes, find_gpu
-
 from stretto.data import move_batch
 from stretto.errors import FitError
 from stretto.memory.amounts import parse_bytes, show_bytes
@@ -101,12 +101,15 @@ def ask(
         NothingFitsError: the smallest candidate does not fit.
         FitError: the step cannot travel, or fails there.
     """
-    size_of: Callable[[int], int]
-    if sizes.power_of_two:
-        size_of, index_of = (1).__lshift__, lambda size: size.bit_length() - 1
-    else:
-        size_of, index_of = sizes.multiple_of.__mul__, sizes.multiple_of.__rfloordiv__
-    largest = sizes.at_most(sizes.maximum)
+    unit, is_power = sizes.multiple_of, sizes.power_of_two
+
+    def size_of(index: int) -> int:
+        return 1 << index if is_power else unit * index
+
+    def index_of(size: int) -> int:
+        return size.bit_length() - 1 if is_power else size // unit
+
+    largest, data = sizes.at_most(sizes.maximum), written(step)
     assert largest is not None, "checked"
     try:
         answer = phantomgpu.search(
@@ -117,7 +120,7 @@ def ask(
             steps=STEPS,
             smallest=index_of(sizes.smallest),
             largest=index_of(largest),
-            args=(size_of, written(step), cloudpickle.dumps(batch), question.shard, question.ranks),
+            args=(size_of, data, cloudpickle.dumps(batch), (question.shard, question.ranks)),
         )
     except phantomgpu.RunFailedError as error:
         raise FitError.cannot(
@@ -138,20 +141,15 @@ def ask(
 
 
 def _run(
-    index: int,
-    size_of: Callable[[int], int],
-    data: bytes,
-    batch: bytes,
-    shard: str | Shard,
-    ranks: int,
+    index: int, size_of: Callable[[int], int], data: bytes, batch: bytes, spread: tuple[Any, int]
 ) -> None:
     """Run the steps of one size; called in the process that has the phantom."""
     step: WholeStep = read(data, "cuda")
+    shard, ranks = spread
     if ranks > 1:
         torch.distributed.init_process_group("nccl")
         apply(step.step, shard, ranks)
-    made = cloudpickle.loads(batch)
-    size = size_of(index)
+    made, size = cloudpickle.loads(batch), size_of(index)
     for _ in range(STEPS):
         one = made(size) if callable(made) else resize_batch(made, size)
         step.run(move_batch(one, "cuda"))

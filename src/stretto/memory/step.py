@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
@@ -146,7 +147,7 @@ class _Spec:
     index. None: zeros."""
 
 
-class _Writer(cloudpickle.Pickler):
+class _Writer(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles anything; of tensors, only what they are like."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -175,7 +176,7 @@ class _Writer(cloudpickle.Pickler):
         return id(thing), spec
 
 
-class _Reader(cloudpickle.pickle.Unpickler):
+class _Reader(pickle.Unpickler):
     """Makes what was written, with new tensors of zeros."""
 
     def __init__(self, file: io.BytesIO, device: str) -> None:

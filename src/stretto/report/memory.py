@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING
 from stretto.errors import FitError
 from stretto.memory import Answer
 from stretto.memory.amounts import show_bytes
-from stretto.report.drawing import (
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    drawn,
-)
+from stretto.report.drawing import BLUE, INK, drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,9 +21,9 @@ HEADS = ("batch size", "peak", "headroom", "")
 def memory_table(answer: Answer) -> str:
     """Return one line for each size around an answer; empty if it comes from trials.
 
-    >>> from stretto.memory.measuring.limits import MemoryLimit
-    >>> from stretto.memory.finding.result import Cost
-    >>> answer = Answer(8, "exact", 9, MemoryLimit(1024, "as stated"), 24, 990, Cost(),
+    >>> from stretto.memory.answer import Cost
+    >>> from stretto.memory.limits import MemoryLimit
+    >>> answer = Answer(8, "estimate", 9, MemoryLimit(1024, "as stated"), 24, Cost(),
     ...                 peaks={4: 500, 8: 990, 9: 1110})
     >>> print(memory_table(answer))
     batch size      peak  headroom
@@ -42,9 +34,9 @@ def memory_table(answer: Answer) -> str:
     if not answer.peaks:
         return ""
     rows = [HEADS]
-    for row in answer.rows():
-        mark = answer.bound if row.size == answer.size else ""
-        rows.append((f"{row.size:,}", show_bytes(row.peak), show_bytes(row.headroom), mark))
+    for size, peak in answer.peaks.items():
+        mark = answer.bound if size == answer.size else ""
+        rows.append((f"{size:,}", show_bytes(peak), show_bytes(answer.headroom(size)), mark))
     return _aligned(rows)
 
 
@@ -67,24 +59,8 @@ def _aligned(rows: Sequence[tuple[str, str, str, str]]) -> str:
     )
 
 
-POINTS = 48
-"""Sizes that are drawn; the curve between them is nearly straight."""
-FEW_POINTS = 8
-"""Sizes that are drawn if each of them has to be traced."""
-BEYOND = 1.25
-"""How far the picture reaches beyond the answer."""
-KINDS = {
-    "parameters": (("parameters", "buffers"), BLUE),
-    "optimizer": (("optimizer",), GREEN),
-    "gradients": (("gradients",), PURPLE),
-    "activations": (("activations", "batch"), ORANGE),
-    "temporaries": (("temporaries", "other"), MUTED),
-}
-"""The areas from the bottom up, and their colours."""
-
-
 def draw_memory(answer: Answer, path: Path) -> None:
-    """Draw the memory of a step for each size, by kind at the peak, with the limit.
+    """Draw the peak memory of the sizes that were looked at, with the limit.
 
     Args:
         answer: what a finder has found.
@@ -92,51 +68,26 @@ def draw_memory(answer: Answer, path: Path) -> None:
 
     Raises:
         ConfigError: the file cannot be written, or is of another kind.
-        FitError: the answer comes from trials, which know no other sizes.
+        FitError: the answer comes from trials alone.
         MissingPackageError: matplotlib is not installed.
     """
-    if answer.estimator is None:
-        why = "the answer comes from trials, which know no other size"
-        raise FitError.cannot("draw an answer", why=why, instead="use --method predict or probe")
-    sizes, areas = memory_areas(answer)
+    if not answer.peaks:
+        why = "it comes from trials, which only say what fits"
+        raise FitError.cannot("draw an answer", why=why, instead="use --method estimate")
     with drawn(path, [3.6], answer.headline) as (axes,):
-        colors = [KINDS[name][1] if name in KINDS else INK for name in areas]
-        axes.stackplot(sizes, *areas.values(), labels=list(areas), colors=colors, alpha=0.45)
-        axes.plot(sizes, [sum(column) for column in zip(*areas.values(), strict=True)], color=INK)
+        sizes = list(answer.peaks)
+        axes.plot(sizes, list(answer.peaks.values()), "o-", color=BLUE, markersize=4, label="peak")
         _draw_limit(axes, answer)
         axes.set_title("memory at the peak of a step")
         axes.set_xlabel("samples in a micro-batch")
-        axes.set_xlim(0, sizes[-1])
+        axes.set_xlim(0, max(sizes) * 1.05)
         axes.set_ylim(0, answer.limit.bytes * 1.22)
         # Binary units at round numbers.
         unit = max(1, 1 << (max(answer.limit.bytes.bit_length() - 3, 0)))
         axes.set_yticks(range(0, int(answer.limit.bytes * 1.22) + 1, unit))
         axes.yaxis.set_major_formatter(lambda value, _: show_bytes(int(value)))
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
-
-
-def memory_areas(answer: Answer) -> tuple[list[int], dict[str, list[int]]]:
-    """Return the drawn sizes, and for each kind of memory its bytes at the peak.
-
-    Memory beyond tensors is a separate kind: what CUDA's allocator reserves, and what was
-    measured.
-    """
-    top = max(int(answer.size * BEYOND), answer.size + 1, 4)
-    is_costly = answer.estimator.guess(answer.limit.bytes) is not None
-    step = max(1, top // (FEW_POINTS if is_costly else POINTS))
-    sizes = sorted({*range(1, top, step), answer.size, top})
-    areas: dict[str, list[int]] = {name: [] for name in KINDS}
-    extra = []
-    for size in sizes:
-        by_category = answer.estimator.at(size).by_category
-        for name, (categories, _) in KINDS.items():
-            areas[name].append(sum(by_category.get(one, 0) for one in categories))
-        total = sum(values[-1] for values in areas.values())
-        extra.append(max(0, answer.needs(size) - total) if answer.needs else 0)
-    if any(extra):
-        areas["beyond tensors"] = extra
-    return sizes, {name: values for name, values in areas.items() if any(values)}
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _draw_limit(axes: Axes, answer: Answer) -> None:

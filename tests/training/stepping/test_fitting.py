@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from torch import nn
 
 from stretto.batching import IncreaseFunction, NoiseScale, NormTest, PeriodSizes
 from stretto.errors import TrainingError
-from stretto.memory import find_batch_size
 from stretto.training import Callback, Checkpointing
 from stretto.training.algorithms import NoiseReport
 
@@ -220,33 +218,3 @@ def test_an_iterable_has_nothing_to_look_at(problem: Make) -> None:
         run.trainer(
             batch_size=IncreaseFunction(lambda epoch, size: 1, 4, "auto"), max_duration="2ba"
         )
-
-
-class Doubling(Callback):
-    """Makes a batch twice as large, and remembers how often."""
-
-    def __init__(self, factor: int = 2) -> None:
-        self.factor, self.calls = factor, 0
-
-    def transform_batch(self, run: Any, batch: Any) -> Any:
-        self.calls += 1
-        if self.factor < 1:
-            return tuple(tensor[:1] for tensor in batch)
-        return tuple(torch.cat([tensor] * self.factor) for tensor in batch)
-
-
-def test_what_a_callback_adds_to_a_batch_has_to_fit(
-    problem: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stated = partial(find_batch_size, device_memory="512KiB")
-    monkeypatch.setattr("stretto.memory.find_batch_size", stated)
-    sizes = []
-    for callbacks in ([], [Doubling(2)], [Doubling(0)]):
-        run = problem(num_samples=4000)
-        trainer = run.trainer(micro_batch_size="auto", batch_size=4000, callbacks=callbacks)
-        sizes.append(trainer.fitting.size)
-        assert not any(one.calls for one in callbacks)  # a copy was asked
-    plain, doubled, cut = sizes
-    assert plain < 4000
-    assert 0.4 < doubled / plain < 0.5  # the batch as it was is there as well
-    assert cut == plain  # it may cut less later

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from stretto.batching import BatchSizePolicy, with_maximum
 from stretto.batching.following import NOISE
 from stretto.data import DataSpec, StepLoader
 from stretto.data.spec import Collate
 from stretto.distributed.ranks import Ranks
-from stretto.errors import FitError, TrainingError
+from stretto.errors import TrainingError
 from stretto.planning import Plan
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import is_fully_sharded
@@ -22,10 +20,6 @@ from stretto.training.callback import Callback
 if TYPE_CHECKING:
     from stretto.memory import Answer
 
-MARGIN = "3%"
-"""Memory that stays free."""
-MARGIN_ON_CPU = "30%"
-"""The same for a sharded model on CPUs, whose steps are predicted as if they ran on GPUs."""
 _NO_LIMIT = 2**31
 """Stands for a maximum batch size that is not yet known."""
 
@@ -42,7 +36,7 @@ def find_fitting(
     """Return the largest micro-batch of a rank, at most `most`; the same on all ranks.
 
     All samples count as the longest of a few from the whole data set, padded or packed.
-    Transforms of callbacks run on fake tensors only.
+    Transforms of callbacks do not run.
 
     Args:
         step: the step; its model is on its device.
@@ -53,70 +47,39 @@ def find_fitting(
         measures_noise: whether the gradient of each micro-batch is kept apart.
 
     Raises:
-        TrainingError: the data are an iterable.
+        TrainingError: the data are an iterable, or the model is sharded over ranks.
         FitError: not even one sample fits.
     """
     from stretto.memory import find_batch_size  # imported only if needed
     from stretto.memory.examples import example_batches
-    from stretto.memory.measuring.limits import free_memory
+    from stretto.memory.limits import free_memory
 
-    if not loader.spec.is_map_style:
+    if not loader.spec.is_map_style or is_fully_sharded(step.model):
         raise TrainingError.cannot(
-            "find a batch size that fits",
-            why="the data are an iterable, so no sample can be read before the run",
-            instead="write a number, such as what 'stretto find-batch-size' answers",
+            "find a micro-batch size that fits",
+            why="the model is sharded over ranks, and a rank out of memory would block the others"
+            if loader.spec.is_map_style
+            else "the data are an iterable, so no sample can be read before the run",
+            instead="write a number, such as what 'stretto find-batch-size --gpu' answers",
         )
-    find = partial(
-        find_batch_size,
-        step,
-        example_batches(loader),
-        accumulation=2 if accumulates else 1,
-        measures_noise=measures_noise,
-        maximum=most,
-        agree_minimum=ranks.least if ranks.world_size > 1 else None,
-    )
-    if is_fully_sharded(step.model):
-        # Ranks communicate inside a forward pass, so only a prediction cannot make one wait. It is
-        # for all transforms at once: no other answer could be compared with it.
-        return find(**_sharded(step, ranks))
-    margin: str | int = MARGIN
+    margin = None
     if ranks.world_size > 1:  # DDP copies the gradients
         copies = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
-        margin = copies + free_memory(ranks.device).bytes * 3 // 100
-    predict, search = (partial(find, method=one, margin=margin) for one in ("predict", "auto"))
+        percent = 40 if ranks.device.type == "cpu" else 3
+        margin = copies + free_memory(ranks.device).bytes * percent // 100
     transforms, step.transforms = step.transforms, ()
-    answer: Answer | None = None
     try:
-        with contextlib.suppress(FitError):  # fake tensors cannot follow the model
-            answer = predict()
-        # The first real step verifies it. If memory limits the size, probe it now.
-        sure = ("exact", "upper bound")
-        if answer is None or answer.certainty not in sure or answer.size != most:
-            answer = search()
+        return find_batch_size(
+            step,
+            example_batches(loader),
+            accumulation=2 if accumulates else 1,
+            measures_noise=measures_noise,
+            maximum=most,
+            margin=margin,
+            agree_minimum=ranks.least if ranks.world_size > 1 else None,
+        )
     finally:
         step.transforms = transforms
-    if transforms:
-        # A transform that enlarges batches counts; one that shrinks them may not do so later.
-        # Only on fake tensors: a real step would change the state of callbacks.
-        with contextlib.suppress(FitError):
-            answer = min(answer, predict(), key=lambda one: one.size)
-    return answer
-
-
-def _sharded(step: TrainStep, ranks: Ranks) -> dict[str, Any]:
-    """Return how the step of a sharded model is predicted."""
-    from stretto.memory.measuring.limits import free_memory
-    from stretto.memory.prediction.tensors import inner, step_tensors
-    from stretto.memory.step import WholeStep
-
-    shards = sum(inner(tensor).nbytes for tensor in step_tensors(WholeStep.of(step)))
-    return {
-        "method": "predict",
-        "device": "cuda",
-        "device_memory": free_memory(ranks.device).bytes + shards,
-        "context": 0,  # it has been taken already
-        "margin": MARGIN if ranks.device.type == "cuda" else MARGIN_ON_CPU,
-    }
 
 
 class FoundMaximum(NamedTuple):
