@@ -171,7 +171,7 @@ def test_the_picture(wide: Path, stretto: Stretto) -> None:
         ("--device-memory 1GiB --method try", "real steps need the GPU"),
         ("--plot memory.doc", "does not say what kind of picture"),
         ("optimizer=null", "there is no 'optimizer'"),
-        ("device=nonsense", "compute on 'nonsense'"),
+        ("device=nonsense", "device='nonsense'"),
     ],
 )
 def test_mistakes(arguments: str, message: str, wide: Path, stretto: Stretto) -> None:
