@@ -22,7 +22,7 @@ MODEL = """
 model: {target: "stretto.examples.tiny_gpt:TinyGPT", layers: 1, width: 16, heads: 1, context: 64}
 data: {target: "stretto.examples.text:PythonDocs", sequence_length: 64, %s}
 loss: {target: "stretto.examples.text:next_byte_loss"}
-optimizer: {target: "torch.optim:AdamW", lr: 1.0e-3}
+optimizer: {target: "torch.optim:AdamW", lr: 1.0e-3, weight_decay: 0.01}
 """
 STATED = "num_samples: 5120, tokens_per_sample: 64"
 

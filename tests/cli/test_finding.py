@@ -172,7 +172,7 @@ def test_the_picture(wide: Path, stretto: Stretto) -> None:
         ("--device-memory 1GiB --method try", "device_memory is for an estimate"),
         ("--plot memory.doc", "does not say what kind of picture"),
         ("optimizer=null", "there is no 'optimizer'"),
-        ("device=nonsense", "compute on 'nonsense'"),
+        ("device=nonsense", "device='nonsense'"),
     ],
 )
 def test_mistakes(arguments: str, message: str, wide: Path, stretto: Stretto) -> None:

@@ -130,7 +130,7 @@ def test_goes_on_from_a_checkpoint(stretto: Stretto) -> None:
     assert "trained 2ep:" in said.out
     nothing = stretto("train", "run.yaml", "--folder", "b", "--resume", "latest")
     assert nothing.code == 2
-    assert "cannot resume from the latest checkpoint in b: it holds none" in nothing.err
+    assert "cannot resume from the latest checkpoint in b: it has none" in nothing.err
     assert not Path("b").exists()
     nowhere = stretto("train", "run.yaml", "--resume", "latest")
     assert nowhere.code == 2

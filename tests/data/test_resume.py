@@ -378,7 +378,7 @@ def test_data_that_have_become_shorter_are_found_out() -> None:
     next(first)
     first.finish()
     second = StepLoader(Batches([5]), 7, max_duration="1ep")
-    with pytest.raises(DataError, match="sample"):
+    with pytest.raises(DataError, match="data"):
         second.load_state_dict(first.state_dict())
 
 

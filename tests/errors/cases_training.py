@@ -155,9 +155,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "training-nothing-to-learn",
         lambda: trainer(stepping=Stepping(loss_weight=lambda batch: 0)).fit(),
     ),
-    ("training-evaluate-text", lambda: trainer(evaluate="1ep")),
     ("training-callback-class", lambda: trainer(callbacks=[Callback])),
-    ("training-callback-alone", lambda: trainer(callbacks=Callback())),
     ("training-callback-state", lambda: trainer(callbacks=[KeepsASet()])),
     ("training-log-name", lambda: trainer(callbacks=[Logs("loss", 1.0)]).fit()),
     ("training-log-text", lambda: trainer(callbacks=[Logs("a", "b")]).fit()),
@@ -225,7 +223,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("training-evaluate-class", lambda: Evaluation(DATA, metrics={"each": Unmergeable})),  # type: ignore[dict-item]
     ("training-evaluate-kind", lambda: Evaluation(DATA, metrics={"each": "f1"})),  # type: ignore[dict-item]
-    ("training-evaluate-predict", lambda: Evaluation(DATA, predict=lambda m, b: (m(b), b))),
     (
         "training-evaluate-batch",
         lambda: trainer(evaluate=Evaluation(DATA, metrics={"each": Unmergeable()})),

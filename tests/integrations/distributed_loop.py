@@ -43,7 +43,7 @@ class Listens(BatchSizePolicy):
 
     def bind(self, horizon: Horizon) -> Bound:
         bound = as_policy("0sp:5 13sp:9 50sp:12").bind(horizon)
-        return replace(bound, reads=frozenset({"noise"}))
+        return replace(bound, is_static=False, reads=frozenset({"noise"}))
 
 
 def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | None) -> None:

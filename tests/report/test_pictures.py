@@ -164,7 +164,7 @@ def test_a_picture_of_a_run_that_follows_the_noise_shows_it(
         (lambda p: draw_plan(make_plan(), p / "x.gif"), ConfigError, "let it end in .png"),
         (lambda p: draw_plan(make_plan(), p / "x"), ConfigError, "let it end in .png"),
         (lambda p: draw_plan(make_plan(), p / "x.png", unit="sec"), PlanError, "over 'sec'"),
-        (lambda p: draw_plan(make_plan(), p / "x.png", unit="s"), StrettoError, "unit of time"),
+        (lambda p: draw_plan(make_plan(), p / "x.png", unit="s"), StrettoError, "unit"),
         (lambda p: draw_plan(plan(Horizon("1h"), 8), p / "x.png"), PlanError, "without an end"),
         (
             lambda p: draw_run(p, p / "x.png", horizon=HORIZON, plan=None),

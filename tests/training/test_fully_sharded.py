@@ -122,8 +122,8 @@ class TestTwoRanks:
         refusals = ranks[0]["refusals"]
         assert refusals == ranks[1]["refusals"]
         assert "cannot train this Net: parts of it are spread over ranks" in refusals["parts"]
-        assert "the gradient of 'scale.weight', which fully_shard left out" in refusals["left out"]
-        assert "spread over 1 ranks" in refusals["half"]
+        assert "fully_shard left out 'scale.weight'" in refusals["left out"]
+        assert "spread over 1 of 2 ranks" in refusals["half"]
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -146,8 +146,8 @@ def test_what_was_logged_before_a_checkpoint_survives_a_resume(
     [
         (lambda run: run.log("loss", 1), "cannot log 'loss': a line of metrics has a value"),
         (lambda run: run.log("lr", 1), "cannot log 'lr': a line of metrics has a value"),
-        (lambda run: run.log("a", torch.ones(2)), r"cannot log 'a': it is a tensor of shape \[2\]"),
-        (lambda run: run.log("a", "b"), "cannot log 'a': it is of type str"),
+        (lambda run: run.log("a", torch.ones(2)), r"cannot log 'a'"),
+        (lambda run: run.log("a", "b"), "cannot log 'a'"),
         (lambda run: run.log("a", 1, reduce="max"), "cannot use reduce='max'"),
         (lambda run: [run.log("a", 1), run.log("a", 1, reduce="sum")], "with reduce='sum'"),
     ],

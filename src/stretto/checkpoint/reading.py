@@ -124,7 +124,8 @@ class CheckpointReader:
             why = f"its shape is {place.shape}"
             raise CheckpointError.cannot(what, why=why, instead="ask for a part of it")
         shape[dim] = length
-        result = torch.empty(shape, dtype=place.dtype)
+        with read_errors(self._path), damage(name):
+            result = torch.empty(shape, dtype=place.dtype)
         begin = offset if dim == place.dim else 0
         for part in place.parts:
             first = max(begin, part.offset)
@@ -221,7 +222,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         named = tensors[group] = {}
         for name in reader.names(group):  # aliases come last
             original = reader.original(group, name)
-            named[name] = named[original] if original != name else reader.tensor(group, name)
+            is_alias = original in named
+            named[name] = named[original] if is_alias else reader.tensor(group, name)
     return Checkpoint(tensors, reader.records)
 
 

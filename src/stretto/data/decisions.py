@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyState, Signals
 from stretto.data import state as saved
 from stretto.data.fetch import Plans
 from stretto.planning import PlannedBatch, Prepared, next_step
-from stretto.timing import Timer, Timestamp, advance
+from stretto.timing import Timer, Timestamp, TimeUnit, advance
+from stretto.timing.epochs import end_tick, equal_batches, repeats_before
 
 _UNMEASURED_STEPS = 20
 """Steps without a noise measurement after which a warning is given."""
@@ -39,28 +41,61 @@ class Decisions:
         """What that batch measured."""
         self.size: int | None = None
         """The size that was decided for it; None before the first one."""
+        self.last: PlannedBatch | None = None
+        """What was decided for the last finished batch."""
         self.end: Timestamp | None = None
         """The clock at the end of the run; None until then."""
         self._unmeasured = 0 if "noise" in run.bound_policy.reads else -1
 
     def plans(self, *, is_ahead: bool) -> Plans:
-        """Yield the rest of the run's batches, decided ahead of the run or at each step."""
+        """Yield the rest of the run's batches, decided ahead of the run or at each step.
+
+        Batches that share a decision share the plan of the first.
+        """
+        return chain.from_iterable(self._groups(is_ahead=is_ahead))
+
+    def _groups(self, *, is_ahead: bool) -> Iterator[Plans]:
         now, state, signals = self._timer.timestamp, self.state, self.signals
         while True:
             now, plan = next_step(self._horizon, self._policy, now, state, signals)
             if plan is None:
                 self.end = now
                 return
-            yield plan
+            start, count = now.sample, 1 if is_ahead else self._count_alike(plan)
+            yield zip(
+                repeat(plan), range(start, start + count * plan.size, plan.size), strict=False
+            )
             if is_ahead:
                 now, state = advance(self._horizon, now, plan.size), plan.state
             else:
                 now, state, signals = self._timer.timestamp, self.state, self.signals
 
+    def _count_alike(self, plan: PlannedBatch) -> int:
+        """Return how many batches have the same decision, this one included.
+
+        A static policy keeps its size, and neither the epoch nor the run ends.
+        """
+        timestamp, size, horizon = plan.timestamp, plan.size, self._horizon
+        hold = self._policy.holds_until(timestamp, plan.state) if self._policy.is_static else None
+        last = repeats_before(horizon, timestamp, size)
+        is_whole = size == plan.decided and not plan.skipped and not plan.ends_epochs
+        if hold is None or horizon.dataset_num_samples is None or last is None or not is_whole:
+            return 1
+        counts = [-(-(last - timestamp.sample) // size)]
+        batches = equal_batches(horizon, timestamp, size)
+        for axis, tick in (*hold.limits, end_tick(horizon)):
+            count = batches.count_until(axis, tick)
+            # Tokens are known only when they are counted, wall time when it has passed.
+            if axis.unit is TimeUnit.TOKEN or count is None:
+                return 1
+            counts.append(count)
+        return max(1, min(counts))
+
     def finish(self, plan: PlannedBatch, signals: Signals, size: int) -> None:
         """Record the decision for the finished batch and what that batch measured."""
         if signals.noise_numerator is not None and signals.num_samples is None:
             signals = replace(signals, num_samples=size)
+        self.last = plan
         self.state, self.signals, self.size = plan.state, signals, plan.decided
         if self._unmeasured >= 0:
             self._watch(signals)
@@ -97,7 +132,7 @@ class Decisions:
     def restart(self, state: PolicyState, signals: Signals) -> None:
         """Continue from the timer's present time."""
         self.state, self.signals = state, signals
-        self.end = None
+        self.last = self.end = None
 
     def _watch(self, signals: Signals) -> None:
         """Warn once if the sizes follow the noise and no step measures it."""

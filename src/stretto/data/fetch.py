@@ -107,8 +107,8 @@ def no_such_sample(num_samples: int, error: BaseException) -> DataError:
     return DataError.bad("length", num_samples, why, "let __len__ return how many there are")
 
 
-Plans: TypeAlias = Iterator[PlannedBatch]
-"""What is decided for each batch."""
+Plans: TypeAlias = Iterator[tuple[PlannedBatch, int]]
+"""What is decided for each batch, and the position at which it starts."""
 CountedBatch: TypeAlias = tuple[Any, int]
 """A collated batch and its number of samples; 0 for a dummy, which holds one sample."""
 

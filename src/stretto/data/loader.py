@@ -339,7 +339,8 @@ class StepLoader(Iterator[Step]):
             self._cross(fetched, open_step, tokens, seconds)
         else:
             timer.update(samples=fetched.size, tokens=tokens, seconds=seconds)
-        self._decisions.finish(plan, signals, fetched.size)
+        if plan is not self._decisions.last or signals is not self._decisions.signals:
+            self._decisions.finish(plan, signals, fetched.size)
         if self._source.chunks is not None:
             self._source.chunks.keep()
         return timer.timestamp

@@ -90,8 +90,7 @@ def direct_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
     world, pins = part.world_size, source.workers.pins
     size = after = 0
     rows: Iterator[Tensor] = iter(())
-    for plan in plans:
-        start = plan.timestamp.sample
+    for plan, start in plans:
         if plan.size != size or start != after or world > 1:
             size, sizes = plan.size, share_sizes(part, plan.size, start)
             ahead, rows = 1, iter(())
@@ -122,8 +121,7 @@ def planned_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
     stream, ahead = source.stream(), deque[tuple[PlannedBatch, tuple[int, ...]]]()
 
     def elements() -> Iterator[Element]:
-        for plan in chain((first,), plans):
-            start = plan.timestamp.sample
+        for plan, start in chain((first,), plans):
             sizes = share_sizes(source.part, plan.size, start)
             ahead.append((plan, sizes))
             place = source.place(start)
@@ -172,8 +170,7 @@ def sample_steps(
             samples.extend(next(bundles).samples())
         return [samples.popleft() for _ in range(count)]
 
-    for plan in plans:
-        start = plan.timestamp.sample
+    for plan, start in plans:
         place = source.place(start)
         if bundles is None:
             next_place = place - place % bundle_size  # place of the first sample in `samples`

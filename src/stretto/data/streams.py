@@ -200,11 +200,11 @@ def cut_steps(
         pins: whether batches go to pinned memory.
     """
     is_sized = horizon.dataset_num_samples is not None
-    for plan in plans:
+    for plan, start in plans:
         if is_sized and plan.skipped:
             stream.next_epoch()
         cut = _sized if is_sized else _unsized
-        size, crossings = cut(stream, kind, horizon, plan)
+        size, crossings = cut(stream, kind, horizon, plan, start)
         micro_batches = stream.micro_batches()
         if not is_sized and horizon.last_batch == "drop" and size < plan.size:
             micro_batches = []
@@ -214,12 +214,12 @@ def cut_steps(
 
 
 def _sized(
-    stream: Stream, kind: str, horizon: Horizon, plan: PlannedBatch
+    stream: Stream, kind: str, horizon: Horizon, plan: PlannedBatch, start: int
 ) -> tuple[int, tuple[int, ...]]:
     """Take exactly the samples of the plan, from as many epochs as it spans."""
     num_samples = horizon.dataset_num_samples
     assert num_samples is not None
-    start, within, taken = plan.timestamp.sample, plan.timestamp.sample_in_epoch, 0
+    within, taken = plan.timestamp.sample_in_epoch + start - plan.timestamp.sample, 0
     while taken < plan.size:
         wanted = min(plan.size - taken, num_samples - within)
         found = stream.take(wanted, start + taken)
@@ -239,10 +239,10 @@ def _sized(
 
 
 def _unsized(
-    stream: Stream, kind: str, horizon: Horizon, plan: PlannedBatch
+    stream: Stream, kind: str, horizon: Horizon, plan: PlannedBatch, start: int
 ) -> tuple[int, tuple[int, ...]]:
     """Take up to the samples of the plan; an epoch ends with the data."""
-    start, taken, ends_at = plan.timestamp.sample, 0, list[int]()
+    taken, ends_at = 0, list[int]()
     while taken < plan.size:
         found = stream.take(plan.size - taken, start + taken)
         if not found:

@@ -435,7 +435,6 @@ class Trainer:
         return self.run.skipped_steps
 
     @property
-    @property
     def parts(self) -> dict[str, Part]:
         """What a checkpoint keeps, by name.
 

@@ -365,7 +365,7 @@ def test_what_a_plan_advises_for_sizes_that_the_learning_rate_goes_by_is_not_ref
     with pytest.raises(BatchSizeError, match="maximum"):
         plan(dropping, Seesaw(**wide, maximum=1000).policy)
     assert plan(dropping, Seesaw(**wide, maximum=100).policy).stages[-1].size == 100
-    with pytest.raises(PlanError, match="samples"):
+    with pytest.raises(PlanError, match="ranks"):
         plan(RUN, Seesaw(Cosine(), 4).policy, world_size=8)
     plan(RUN, Seesaw(Cosine(), 8).policy, world_size=8)
     even: dict[str, Any] = {"world_size": 8, "micro_batch_size": 2, "even": True}

@@ -268,7 +268,7 @@ def test_a_logger_of_yours_gets_the_run_file(tmp_path: Path) -> None:
         ),
         ({"callbacks": [{"target": "my_project:Line"}]}, "not a Callback"),
         ({"loss": {"target": "my_project:NUMBER"}}, "callable"),
-        ({"device": "abacus"}, "cannot compute on 'abacus'"),
+        ({"device": "abacus"}, "abacus"),
         ({"stepping": {"rank_timeout": "5ba"}}, r"cannot wait '5ba'.*stepping.rank_timeout in"),
         (
             {"batch_size": {"plateau": "validation/loss", "start": 4, "maximum": 8}},

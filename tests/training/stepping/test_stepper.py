@@ -104,8 +104,8 @@ def test_a_transform_that_changes_no_tokens_leaves_their_count_alone(problem: Ma
 def test_compiled_names_do_not_reach_a_checkpoint(problem: Make) -> None:
     run = problem()
     trainer = run.trainer(compile=True)  # compiled at the first step, not here
-    tensors, _ = trainer._state.capture()
-    assert list(tensors["model"]) == [name for name, _ in run.model.named_parameters()]
+    tensors = trainer.parts["model"].state_dict()
+    assert list(tensors) == [name for name, _ in run.model.named_parameters()]
 
 
 def test_buffers_are_part_of_a_checkpoint(problem: Make) -> None:
@@ -114,9 +114,9 @@ def test_buffers_are_part_of_a_checkpoint(problem: Make) -> None:
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
     trainer = run.trainer()
     trainer.fit()
-    tensors, _ = trainer._state.capture()
-    assert torch.equal(tensors["model"]["0.running_mean"], run.model[0].running_mean)
-    assert tensors["model"]["0.num_batches_tracked"] == 16
+    tensors = trainer.parts["model"].state_dict()
+    assert torch.equal(tensors["0.running_mean"], run.model[0].running_mean)
+    assert tensors["0.num_batches_tracked"] == 16
 
 
 class Causal(nn.Module):

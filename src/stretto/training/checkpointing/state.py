@@ -305,8 +305,10 @@ class Setup:
         Raises:
             CheckpointError: the data are others.
         """
-        saved = dict(state)
+        saved, size = dict(state), "micro_batch_size"
         samples = saved.pop("samples")
+        if "auto" in (saved.get(size), self._described.get(size)):
+            saved[size] = self._described.get(size)  # it was found, or is found again
         if None not in (samples, self._samples) and samples != self._samples:
             why = "the first, middle or last sample is another one, so some would come twice"
             instead = "pass the same data in the same order, or start a new run from its weights"

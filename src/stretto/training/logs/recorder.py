@@ -137,7 +137,7 @@ class Recorder:
                 self._open_files(self._folder, timestamp.batch)
             except OSError as error:
                 raise unwritable(self._folder, error) from error
-        arguments = ("start", self._config, timestamp.sample)
+        arguments = ("start", dict(self._config), timestamp.sample)
         self._loggers = [one for one in self._given if one.call(*arguments)]
         if self.console is not None:
             self.console.show(self._run.clock(timestamp))
