@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,7 +139,10 @@ ROWS = (
 )
 
 
-FUNCTIONS = {"bert": published_models.bert_large, "titan": published_models.titan}
+FUNCTIONS: dict[str, Callable[..., None]] = {
+    "bert": published_models.bert_large,
+    "titan": published_models.titan,
+}
 
 
 def main() -> None:

@@ -143,12 +143,6 @@ int cuCtxGetLimit(size_t *value, int limit) {
   return OK;
 }
 
-int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
-  *least = 0;
-  *greatest = -5;
-  return OK;
-}
-
 int cuPointerGetAttribute(void *value, int attribute, address pointer) {
   int owner = phantom_owner((void *)pointer);
   if (owner < 0) return INVALID_VALUE;
@@ -218,6 +212,3 @@ int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t
   return *function ? OK : NOT_FOUND;
 }
 
-int cuGetProcAddress(const char *name, void **function, int version, uint64_t flags) {
-  return cuGetProcAddress_v2(name, function, version, flags, NULL);
-}

@@ -123,10 +123,6 @@ int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned
   return *function ? OK : fail(NOT_FOUND);
 }
 
-int cudaGetDriverEntryPoint(const char *name, void **function, uint64_t flags, int *result) {
-  return cudaGetDriverEntryPointByVersion(name, function, 13000, flags, result);
-}
-
 /* Memory of devices */
 
 int cudaMalloc(void **pointer, size_t bytes) {
