@@ -27,6 +27,8 @@ def analyse(run: Run) -> dict[str, Any]:
     """Return the report of this process as plain values."""
     import torch
 
+    from phantomgpu.child import is_distributed
+
     script = time.perf_counter() - run.began
     native = torch.cuda.memory.get_allocator_backend() == "native"
     snapshot = torch.cuda.memory._snapshot() if native else {"device_traces": [[]]}
@@ -62,7 +64,7 @@ def analyse(run: Run) -> dict[str, Any]:
         "computes": run.computes,
         "compiled": "torch._inductor.compile_fx" in sys.modules,
         "cudnn": torch.backends.cudnn.enabled,
-        "distributed": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "distributed": is_distributed(),
         "seconds": round(script, 2),
         "timeline": timeline(trace),
     }

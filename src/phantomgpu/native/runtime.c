@@ -308,11 +308,6 @@ int cudaStreamGetPriority(stream_t stream, int *priority) {
   return OK;
 }
 
-int cudaStreamGetId(stream_t stream, uint64_t *id) {
-  *id = (size_t)stream;
-  return OK;
-}
-
 int cudaStreamGetDevice(stream_t stream, int *device) { return cudaGetDevice(device); }
 
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
