@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import repeat
 from typing import Any
 
@@ -49,6 +50,8 @@ SIZED = (
 )
 """Operations whose values decide how large their output is."""
 _PLAIN = ("fill_", "zero_", "copy_", "cat", "arange", "eye", "linspace")
+_REFUSED = (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError)
+"""The CPU has no such kernel or type, or indices that came from zeros lie outside."""
 _KEPT: list[torch.library.Library] = []
 
 
@@ -111,22 +114,20 @@ def _override(name: str, operation: Any, copy: Any) -> Callable[..., Any]:
         if not all(t.numel() <= MOST and t.layout is torch.strided for t in tensors):
             return original(keys, *args, **kwargs)
         before = None
-        if mutates and any(_computed(t, plain=plain) for t in tensors):
-            before = _cpu(args, clone=True), _cpu(kwargs, clone=True)
+        with suppress(*_REFUSED):
+            if mutates and any(_computed(t, plain=plain) for t in tensors):
+                before = _cpu(args, clone=True), _cpu(kwargs, clone=True)
         out = original(keys, *args, **kwargs)
         if base == "equal":
             return operation(*_cpu(args))
         outputs = _leaves(out)
-        if not any(_computed(t, plain=plain) for t in outputs):
-            return out
-        cpu_args, cpu_kwargs = before or (_cpu(args), _cpu(kwargs))
-        try:
-            results = _leaves(operation(*cpu_args, **cpu_kwargs))
-        except (RuntimeError, NotImplementedError, IndexError):
-            return out  # the CPU has no such kernel, or indices that came from zeros are outside
-        for to, result in zip(outputs, results, strict=True):
-            if _computed(to, plain=plain) and to.is_cuda:
-                _write(to, result, copy)
+        if any(_computed(t, plain=plain) for t in outputs):
+            with suppress(*_REFUSED):
+                cpu_args, cpu_kwargs = before or (_cpu(args), _cpu(kwargs))
+                results = _leaves(operation(*cpu_args, **cpu_kwargs))
+                for to, result in zip(outputs, results, strict=True):
+                    if _computed(to, plain=plain) and to.is_cuda:
+                        _write(to, result, copy)
         return out
 
     return kernel
