@@ -65,11 +65,6 @@ int cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
   return OK;
 }
 
-int cuMemsetD32Async(void *to, unsigned value, size_t count, void *stream) {
-  phantom_set(to, value, 4, count);
-  return OK;
-}
-
 /* Devices and contexts; the context of device n is the address n + 1: never read, and not null. */
 int cuInit(unsigned flags) { return facts.devices ? OK : NO_DEVICE; }
 
