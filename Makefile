@@ -25,10 +25,10 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick test-torch test-phantom test-adapters chaos lint format types layers docs wheel bench bench-peers bench-cuda phantom golden check clean
+.PHONY: help train test test-quick test-torch test-phantom test-phantomgpu test-adapters chaos lint format types layers docs wheel bench bench-peers bench-cuda phantom golden check clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 train: $(VENV)/.train  ## train the packaged default (about a minute); makes the environment first
 	$(BIN)/stretto train $(ARGS)
@@ -52,6 +52,10 @@ test-phantom:  ## run the tests that need a GPU but not its numbers, on the phan
 	PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 \
 		$(abspath $(PHANTOM))/venv/bin/python -m pytest -m phantom $(ARGS) \
 		$$(grep -rl --include="*.py" "mark\.phantom" tests)
+
+test-phantomgpu: $(VENV)/.develop  ## run the tests of phantomgpu; downloads the CUDA build of torch once (530 MB)
+	$(BIN)/phantomgpu setup
+	$(TEST) $(ARGS) tests/phantomgpu
 
 test-adapters: $(VENV)/.develop  ## test the adapters against the real frameworks (makes environments of 1 GB each)
 	$(BIN)/python tools/test_adapters.py $(ARGS)

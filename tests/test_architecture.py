@@ -84,7 +84,8 @@ def test_every_import_contract_is_kept() -> None:
 def test_a_planted_import_breaks_its_contract(
     module: str, line: str, broken: str, tmp_path: Path
 ) -> None:
-    shutil.copytree(ROOT / "src" / "stretto", tmp_path / "stretto")
+    for package in ("phantomgpu", "stretto"):
+        shutil.copytree(ROOT / "src" / package, tmp_path / package)
     with (tmp_path / "stretto" / f"{module}.py").open("a") as file:
         file.write(f"\n{line}\n")
     done = lint_imports(tmp_path)

@@ -27,6 +27,10 @@ assert found.version == stretto.__version__
 assert "licenses/LICENSE" in " ".join(map(str, found.files))
 for name in stretto.__all__:
     getattr(stretto, name)
+import phantomgpu
+beside = pathlib.Path(phantomgpu.__file__).parent
+assert beside.parent == home.parent and (beside / "native" / "device.c").exists()
+assert (beside / "native" / "names.txt").exists() and (beside / "boot" / "call.py").exists()
 print(f"stretto {stretto.__version__}: {len(stretto.__all__)} names import from the wheel")
 """
 

@@ -27,6 +27,8 @@ def analyse(run: Run) -> dict[str, Any]:
     """Return the report of this process as plain values."""
     import torch
 
+    from phantomgpu.child import is_distributed
+
     script = time.perf_counter() - run.began
     native = torch.cuda.memory.get_allocator_backend() == "native"
     snapshot = torch.cuda.memory._snapshot() if native else {"device_traces": [[]]}
@@ -46,23 +48,21 @@ def analyse(run: Run) -> dict[str, Any]:
     host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
     return {
         "device": device,
-        "peak_allocated": max(allocated, 0 if trace else stats.get("allocated_bytes.all.peak", 0)),
+        "peak_allocated": max(allocated, stats.get("allocated_bytes.all.peak", 0)),
         "peak_reserved": max(reserved(trace), stats.get("reserved_bytes.all.peak", 0)),
         "phase": phase,
         "step": step,
         "steps": max(run.steps.values(), default=0),
         "categories": dict(categories.most_common()),
         "places": dict(places.most_common(12)),
-        "retries": stats.get("num_alloc_retries", 0),
         "out_of_memory": stats.get("num_ooms", 0),
         "host_pinned": host.get("allocated_bytes.peak", 0),
         "host_managed": ctypes.c_size_t.in_dll(run.library, "phantom_most_managed").value,
-        "events": len(trace),
         "torch": torch.__version__,
         "computes": run.computes,
         "compiled": "torch._inductor.compile_fx" in sys.modules,
         "cudnn": torch.backends.cudnn.enabled,
-        "distributed": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "distributed": is_distributed(),
         "seconds": round(script, 2),
         "timeline": timeline(trace),
     }

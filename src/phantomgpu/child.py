@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 from phantomgpu import standins
 from phantomgpu.errors import PhantomError, SetupNeededError
 
+WATCHDOG_SECONDS = 0.25
+"""NCCL's watchdog frees tensors of collectives every 0.1 seconds; steps here are shorter."""
 DOES_NOT_FIT = 3
 CANNOT_RUN = 4
 
@@ -176,6 +178,8 @@ class Run:
         del args, kwargs
         done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         self.phases.append((_now(), "step", done + 1))
+        if is_distributed():
+            time.sleep(WATCHDOG_SECONDS)
         if done >= self.settings.steps and threading.current_thread() is threading.main_thread():
             self.finish("fits", 0)
 
@@ -211,6 +215,13 @@ class Run:
             _save(result, self.settings, self.name)
             return
         _leave(code, result, self.settings, self.name)
+
+
+def is_distributed() -> bool:
+    """Return whether the script has joined a process group."""
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def start_trial(name: str) -> None:

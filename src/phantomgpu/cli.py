@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 
 from phantomgpu import standins
 from phantomgpu.child import CANNOT_RUN, DOES_NOT_FIT
-from phantomgpu.errors import PhantomError
+from phantomgpu.errors import PhantomError, SetupNeededError
 from phantomgpu.gpus import GIB, GPUS, UNMEASURED_CONTEXT, find_gpu, parse_memory
 from phantomgpu.report import Report, draw
 
@@ -123,29 +124,40 @@ def gpus() -> None:
 @app.command()
 def setup(
     version: Annotated[
-        str | None, typer.Option(help="The version of torch; the installed.")
+        str | None, typer.Option(help="The version of torch; by default, the installed one.")
     ] = None,
+    *,
+    triton: Annotated[
+        bool, typer.Option("--triton", help="Install Triton, too: torch.compile needs it.")
+    ] = False,
 ) -> None:
     """Download the CUDA build of torch for use beside an installed CPU build."""
-    from importlib import metadata
-
     standins.check_system()
     version = version or metadata.version("torch").partition("+")[0]
     folder = standins.setup_folder(version)
-    if not (folder / "torch" / "lib" / "libtorch_cuda.so").exists():
+    library = folder / "torch" / "lib" / "libtorch_cuda.so"
+    # === takes no local version such as 2.13.0+cpu.
+    wanted = [] if library.exists() else [f"torch==={version}"]
+    if wanted:
         typer.echo(f"downloading the CUDA build of torch {version} (about 530 MB) into {folder}")
-        # === takes no local version such as 2.13.0+cpu.
-        pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(folder)]
-        done = subprocess.run([*pip, f"torch==={version}"], check=False)  # noqa: S603
-        if done.returncode or not (folder / "torch" / "lib" / "libtorch_cuda.so").exists():
-            typer.echo(
-                f"cannot set up: pip found no CUDA build of torch {version}; pip's configuration "
-                "decides where packages come from (pip config list)",
-                err=True,
-            )
-            raise typer.Exit(CANNOT_RUN)
+        install(folder, wanted)
+    if not library.exists():
+        raise SetupNeededError(
+            f"cannot set up: pip found no CUDA build of torch {version}; pip's configuration "
+            "decides where packages come from (pip config list)"
+        )
+    if triton and not (folder / "triton").exists():
+        found = [one.requires or [] for one in metadata.distributions(path=[str(folder)])]
+        needs = [need.partition(";")[0] for needs in found for need in needs]
+        install(folder, [need for need in needs if need.startswith("triton")])
     standins.build(folder / "torch")
     typer.echo("ready: phantomgpu run --gpu h100 -- python train.py")
+
+
+def install(folder: Path, packages: list[str]) -> None:
+    """Install packages into a folder, without what they need."""
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(folder)]
+    subprocess.run([*pip, *packages], check=False)  # noqa: S603
 
 
 def warn(gpu: str, memory: str | None) -> None:

@@ -47,7 +47,6 @@ class Report:
     places: dict[str, int] = field(default_factory=dict)
     host_pinned: int = 0
     host_managed: int = 0
-    retries: int = 0
     ranks: int = 1
     problem: str | None = None
     notes: tuple[str, ...] = ()

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import repeat
 from typing import Any
 
@@ -49,6 +51,8 @@ SIZED = (
 )
 """Operations whose values decide how large their output is."""
 _PLAIN = ("fill_", "zero_", "copy_", "cat", "arange", "eye", "linspace")
+_REFUSED = (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError)
+"""The CPU has no such kernel or type, or indices that came from zeros lie outside."""
 _KEPT: list[torch.library.Library] = []
 
 
@@ -56,17 +60,7 @@ def start(library: ctypes.CDLL) -> bool:
     """Override the kernels; return False if this torch does not let us call its own (2.9 does)."""
     if not hasattr(torch.library, "get_kernel"):
         return False
-    begin, end = library.phantom_begin_block, library.phantom_end_block
-    copy = library.phantom_copy
-    begin.argtypes = end.argtypes = [ctypes.c_size_t]
-    copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
-    begin.restype = end.restype = copy.restype = None
-    # What an older block left behind must not be read from a new one.
-    from torch.cuda import _gpu_trace
-
-    _gpu_trace.register_callback_for_memory_allocation(begin)
-    _gpu_trace.register_callback_for_memory_deallocation(end)
-    torch._C._activate_gpu_trace()
+    bytes_of = Bytes(library)
     ours = torch.library.Library("aten", "IMPL")
     _KEPT.append(ours)
     names = [*_BINARY.split(), *_UNARY.split(), *_OTHERS.split(), *SIZED.split()]
@@ -80,12 +74,12 @@ def start(library: ctypes.CDLL) -> bool:
             packet = getattr(torch.ops.aten, base, None)
             operation = getattr(packet, overload or "default", None)
             if operation is not None:
-                kernel = _override(name, operation, copy)
+                kernel = _override(name, operation, bytes_of)
                 ours.impl(name, kernel, "CUDA", with_keyset=True)
     return True
 
 
-def _override(name: str, operation: Any, copy: Any) -> Callable[..., Any]:
+def _override(name: str, operation: Any, bytes_of: Bytes) -> Callable[..., Any]:
     boxed = torch.library.get_kernel(operation, "CUDA").call_boxed
     base, _, overload = name.partition(".")
     num_tensors = _num_tensors(base, overload)
@@ -109,24 +103,24 @@ def _override(name: str, operation: Any, copy: Any) -> Callable[..., Any]:
             device = next(t for t in tensors if t.is_cuda).device
             return _map(operation(*_cpu(args, zeros=True), **_cpu(kwargs, zeros=True)), device)
         if not all(t.numel() <= MOST and t.layout is torch.strided for t in tensors):
-            return original(keys, *args, **kwargs)
+            return original(keys, *args, **kwargs)  # the device keeps no such copies either
         before = None
-        if mutates and any(_computed(t, plain=plain) for t in tensors):
-            before = _cpu(args, clone=True), _cpu(kwargs, clone=True)
+        with suppress(*_REFUSED):
+            if mutates and any(_computed(t, plain=plain) for t in tensors):
+                before = _cpu(args, clone=True), _cpu(kwargs, clone=True)
         out = original(keys, *args, **kwargs)
+        if base == "copy_":
+            bytes_of.mind(args[0])
         if base == "equal":
             return operation(*_cpu(args))
         outputs = _leaves(out)
-        if not any(_computed(t, plain=plain) for t in outputs):
-            return out
-        cpu_args, cpu_kwargs = before or (_cpu(args), _cpu(kwargs))
-        try:
-            results = _leaves(operation(*cpu_args, **cpu_kwargs))
-        except (RuntimeError, NotImplementedError, IndexError):
-            return out  # the CPU has no such kernel, or indices that came from zeros are outside
-        for to, result in zip(outputs, results, strict=True):
-            if _computed(to, plain=plain) and to.is_cuda:
-                _write(to, result, copy)
+        if any(_computed(t, plain=plain) for t in outputs):
+            with suppress(*_REFUSED):
+                cpu_args, cpu_kwargs = before or (_cpu(args), _cpu(kwargs))
+                results = _leaves(operation(*cpu_args, **cpu_kwargs))
+                for to, result in zip(outputs, results, strict=True):
+                    if _computed(to, plain=plain) and to.is_cuda:
+                        bytes_of.write(to, result)
         return out
 
     return kernel
@@ -206,15 +200,44 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(tensor.shape, strides)
 
 
-def _write(to: torch.Tensor, result: torch.Tensor, copy: Any) -> None:
-    """Write values to the device, which then knows that these bytes are not zero."""
-    if to.numel() == 0:
-        return
-    if to.is_contiguous():
-        values = result.to(to.dtype).contiguous()
-    else:  # with what lies between the elements
-        view = host(to)
-        count = 1 + sum((n - 1) * s for n, s in zip(to.shape, to.stride(), strict=True))
-        values = view.as_strided((count,), (1,)).clone()
-        values.as_strided(to.shape, to.stride()).copy_(result)
-    copy(to.data_ptr(), values.data_ptr(), values.numel() * values.element_size())
+class Bytes:
+    """Writes to the device; when a storage dies, its bytes are zero again."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.copy, self.set = library.phantom_copy, library.phantom_set
+        self.copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
+        self.set.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
+        self.copy.restype = self.set.restype = None
+        self.minded: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def mind(self, tensor: torch.Tensor) -> None:
+        """Zero the bytes of a tensor on the device when nothing holds them any more.
+
+        What an older block left behind must not be read from a new one.
+        """
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        known = self.minded.get(address)
+        if not tensor.is_cuda or (known is not None and known() is storage):
+            return
+
+        def forget(dead: weakref.ref[torch.UntypedStorage]) -> None:
+            if self.minded.get(address) is dead:
+                del self.minded[address]
+                self.set(address, 0, 1, size)
+
+        self.minded[address] = weakref.ref(storage, forget)
+
+    def write(self, to: torch.Tensor, result: torch.Tensor) -> None:
+        """Write values to the device, which then knows that these bytes are not zero."""
+        if to.numel() == 0:
+            return
+        if to.is_contiguous():
+            values = result.to(to.dtype).contiguous()
+        else:  # with what lies between the elements
+            view = host(to)
+            count = 1 + sum((n - 1) * s for n, s in zip(to.shape, to.stride(), strict=True))
+            values = view.as_strided((count,), (1,)).clone()
+            values.as_strided(to.shape, to.stride()).copy_(result)
+        self.copy(to.data_ptr(), values.data_ptr(), values.numel() * values.element_size())
+        self.mind(to)

@@ -83,7 +83,7 @@ def test_functions_without_code_answer(name: str, stem: str, called: bool, answe
 
 def test_nothing_private_of_torch_but_these() -> None:
     text = "".join(file.read_text() for file in Path(standins.__file__).parent.glob("*.py"))
-    for name in ("_lazy_call", "_record_memory_history", "_snapshot", "_gpu_trace"):
+    for name in ("_lazy_call", "_record_memory_history", "_snapshot"):
         assert name in text
-    for name in ("torch._dynamo", "torch._inductor.", "_python_dispatch", "torch._ops"):
-        assert f"import {name}" not in text
+    for name in ("torch._dynamo", "_python_dispatch", "torch._ops", "_gpu_trace"):
+        assert name not in text

@@ -166,6 +166,27 @@ def test_an_lstm_runs_without_cudnn_and_is_refused_with_it() -> None:
     assert "cuDNN" in report.problem
 
 
+def recomputed() -> None:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    layers = [torch.nn.Linear(64, 64).cuda() for _ in range(3)]
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()])
+    for _ in range(9):
+        x = torch.randn(8, 64, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            for layer in layers:  # recomputation stops early, with an exception inside backward
+                x = checkpoint(
+                    lambda y, one=layer: one(one(y).relu()).relu(), x, use_reentrant=False
+                )
+        x.float().sum().backward()
+        optimizer.step()
+
+
+def test_checkpointing() -> None:
+    assert run(recomputed).steps == 3
+
+
 def captured() -> None:
     import torch
 

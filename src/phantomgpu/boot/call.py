@@ -21,6 +21,8 @@ def main() -> None:
     if not serve:
         function(*args, **kwargs)
         return
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what the function prints is no answer
     for line in sys.stdin:
         child = os.fork()  # CUDA has not started here, so it can start in each child
         if child == 0:
@@ -30,7 +32,7 @@ def main() -> None:
             function(int(line), *args, **kwargs)
             sys.exit(0)
         _, status = os.waitpid(child, 0)
-        os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
 main()

@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import traceback
 from pathlib import Path
 
 
@@ -37,5 +38,9 @@ def _chain() -> None:
 
 
 if "PHANTOMGPU_RUN" in os.environ:
-    _start()
+    try:
+        _start()
+    except Exception:  # noqa: BLE001  Python would go on without a phantom
+        traceback.print_exc()
+        os._exit(4)
 _chain()

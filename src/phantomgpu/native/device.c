@@ -37,7 +37,6 @@ static struct {
 } devices[MOST_DEVICES];
 static struct ranges written; /* all other bytes of the devices are zero */
 static size_t kept;           /* bytes in these ranges */
-static struct ranges live;    /* torch's blocks; only where they begin is known */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 __attribute__((constructor)) static void read_environment(void) {
@@ -293,26 +292,4 @@ int phantom_block(size_t address, size_t *first, size_t *bytes) {
   if (found && bytes) *bytes = ranges->at[i].to - ranges->at[i].from;
   pthread_mutex_unlock(&lock);
   return found ? OK : INVALID_VALUE;
-}
-
-/* From here to the next block that lives there is this block, or nothing: all of it is new. */
-void phantom_begin_block(size_t address) {
-  int device = phantom_owner((void *)address);
-  if (device < 0) return;
-  pthread_mutex_lock(&lock);
-  size_t i = find(&live, address);
-  if (i == live.count || live.at[i].from != address) insert(&live, i, address, address + 1);
-  struct ranges *reserved = &devices[device].reserved;
-  size_t r = find(reserved, address), end = r < reserved->count ? reserved->at[r].to : address;
-  if (i + 1 < live.count && live.at[i + 1].from < end) end = live.at[i + 1].from;
-  size_t w = find(&written, address);
-  if (w < written.count && written.at[w].from < end) forget(address, end);
-  pthread_mutex_unlock(&lock);
-}
-
-void phantom_end_block(size_t address) {
-  pthread_mutex_lock(&lock);
-  size_t i = find(&live, address);
-  if (i < live.count && live.at[i].from == address) erase(&live, i, 1);
-  pthread_mutex_unlock(&lock);
 }

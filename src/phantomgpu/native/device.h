@@ -55,7 +55,4 @@ void *phantom_handle(void);
 /* Bytes: what was copied to a device can be read back, what a kernel would write is zero. */
 void phantom_copy(void *to, const void *from, size_t bytes);
 void phantom_set(void *to, int value, size_t width, size_t count);
-/* torch starts or ends a block here: what older blocks left behind is zero again. */
-void phantom_begin_block(size_t address);
-void phantom_end_block(size_t address);
 #endif

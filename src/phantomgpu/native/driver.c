@@ -65,11 +65,6 @@ int cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
   return OK;
 }
 
-int cuMemsetD32Async(void *to, unsigned value, size_t count, void *stream) {
-  phantom_set(to, value, 4, count);
-  return OK;
-}
-
 /* Devices and contexts; the context of device n is the address n + 1: never read, and not null. */
 int cuInit(unsigned flags) { return facts.devices ? OK : NO_DEVICE; }
 
@@ -143,12 +138,6 @@ int cuCtxGetLimit(size_t *value, int limit) {
   return OK;
 }
 
-int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
-  *least = 0;
-  *greatest = -5;
-  return OK;
-}
-
 int cuPointerGetAttribute(void *value, int attribute, address pointer) {
   int owner = phantom_owner((void *)pointer);
   if (owner < 0) return INVALID_VALUE;
@@ -218,6 +207,3 @@ int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t
   return *function ? OK : NOT_FOUND;
 }
 
-int cuGetProcAddress(const char *name, void **function, int version, uint64_t flags) {
-  return cuGetProcAddress_v2(name, function, version, flags, NULL);
-}

@@ -58,17 +58,6 @@ int cusparseSpMM_bufferSize(void *a, int b, int c, void *d, void *e, void *f, vo
   return 0;
 }
 
-int cusparseSDDMM_bufferSize(void *a, int b, int c, void *d, void *e, void *f, void *g, void *h,
-                             int i, int j, size_t *bytes) {
-  *bytes = 0;
-  return 0;
-}
-
-int cusparseSpMV_bufferSize(void *a, int b, void *c, void *d, void *e, void *f, void *g, int h,
-                            int i, size_t *bytes) {
-  *bytes = 0;
-  return 0;
-}
 #endif
 
 #ifdef LIBRARY_cufft

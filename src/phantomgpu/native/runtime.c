@@ -123,10 +123,6 @@ int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned
   return *function ? OK : fail(NOT_FOUND);
 }
 
-int cudaGetDriverEntryPoint(const char *name, void **function, uint64_t flags, int *result) {
-  return cudaGetDriverEntryPointByVersion(name, function, 13000, flags, result);
-}
-
 /* Memory of devices */
 
 int cudaMalloc(void **pointer, size_t bytes) {
@@ -309,11 +305,6 @@ static int is_captured(stream_t stream) {
 
 int cudaStreamGetPriority(stream_t stream, int *priority) {
   *priority = 0;
-  return OK;
-}
-
-int cudaStreamGetId(stream_t stream, uint64_t *id) {
-  *id = (size_t)stream;
   return OK;
 }
 
