@@ -22,7 +22,7 @@ def plans(start: int, sizes: list[tuple[int, int]]) -> Plans:
     """Batches of some sizes, with some samples passed over before each."""
     for skipped, size in sizes:
         start += skipped
-        yield PlannedBatch(Timestamp(sample=start), size, size, 0, 0, {})
+        yield PlannedBatch(Timestamp(sample=start), size, size, 0, 0, {}), start
         start += size
 
 
