@@ -359,13 +359,17 @@ class _Finder:
     def _guess(
         self, fits: Callable[[int], bool], peaks: Mapping[int, int], usable: int
     ) -> int | None:
-        """Return where the memory of two small sizes reaches the limit, on a straight line."""
+        """Return where a straight line through the memory of two sizes reaches the limit."""
         low = self.sizes.at_most(8) or self.sizes.smallest
-        high = self.sizes.at_most(4 * low) or low
-        if high == low or not fits(low) or not fits(high) or peaks[high] <= peaks[low]:
-            return None
-        slope = (peaks[high] - peaks[low]) / (high - low)
-        return low + int((usable - peaks[low]) / slope)
+        while (high := self.sizes.at_most(4 * low) or low) > low:
+            if not fits(low) or not fits(high):
+                return None
+            # For small batches, the update of the weights is the peak, whatever the size.
+            if peaks[high] > 1.2 * peaks[low]:
+                slope = (peaks[high] - peaks[low]) / (high - low)
+                return high + int((usable - peaks[high]) / slope)
+            low = high
+        return None
 
     def _make(self, size: int) -> Any:
         return self.batch(size) if callable(self.batch) else resize_batch(self.batch, size)
