@@ -10,8 +10,6 @@ JOBS ?= auto
 # The torch of make test-torch: the oldest that pyproject.toml allows.
 TORCH ?= 2.7.1
 CONSTRAINTS ?= constraints.txt
-# Where torch runs its CUDA code without a GPU; tools/phantom/make.py makes it.
-PHANTOM ?= bench/.venvs/phantom-2.13.0
 # Whatever is to be added to the command of a target: make train ARGS="max_duration=4ep"
 ARGS ?=
 
@@ -25,7 +23,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick test-torch test-phantom test-phantomgpu test-adapters chaos lint format types layers docs wheel bench bench-peers bench-cuda phantom golden check clean
+.PHONY: help train test test-quick test-torch test-phantom test-phantomgpu test-adapters chaos lint format types layers docs wheel bench bench-peers golden check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,14 +42,10 @@ test-quick: $(VENV)/.develop  ## run the tests that are not marked slow
 test-torch: .venv-torch-$(TORCH)/constraints.txt  ## the same with another torch, in .venv-torch-2.7.1: make test-torch TORCH=2.7.1
 	$(MAKE) test-quick VENV=$(<D) CONSTRAINTS=$<
 
-# Two devices for the tests of ranks. Only files with such tests: others import more packages.
-test-phantom:  ## run the tests that need a GPU but not its numbers, on the phantom in PHANTOM=
-	@test -x $(PHANTOM)/venv/bin/python || { \
-		echo "no phantom in $(PHANTOM); make it with $(BIN)/python tools/phantom/make.py"; exit 1; }
-	PHANTOM_MEMORY=17179869184 PHANTOM_DEVICES=2 LD_LIBRARY_PATH=$(abspath $(PHANTOM))/lib \
-	PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 \
-		$(abspath $(PHANTOM))/venv/bin/python -m pytest -m phantom $(ARGS) \
-		$$(grep -rl --include="*.py" "mark\.phantom" tests)
+# Only files with such tests: others import more packages.
+test-phantom: $(VENV)/.develop  ## run the tests that need a GPU but not its numbers, without one (after phantomgpu setup)
+	$(BIN)/phantomgpu run --gpu h100 --memory 16GiB --steps 1000000 -- \
+		$(BIN)/python -m pytest -q -n 0 -m phantom $(ARGS) $$(grep -rl --include="*.py" "mark\.phantom" tests)
 
 test-phantomgpu: $(VENV)/.develop  ## run the tests of phantomgpu; downloads the CUDA build of torch once (530 MB)
 	$(BIN)/phantomgpu setup
@@ -95,20 +89,11 @@ bench: $(VENV)/.develop  ## the shortest form of every benchmark
 	$(BIN)/python bench/step_cost.py --quick
 	$(BIN)/python bench/noise.py --quick
 	$(BIN)/python bench/memory.py --quick
-	$(BIN)/python bench/finder.py --quick
 	$(BIN)/python bench/study.py --quick --runs 2
 
 bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5 GB of environments)
 	$(BIN)/python bench/clock.py
 	$(BIN)/python bench/step_cost.py
-
-# The phantom is made when it is not there, and mended when what it needs has changed.
-bench-cuda: phantom  ## what is predicted for CUDA against torch's own CUDA code, on the phantom (15 minutes)
-	$(BIN)/python bench/cuda_allocator.py
-	$(BIN)/python bench/cuda_memory.py
-
-phantom: $(VENV)/.develop  ## CUDA code without a GPU, in bench/.venvs/phantom-2.13.0 (downloads 530 MB)
-	$(BIN)/python tools/phantom/make.py $(ARGS)
 
 golden: $(VENV)/.develop  ## rewrite the golden files; read the diff before you commit it
 	STRETTO_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_public_face.py tests/planning/test_table.py

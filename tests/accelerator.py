@@ -7,23 +7,19 @@ it, and tests of values do not.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
 
 DEVICE = "cuda"
 MIB = 1 << 20
-PHANTOM_NAMES = ("phantom", "fake")
-"""Words in the name of the phantom's device."""
 
 
 @cache
 def is_phantom() -> bool:
     """Return whether the accelerator computes nothing."""
-    if not torch.cuda.is_available():
-        return False
-    name = torch.cuda.get_device_name(0).lower()
-    return any(word in name for word in PHANTOM_NAMES)
+    return torch.cuda.is_available() and "PHANTOMGPU_RUN" in os.environ
 
 
 def why_not(marker: str) -> str | None:
