@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, cast, final
 
@@ -61,6 +63,15 @@ class SizeFunction(BatchSizePolicy):
 
     def __post_init__(self) -> None:
         check_callable(self.function, "(timestamp, current) -> size")
+        names: list[str] = []
+        with suppress(TypeError, ValueError):  # a function in C need not tell its parameters
+            names = list(inspect.signature(self.function).parameters)
+        if names[:1] == ["epoch"]:
+            raise BatchSizeError.cannot(
+                f"ask {name_of(self.function)} for a batch size",
+                why="a function that begins with 'epoch' returns an increment",
+                instead="write IncreaseFunction(function, start, max_batch_size)",
+            )
         check_fields(self)
 
     def bind(self, horizon: Horizon) -> Bound:

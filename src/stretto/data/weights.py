@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
@@ -51,12 +52,24 @@ class TargetTokens:
     """
 
     def __init__(self, *, shifts_labels: bool | None) -> None:
-        self._shifts = shifts_labels
+        self._shifts, self._is_checked = shifts_labels, False
 
     def __call__(self, batch: Any) -> int:
         """Return the target tokens of a batch."""
-        if self._shifts is None:
-            self._shifts = needs_label_shift(batch)
+        if not self._is_checked:
+            needs_shift = needs_label_shift(batch)
+            self._is_checked = needs_shift is not None
+            if self._shifts is None:
+                self._shifts = needs_shift
+            elif needs_shift is not None and needs_shift != self._shifts:
+                warnings.warn(
+                    f"shifts_labels={self._shifts}, but the labels are "
+                    f"{'' if needs_shift else 'not '}the input_ids; if the model shifts them "
+                    f"{'nowhere, it learns to copy' if needs_shift else 'too, it learns others'}: "
+                    f"write shifts_labels={needs_shift}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return count_target_tokens(batch, shifts_labels=self._shifts is not False)
 
 

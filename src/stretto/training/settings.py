@@ -19,7 +19,7 @@ from stretto.timing.conversion import rounded
 from stretto.timing.grammar import exact
 from stretto.timing.time import Number
 from stretto.training.callback import Callback
-from stretto.training.evaluation.metrics import Metric, Predict, check_metric
+from stretto.training.evaluation.metrics import Metric, Predict, check_metric, is_object
 from stretto.training.logs.loggers import Logger
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -75,6 +75,9 @@ class Evaluation:
         object.__setattr__(self, "metrics", dict(self.metrics))
         for name, metric in self.metrics.items():
             check_metric(name, metric)
+        if self.predict is not None and not any(map(is_object, self.metrics.values())):
+            why = "no metric is an object with update, compute and reset"
+            raise TrainingError.bad("predict", self.predict, why, "leave it out")
         if self.batch_size is not None:
             checked_size(self.batch_size, "a batch size")
 
@@ -109,7 +112,8 @@ class Logging:
 
     def __post_init__(self) -> None:
         for one in self.loggers:
-            if isinstance(one, type) or not hasattr(one, "start"):
+            methods = [callable(getattr(one, name, None)) for name in ("start", "log", "close")]
+            if isinstance(one, type) or not all(methods):
                 raise TrainingError.bad(
                     "loggers", one, "it is not a logger", "pass objects such as TensorBoardLogger()"
                 )

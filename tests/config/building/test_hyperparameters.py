@@ -58,8 +58,18 @@ def test_a_plan_has_a_column_for_each_beta_and_momentum_is_the_first_of_adam() -
 
 
 @pytest.mark.parametrize("lr", ["abc", math.nan, math.inf, -1, True, {}], ids=str)
-def test_a_learning_rate_that_is_none_is_not_shown_by_a_plan(lr: Any) -> None:
-    assert build_plan(config(optimizer={**ADAM, "lr": lr})).values_at(0) == {"lr": 1.0}
+def test_a_learning_rate_that_is_none_is_refused_by_a_plan(lr: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_plan(config(optimizer={**ADAM, "lr": lr}))
+    assert "optimizer.lr" in str(caught.value)
+
+
+def test_a_group_that_the_file_does_not_have_is_refused_by_a_plan() -> None:
+    optimizer = {**ADAM, "groups": {"head": {"parameters": "head"}}}
+    build_plan(config(optimizer=optimizer, schedules={"lr@head": 0.5, "lr@rest": 0.5}))
+    with pytest.raises(ConfigError) as caught:
+        build_plan(config(optimizer=optimizer, schedules={"lr@tail": 0.5}))
+    assert "group" in str(caught.value)
 
 
 def test_another_optimizer_may_make_of_its_settings_what_it_likes() -> None:
