@@ -39,10 +39,12 @@ RANKS_END_SECONDS = 240
 LIMITED = """
 import resource
 
-def leave(room):
+def data_bytes():
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    used = int(status["VmData"].split()[0]) * 1024
-    resource.setrlimit(resource.RLIMIT_DATA, (used + room, -1))
+    return int(status["VmData"].split()[0]) * 1024
+
+def leave(room):
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + room, -1))
 
 """
 

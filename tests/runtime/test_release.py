@@ -127,7 +127,7 @@ def test_the_scratch_of_multiplications_is_given_back(limited: Callable[..., str
             for size in sizes:
                 model(torch.randn(size, 256)).sum().backward()
                 model.zero_grad()
-            return process_status()["VmData"] / 2**20
+            return data_bytes() / 2**20
 
         held(8)
         release_memory()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from stretto.distributed.strategy import shard_blocks
+from stretto.errors import TrainingError
 from stretto.training import Trainer
 
 
@@ -32,24 +33,23 @@ class Wide(nn.Module):
 
 
 def main() -> None:
-    """Train, and write what was found on this rank."""
+    """Ask for a search, and write why it is refused on this rank."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = shard_blocks(Wide(), device="cpu")
-    trainer = Trainer(
-        model,
-        TensorDataset(torch.ones(512, 64)),
-        optimizer=torch.optim.AdamW(model.parameters()),
-        loss=lambda model, batch: model(batch[0]).square().mean(),
-        max_duration="1ep",
-        batch_size=64,
-        micro_batch_size="auto",
-        device="cpu",
-    )
-    trainer.fit()
-    assert trainer.fitting is not None
-    found = {"micro": trainer.loader.micro_batch_size, "certainty": trainer.fitting.certainty}
-    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    try:
+        Trainer(
+            model,
+            TensorDataset(torch.ones(512, 64)),
+            optimizer=torch.optim.AdamW(model.parameters()),
+            loss=lambda model, batch: model(batch[0]).square().mean(),
+            max_duration="1ep",
+            batch_size=64,
+            micro_batch_size="auto",
+            device="cpu",
+        )
+    except TrainingError as error:
+        Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(str(error)))
     dist.destroy_process_group()
     # gloo of torch 2.13 sometimes aborts while the interpreter ends.
     os._exit(0)

@@ -190,9 +190,9 @@ def test_other_models_are_not_fully_sharded() -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ranks_find_how_large_a_micro_batch_may_be(
+def test_a_search_for_a_micro_batch_is_refused_on_every_rank(
     tmp_path: Path, launch_ranks: Callable[..., Any]
 ) -> None:
     launch_ranks(SCRIPT.with_name("distributed_auto.py"), tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert found == [{"micro": 32, "certainty": "estimate"}] * 2
+    assert all("the others" in why for why in found)

@@ -81,7 +81,7 @@ class Estimator:
     >>> step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
     >>> found = Estimator(step, lambda size: torch.ones(size, 1000)).at(1000)
     >>> 4_240_000 <= found.bytes <= 4_300_000, found.by_category["optimizer"]
-    (True, 80080)
+    (True, 80088)
 
     Args:
         step: the training step.

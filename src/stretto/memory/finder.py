@@ -106,6 +106,7 @@ def find_batch_size(
         agree_minimum: returns the minimum of a number over all ranks. Each rank calls
             `find_batch_size`, and all get the same answer.
 
+    >>> import torch
     >>> from stretto.runtime import SupervisedStep
     >>> model = torch.nn.Linear(1000, 1000)
     >>> optimizer = torch.optim.SGD(model.parameters())
