@@ -37,8 +37,8 @@ test: $(VENV)/.develop  ## run all tests; makes the environment first
 test-quick: $(VENV)/.develop  ## run the tests that are not marked slow
 	$(TEST) -m "not slow" $(ARGS)
 
-# In an environment of its own. From PyPI an old torch comes with CUDA, several GB; for the CPU alone:
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-torch
+# In an environment of its own. From the usual index an old torch comes with CUDA, several GB; for the CPU alone,
+# set PIP_EXTRA_INDEX_URL to the index of its CPU builds.
 test-torch: .venv-torch-$(TORCH)/constraints.txt  ## the same with another torch, in .venv-torch-2.7.1: make test-torch TORCH=2.7.1
 	$(MAKE) test-quick VENV=$(<D) CONSTRAINTS=$<
 
