@@ -313,7 +313,7 @@ def test_what_fails_after_an_error_is_told_with_it(stretto: Stretto) -> None:
     )
     said = stretto("train", "run.yaml", "callbacks=[{target: cli_faulty:Faulty}]")
     assert said.code == 2
-    assert said.err == ("Error: cannot go on\nand Faulty.on_fit_end failed: ValueError: nor end\n")
+    assert said.err == ("Error [training]: cannot go on\nand Faulty.on_fit_end failed: ValueError: nor end\n")
 
 
 def test_an_error_names_keys_where_python_names_arguments(stretto: Stretto) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -43,11 +46,22 @@ _Unit: TypeAlias = Annotated[
 ]
 _AsJson: TypeAlias = Annotated[bool, _flag("--json", "Print JSON.")]
 
+_EVERYWHERE = (
+    "With every command: --quiet prints only errors and warnings; --traceback shows where an error "
+    "was raised. Exit codes: 0 done; 1 done, but something differs or was not saved; 2 an error; "
+    "130 and 143 stopped by a signal."
+)
+
+
+def _examples(*commands: str) -> str:
+    """Return the last lines of a command's help."""
+    return "\n\n".join(["Examples:", *(f"  stretto {command}" for command in commands)])
+
+
 app = typer.Typer(
     name="stretto",
-    epilog="Errors are one line; add --traceback anywhere to see where one was raised.",
+    epilog=_EVERYWHERE,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -71,7 +85,13 @@ def stretto(
     """Train PyTorch models with a batch size that changes, on one exact clock."""
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "train",
+        "train run.yaml optimizer.lr=1e-3 --folder runs/a",
+        "train runs/a/run.yaml --resume latest",
+    )
+)
 def train(
     run_file: _RunFile = None,
     *,
@@ -86,14 +106,21 @@ def train(
             "auto|latest|PATH",
         ),
     ] = None,
+    as_json: Annotated[
+        bool, _flag("--json", "Print the results as JSON, and all else to stderr.")
+    ] = False,
 ) -> None:
     """Train as a run file says; with torchrun, on all its processes."""
     from stretto.cli import training
 
-    training.train(run_file or [], folder, resume)
+    training.train(run_file or [], folder, resume, as_json=as_json)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "plan run.yaml", "plan run.yaml batch_size=256 --plot plan.png", "plan --against runs/a"
+    )
+)
 def plan(
     run_file: _RunFile = None,
     *,
@@ -114,13 +141,15 @@ def plan(
 ) -> None:
     """Show what a run will do, without running it."""
     from stretto.cli import planning as verb
+    from stretto.cli.terminal import chart, progress
     from stretto.config.plans import build_run, plan_of, prepare_run
 
     config = verb.read_arguments(run_file or [], folder=against)
     if against is not None:
         config = verb.as_it_ran(config, against)
-    run = build_run(config)
-    prepared = prepare_run(config, run)
+    with progress("reading the data"):
+        run = build_run(config)
+        prepared = prepare_run(config, run)
     if prepared.decided_between is not None:
         verb.refuse(
             {"--plot": plot, "--against": against, "--batches": batches},
@@ -154,9 +183,16 @@ def plan(
         verb.print_json(planned.to_json())
     else:
         typer.echo(planned.table())
+        if sys.stdout.isatty():
+            typer.echo(f"\n{chart(planned)}")
 
 
-@app.command("find-batch-size")
+@app.command(
+    "find-batch-size",
+    epilog=_examples(
+        "find-batch-size run.yaml", "find-batch-size run.yaml --gpu h100 --world-size 8,64"
+    ),
+)
 def find_batch_size(
     run_file: _RunFile = None,
     *,
@@ -209,26 +245,28 @@ def find_batch_size(
     """Find the largest micro-batch that a run has memory for, on this device or another."""
     from stretto.cli import finding as verb
     from stretto.cli.planning import print_json, read_arguments
+    from stretto.cli.terminal import progress
 
     if plot is not None:
         from stretto.report.drawing import check_format
 
         check_format(plot)
-    answer = verb.find(
-        read_arguments(run_file or []),
-        world_size=world_size,
-        micro_batch_size=micro_batch_size,
-        shard=shard,
-        maximum=maximum,
-        method=method,
-        device_memory=device_memory,
-        gpu=gpu,
-        context=context,
-        margin=margin,
-        minimum=minimum,
-        multiple_of=multiple_of,
-        power_of_two=power_of_two,
-    )
+    with progress("finding the batch size"):
+        answer = verb.find(
+            read_arguments(run_file or []),
+            world_size=world_size,
+            micro_batch_size=micro_batch_size,
+            shard=shard,
+            maximum=maximum,
+            method=method,
+            device_memory=device_memory,
+            gpu=gpu,
+            context=context,
+            margin=margin,
+            minimum=minimum,
+            multiple_of=multiple_of,
+            power_of_two=power_of_two,
+        )
     if as_json:
         print_json(answer.plain)
     else:
@@ -242,20 +280,27 @@ def find_batch_size(
         typer.echo(f"drew {plot}", err=True)
 
 
-@app.command()
+@app.command(epilog=_examples("report runs/a", "report runs/a --plot run.png"))
 def report(
     folder: Annotated[
         Path,
         typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.", callback=_local),
     ],
     *,
+    as_json: _AsJson = False,
     plot: _Plot = None,
     unit: _Unit = None,
 ) -> None:
     """Show what a run has done."""
     from stretto.report.run import read_metrics, run_table
 
-    typer.echo(run_table(read_metrics(folder), folder))
+    metrics = read_metrics(folder)
+    if as_json:
+        from stretto.cli.planning import print_json
+
+        print_json({"training": metrics.training, "evaluations": metrics.evaluations})
+    else:
+        typer.echo(run_table(metrics, folder))
     if plot is None:
         return
     from stretto.cli.planning import read_arguments
@@ -273,7 +318,9 @@ def report(
     typer.echo(f"\ndrew {plot}")
 
 
-@app.command()
+@app.command(
+    epilog=_examples("inspect runs/a", "inspect runs/a/checkpoints/checkpoint-000000000640 --json")
+)
 def inspect(
     path: Annotated[
         Path,
@@ -289,6 +336,7 @@ def inspect(
     from stretto.checkpoint.folder import candidates
     from stretto.checkpoint.manifest import read_errors
     from stretto.cli.planning import print_json
+    from stretto.cli.terminal import progress
     from stretto.errors import CheckpointError
     from stretto.training.checkpointing.resuming import FOLDER
 
@@ -301,7 +349,8 @@ def inspect(
             why="the run has no checkpoint",
             instead="write 'checkpoint: {every: 1ep}' in the run file to keep some",
         )
-    found = [describe(one) for one in paths]
+    with progress("reading the checkpoints"):
+        found = [describe(one) for one in paths]
     if as_json:
         records = [one.to_json() for one in found]
         print_json(records if len(paths) > 1 else records[0])
@@ -325,7 +374,12 @@ def as_option(argument: Argument) -> str:
     return _ARGUMENTS.get(argument.name, str(argument))
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "convert 0.1dur --to ep --max-duration 90ep",
+        "convert 2Btok --to ba --tokens 1000000 --samples 2000 --batch-size 32",
+    )
+)
 def convert(
     time: Annotated[str, typer.Argument(help="A time such as 0.1dur, 90ep or 2Btok.")],
     *,
@@ -337,8 +391,9 @@ def convert(
     drop_last: Annotated[
         bool, _flag("--drop-last", "Drop an epoch's last, smaller batch.")
     ] = False,
+    as_json: _AsJson = False,
 ) -> None:
-    """Convert a time to another unit: stretto convert 0.1dur --to ep --max-duration 90ep."""
+    """Convert a time to another unit."""
     from stretto.errors import ConversionError
     from stretto.timing import convert as convert_time
 
@@ -354,10 +409,10 @@ def convert(
         )
     except ConversionError as error:
         raise error.recast(ConversionError, word=as_option) from error
-    typer.echo(str(found))
+    typer.echo(json.dumps({"time": str(found)}) if as_json else str(found))
 
 
-@app.command()
+@app.command(epilog=_examples("schema > run.schema.json"))
 def schema() -> None:
     """Print the JSON Schema of run files, for editors."""
     from stretto.cli.planning import print_json
@@ -368,8 +423,10 @@ def schema() -> None:
 
 TRACEBACK = "--traceback"
 """Shows where an error was raised; works anywhere on the command line."""
+QUIET = "--quiet"
+"""Prints only errors and warnings; works anywhere on the command line."""
 MISUSE = 2
-"""Exit code for wrong input, as for unknown options."""
+"""Exit code for errors, as for unknown options."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -380,17 +437,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     warnings.formatwarning = _one_line
     given = list(sys.argv[1:] if arguments is None else arguments)
-    shows_traceback = TRACEBACK in given
+    kept = [one for one in given if one not in {TRACEBACK, QUIET}]
     try:
-        app([one for one in given if one != TRACEBACK], prog_name="stretto")
+        with ExitStack() as stack:
+            if QUIET in given:
+                nothing = stack.enter_context(Path(os.devnull).open("w"))
+                stack.enter_context(redirect_stdout(nothing))
+            app(kept, prog_name="stretto")
     except StrettoError as error:
-        if shows_traceback:
+        if TRACEBACK in given:
             raise
         from stretto.config.yaml import as_key
 
         in_keys = error.recast(StrettoError, word=as_key)
         text = "\n".join([str(in_keys), *getattr(error, "__notes__", ())])
-        typer.secho(f"Error: {text}", err=True, fg=typer.colors.RED)
+        typer.secho(f"Error [{error.code}]: {text}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None
 
 

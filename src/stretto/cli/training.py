@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -18,8 +20,10 @@ from stretto.cli.planning import (
     RUN_FILE,
     add_working_folder,
     packaged_run_file,
+    print_json,
     split_arguments,
 )
+from stretto.cli.terminal import progress
 from stretto.config.run import RunConfig, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override
@@ -38,31 +42,47 @@ RUNS = Path("runs")
 """The folder of runs without a named folder."""
 
 
-def train(arguments: Sequence[str], folder: Path | None, resume: str | None) -> None:
-    """Train; print an introduction and a summary."""
+def train(
+    arguments: Sequence[str], folder: Path | None, resume: str | None, *, as_json: bool = False
+) -> None:
+    """Train; print an introduction and a summary, or the results as JSON."""
+    if as_json:
+        with redirect_stdout(sys.stderr):
+            trainer, notes = _train(arguments, folder, resume)
+        if notes.is_first:
+            print_json(results(trainer, notes))
+    else:
+        trainer, _ = _train(arguments, folder, resume)
+    if trainer.unsaved is not None:
+        raise SystemExit(1)
+    if trainer.stop_reason is not None:
+        raise SystemExit(exit_code(trainer.stop_reason))
+
+
+def _train(
+    arguments: Sequence[str], folder: Path | None, resume: str | None
+) -> tuple[Trainer, Notes]:
     add_working_folder()
     named, overrides = split_arguments(arguments)
     path = named or unnamed_run_file(folder or overridden_folder(overrides), resume)
     config = read_run_file(path, overrides)
     console = Console(highlight=False)
-    is_first = os.environ.get("RANK", "0") == "0"
     notes = Notes(config)
     if config.log.console is None:
         config = config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
     folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
-    trainer = notes.trainer = build_trainer(config, folder=folder, callbacks=[notes])
-    found = None if resume is None else trainer.resume(resume)
-    if is_first:
+    with progress("building the run"):
+        trainer = notes.trainer = build_trainer(config, folder=folder, callbacks=[notes])
+    with progress("resuming"):
+        found = None if resume is None else trainer.resume(resume)
+    if notes.is_first:
         for line in introduce(trainer, path, found):
             console.print(line, markup=False, soft_wrap=True)
     trainer.fit(on_signal="return")
-    if is_first:
+    if notes.is_first:
         for line in summarise(trainer, notes):
             console.print(line, markup=False, soft_wrap=True)
-    if trainer.unsaved is not None:
-        raise SystemExit(1)
-    if trainer.stop_reason is not None:
-        raise SystemExit(exit_code(trainer.stop_reason))
+    return trainer, notes
 
 
 @final
@@ -71,6 +91,7 @@ class Notes(Callback):
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self.is_first = os.environ.get("RANK", "0") == "0"
         self.trainer: Trainer | None = None
         self.metrics: dict[str, Mapping[str, float]] = {}
         self.checkpoint: Path | None = None
@@ -229,6 +250,23 @@ def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
     if trainer.plan is not None and trainer.plan.is_exact:
         yield f"as planned?  stretto plan --against {folder}"
     yield f"to see it:  stretto report {folder} --plot {folder}/run.png"
+
+
+def results(trainer: Trainer, notes: Notes) -> dict[str, object]:
+    """Return what a script wants to know after a run."""
+    at = trainer.timer.timestamp
+    return {
+        "folder": str(trainer.folder),
+        "finished": trainer.stop_reason is None,
+        "stop_reason": trainer.stop_reason,
+        "batch": at.batch,
+        "sample": at.sample,
+        "token": at.token,
+        "seconds": at.run_nanoseconds / 1e9,
+        "metrics": {name: dict(metrics) for name, metrics in notes.metrics.items()},
+        "checkpoint": None if notes.checkpoint is None else str(notes.checkpoint),
+        "skipped_steps": trainer.skipped_steps,
+    }
 
 
 def position(trainer: Trainer) -> str:
