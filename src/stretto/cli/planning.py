@@ -17,11 +17,7 @@ from stretto.config.run import RunConfig, read_run_file
 from stretto.config.yaml import parse_override
 from stretto.errors import PlanError
 from stretto.planning import Plan
-
-RUN_FILE = "run.yaml"
-"""The name of the run file in each run folder."""
-PLAN = "plan.json"
-"""The name of the plan there."""
+from stretto.run_folder import PLAN, RUN_FILE, read_json
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -99,9 +95,8 @@ def refuse(options: Mapping[str, object], *, why: str, instead: str) -> None:
 
 def as_it_ran(config: RunConfig, folder: Path) -> RunConfig:
     """Fill in the ranks and the micro-batch size of a run, from the plan in its folder."""
-    try:
-        kept = json.loads((folder / PLAN).read_text("utf-8")) or {}
-    except (OSError, ValueError):
+    kept = read_json(folder / PLAN)
+    if not isinstance(kept, dict):
         return config
     found = {"world_size": kept.get("world_size")} if config.world_size is None else {}
     if config.micro_batch_size == "auto":

@@ -22,8 +22,9 @@ from stretto.report.drawing import (
     finish_value_axis,
     short,
 )
-from stretto.report.ledger import LedgerRow, decided_sizes, read_ledger
+from stretto.report.ledger import decided_sizes
 from stretto.report.run import RunMetrics, read_metrics
+from stretto.run_folder import LedgerRow, read_ledger
 from stretto.timing import Horizon, Timestamp, TimeUnit
 from stretto.timing.grammar import parse_unit
 
