@@ -420,13 +420,14 @@ def parsed_ledger(columns: Sequence[str], block: str) -> dict[str, npt.NDArray[n
     """Return the columns of complete lines of a ledger; lines that are not whole are left out."""
     import numpy as np
 
+    if not block:
+        return {}
     width = len(columns)
-    with np.errstate(all="ignore"):
-        try:
-            numbers = np.loadtxt(block.splitlines(), delimiter=",", ndmin=2, comments=None)
-        except ValueError:
-            numbers = np.empty((0, 0))
-    if block and numbers.shape[1] != width:
+    try:
+        numbers = np.loadtxt(block.splitlines(), delimiter=",", ndmin=2, comments=None)
+    except ValueError:
+        numbers = np.empty((0, 0))
+    if numbers.shape[1] != width:
         rows = []
         for line in block.splitlines():
             try:
@@ -436,4 +437,4 @@ def parsed_ledger(columns: Sequence[str], block: str) -> dict[str, npt.NDArray[n
             if len(row) == width:
                 rows.append(row)
         numbers = np.array(rows).reshape(-1, width)
-    return {name: numbers[:, index] for index, name in enumerate(columns)} if block else {}
+    return {name: numbers[:, index] for index, name in enumerate(columns)}

@@ -17,6 +17,7 @@ from stretto.config.run import RunConfig, read_run_file
 from stretto.config.yaml import parse_override
 from stretto.errors import PlanError
 from stretto.planning import Plan
+from stretto.planning.plan import plan_record
 from stretto.run_folder import PLAN, RUN_FILE, read_json
 
 
@@ -63,6 +64,32 @@ def read_arguments(arguments: Sequence[str], *, folder: Path | None = None) -> R
     path, overrides = split_arguments(arguments)
     default = packaged_run_file() if folder is None else folder / RUN_FILE
     return read_run_file(path or default, overrides)
+
+
+def write_page(page: Path, arguments: Sequence[str]) -> None:
+    """Write the page of one or several plans, laid over each other.
+
+    Args:
+        page: the file.
+        arguments: run files, then `key=value` for what changes in all of them.
+
+    Raises:
+        ConfigError: the page cannot be written, or a run file is wrong.
+        PlanError: a run has no plan.
+    """
+    from stretto.config.plans import build_run
+    from stretto.report.page import payload, plan_data, write
+
+    named = [one for one in arguments if "=" not in one or _is_file(one)]
+    overrides = [one for one in arguments if one not in named]
+    plans = []
+    for arguments_of_one in [[name, *overrides] for name in named] or [overrides]:
+        config = read_arguments(arguments_of_one)
+        planned = plan_of(config, prepare_run(config, build_run(config)))
+        name = Path(arguments_of_one[0]).stem if named else packaged_run_file().stem
+        plans.append(plan_data(name, plan_record(planned)))
+    write(page, payload(plans))
+    typer.echo(f"wrote {page}", err=True)
 
 
 def print_json(value: object) -> None:

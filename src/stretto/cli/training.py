@@ -214,7 +214,7 @@ def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
             yield f"to resume:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
     if trainer.plan is not None and trainer.plan.is_exact:
         yield f"as planned?  stretto plan --against {folder}"
-    yield f"to see it:  stretto report {folder} --plot {folder}/run.png"
+    yield f"to see it:  stretto report {folder} --html {folder}/run.html"
 
 
 def position(trainer: Trainer) -> str:

@@ -60,19 +60,6 @@ class Comparison:
         )
 
 
-def decided_sizes(rows: Sequence[LedgerRow]) -> list[int]:
-    """Return the decided size of each batch; a cut batch has the size of the previous one.
-
-    A change of size in a batch that is cut is not visible in the ledger.
-    """
-    sizes: list[int] = []
-    for row, after in zip_longest(rows, rows[1:]):
-        size, is_last = row.counts["size"], after is None
-        is_cut = is_last or after.counts["epoch"] != row.counts["epoch"]
-        sizes.append(max(size, sizes[-1]) if is_cut and sizes else size)
-    return sizes
-
-
 def compare(plan: Plan, folder: Path) -> Comparison:
     """Compare the run in `folder` with `plan`: sizes, clock and hyper-parameters.
 
