@@ -54,7 +54,7 @@ def test_trains_plans_and_reports(stretto: Stretto) -> None:
     reported = stretto("report", folder, "--plot", "run.svg")
     assert reported.code == 0
     assert "validation/entropy: 3.2500 throughout" in reported.out
-    assert reported.out.endswith("drew run.svg\n")
+    assert reported.err == "drew run.svg\n"
     assert Path("run.svg").read_text().startswith("<?xml")
 
 
@@ -314,7 +314,9 @@ def test_what_fails_after_an_error_is_told_with_it(stretto: Stretto) -> None:
     )
     said = stretto("train", "run.yaml", "callbacks=[{target: cli_faulty:Faulty}]")
     assert said.code == 2
-    assert said.err == ("Error [training]: cannot go on\nand Faulty.on_fit_end failed: ValueError: nor end\n")
+    assert said.err == (
+        "Error [training]: cannot go on\nand Faulty.on_fit_end failed: ValueError: nor end\n"
+    )
 
 
 def test_an_error_names_keys_where_python_names_arguments(stretto: Stretto) -> None:

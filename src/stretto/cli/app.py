@@ -304,6 +304,8 @@ def report(
     *,
     as_json: _AsJson = False,
     html: _Html = None,
+    plot: _Plot = None,
+    unit: _Unit = None,
 ) -> None:
     """Show what runs have done."""
     from stretto.report import page
@@ -325,6 +327,16 @@ def report(
         print_json(records if len(paths) > 1 else records[0])
         return
     typer.echo("\n\n".join(run_table(one, folder) for folder, one in found.items()))
+    if plot is not None:
+        from stretto.report.pictures import draw_run
+
+        if len(paths) > 1:
+            why = "a picture shows one run"
+            raise ConfigError.bad(
+                "--plot", str(plot), why, "write --html to lay runs over each other"
+            )
+        draw_run(paths[0], plot, unit=unit)
+        typer.echo(f"drew {plot}", err=True)
 
 
 @app.command(epilog=_examples("watch", "watch runs/a --port 8400"))
