@@ -142,6 +142,7 @@ function above(values, v) {  // the first index whose value is larger
   return low;
 }
 
+const labelOf = trace => trace.s.label || trace.s.name;
 const slope = (values, n) => n > 1 && values[n - 1] > values[0] ? (values[n - 1] - values[0]) / (n - 1) : 1;
 
 function at(run, unit, row) {  // beyond the run's ends, its mean pace
@@ -223,7 +224,7 @@ function multiples(low, high, step, zone = 0) {
 
 function xTicks(low, high, width) {
   const unit = state.axis, zone = unit === "utc" ? -60 * new Date(low * 1000).getTimezoneOffset() : 0;
-  return multiples(low, high, stepOf(low, high, width / (unit === "utc" ? 90 : 75), unit), zone);
+  return multiples(low, high, stepOf(low, high, width / (unit === "utc" ? 85 : 62), unit), zone);
 }
 
 function plain(values) {  // one suffix and one number of decimals for all ticks
@@ -248,7 +249,7 @@ function xLabels(values) {
 }
 
 function yTicks(panel, low, high, height) {  // low and high are logarithms of base two on a logarithmic panel
-  const count = Math.max(2, height / 34);
+  const count = Math.max(2, height / (DOUBLING.has(panel.key) ? 22 : 32));
   if (!panel.log) {
     const factor = panel.unit === "bytes" ? (BYTES.find(([f]) => high >= f) ?? [1])[0] : 1;
     return multiples(low / factor, high / factor, stepOf(low / factor, high / factor, count)).map(v => v * factor);
@@ -426,16 +427,17 @@ function paint(panel, u) {
   ctx.rect(bbox.left, bbox.top - scale, bbox.width, bbox.height + 2 * scale);
   ctx.clip();
   ctx.lineJoin = "round";
-  paintEvents(u, X, scale);
   for (const t of panel.traces) if (t.x.length) {
     const [first, last] = visible(t), from = Math.max(0, first - 1), to = Math.min(t.x.length - 1, last + 1);
     const stroke = colours[`c${t.s.colour ?? colourOf(t.run)}`];
     if (t.s.low) area(ctx, t, from, to, X, Y, stroke, t.s.own ? 0.55 : 0.18);
     const shape = new Path2D(), dots = new Path2D(), few = last - first < bbox.width / scale / 14, r = (t.second ? 2.6 : 2.2) * scale;
+    const cuts = state.axis === "utc" && !t.s.step ? t.run.events.filter(event => event.kind === "resume").map(event => event.row) : [];
     let pen = false, before = 0;
     for (let i = from; i <= to; i++) {
       const x = X(t.x[i]), y = Y(t.s.values[t.index[i]]);
       if (!Number.isFinite(y)) { pen = false; continue; }
+      if (i > from && cuts.some(row => t.s.rows[t.index[i - 1]] <= row && t.s.rows[t.index[i]] > row)) pen = false;  // the run was away
       if (pen && t.s.step) shape.lineTo(x, before);
       if (pen) shape.lineTo(x, y); else shape.moveTo(x, y);
       const alone = !pen && !(i < to && Number.isFinite(Y(t.s.values[t.index[i + 1]])));
@@ -452,6 +454,7 @@ function paint(panel, u) {
     ctx.globalAlpha = 1;
     if (t.second) { ctx.fillStyle = colours.raised; ctx.lineWidth = 1.4 * scale; ctx.fill(dots); ctx.stroke(dots); } else ctx.fill(dots);
   }
+  paintEvents(u, X, scale);
   paintLimit(panel, u, Y, scale);
   ctx.restore();
 }
@@ -492,6 +495,12 @@ function paintEvents(u, X, scale) {
     ctx.moveTo(x, grave ? bbox.top : bottom - 5 * scale);
     ctx.lineTo(x, bottom);
     ctx.stroke();
+    if (event.kind !== "mark") continue;
+    ctx.fillStyle = colours.ink;
+    ctx.textAlign = "left";
+    ctx.textBaseline = "alphabetic";
+    ctx.font = `${12 * scale}px system-ui, sans-serif`;
+    ctx.fillText(event.text, x + 5 * scale, bottom - 8 * scale);
   }
   ctx.setLineDash([]);
   ctx.globalAlpha = 1;
@@ -518,7 +527,7 @@ function paintLimit(panel, u, Y, scale) {
 
 function newPanel(key) {
   const panel = {key, log: state.logs.get(key) ?? DOUBLING.has(key), placed: false, y: [0, 1], unit: ""};
-  const title = TITLES.get(key) ?? key;
+  const title = key === "step_memory" ? runs.find(run => run.kind === "memory").name : TITLES.get(key) ?? key;
   panel.values = make("div", {class: "values"});
   panel.small = make("small");
   panel.heading = make("h2", {}, title, " ", panel.small);
@@ -531,14 +540,14 @@ function newPanel(key) {
   panel.lanes = make("div", {class: "lanes"});
   panel.plot = make("div", {class: "plot"});
   panel.root = make("section", {class: "panel", tabindex: 0, role: "group", "aria-label": `${title}: Shift with arrow keys moves the cursor`, keydown: event => press(panel, event)},
-    make("div", {class: "top"}, panel.heading, log, panel.values), panel.lanes, panel.plot);
+    make("div", {class: "top"}, panel.heading, ...(key === "step_memory" ? [] : [log]), panel.values), panel.lanes, panel.plot);
   return panel;
 }
 
 const heightOf = panel => panel.root.classList.contains("wide") ? (innerWidth < 600 ? 230 : 290) : 180;
 
 function mount(panel) {
-  const font = "11.5px system-ui, -apple-system, 'Segoe UI', sans-serif", ink = () => colours.soft, grid = {stroke: () => colours.grid, width: 1};
+  const font = "12px system-ui, sans-serif", ink = () => colours.soft, grid = {stroke: () => colours.grid, width: 1};
   const u = panel.u = new uPlot({
     width: Math.max(80, panel.plot.clientWidth), height: heightOf(panel), pxAlign: 0, legend: {show: false}, padding: [6, 14, 0, 0],
     // Runs have clocks of their own, uPlot has one for all series: it keeps scales, axes, cursor and selection, and `paint` draws.
@@ -629,7 +638,7 @@ function layLanes(panel) {
   const kept = document.activeElement?.closest?.(".lane button")?.dataset.at;
   panel.lanes.replaceChildren();
   const {u} = panel, width = u.over.clientWidth || u.width - 70, offset = u.over.offsetLeft || 56;
-  for (const run of shown()) {
+  for (const run of shown().filter(run => run.kind !== "memory")) {
     const marks = run.events.map(event => ({event, x: run.clock[state.axis]?.[event.row]}))
       .filter(({x}) => x >= range[0] && x <= range[1]).map(m => ({...m, px: (m.x - range[0]) / (range[1] - range[0]) * width})).sort((a, b) => a.px - b.px);
     if (!marks.length) continue;
@@ -684,9 +693,7 @@ function tip(text = "", box = null) {
 
 // ---- cursor
 
-let moving = false;
 function moveCursor(x, source) {
-  if (moving) return;
   const run = reference();
   state.cursor = x == null || !run ? null : {run: run.name, row: rowAt(run, state.axis, x)};
   showCursor(source);
@@ -694,13 +701,11 @@ function moveCursor(x, source) {
 
 function showCursor(source = null) {
   const run = state.cursor && named(state.cursor.run), x = run ? xOf(run, state.cursor.row) : null;
-  moving = true;
   for (const panel of panels) {
     const left = x == null || x < range[0] || x > range[1] ? -10 : (x - range[0]) / (range[1] - range[0]) * panel.u.over.clientWidth;
     if (panel !== source) panel.u.setCursor({left, top: 0}, false);
     panel.values.replaceChildren(...readouts(panel, x));
   }
-  moving = false;
   byId("reading").textContent = run ? AXES.filter(([unit]) => run.clock[unit]).map(([unit]) => reading(unit, at(run, unit, state.cursor.row))).filter(Boolean).join("  ·  ") : "";
   if (!source) return;
   const near = x == null ? [] : nearEvents(x, 4 * (range[1] - range[0]) / source.u.over.clientWidth);
@@ -735,7 +740,7 @@ function readouts(panel, x) {
     for (const trace of own) {
       const words = wordsOf(trace, x);
       if (words == null) continue;
-      const label = own.length > 1 ? `${trace.s.planned ? "planned" : trace.s.label || trace.s.name} ` : "";
+      const label = own.length > 1 ? `${labelOf(trace)} ` : "";
       parts.push(make("span", {}, ...(trace.s.own ? [swatch(trace.s.colour, [], true), " "] : []), label, make("b", {}, words)));
     }
     if (parts.length) out.push(make("span", {title: run.name}, ...(run.kind === "memory" ? [] : [swatch(colourOf(run), dashOf(run), true)]), ...parts));
@@ -771,9 +776,9 @@ function stride(panel, forward, from = cursorX() ?? (forward > 0 ? -Infinity : I
   }
   if (next == null) return;
   moveCursor(next, null);
-  const values = panel.traces.map(t => [shown().length > 1 ? `${t.run.name}:` : "", t.s.planned ? "planned" : t.s.label || t.s.name, wordsOf(t, next) ?? "no value"].filter(Boolean).join(" "));
-  const near = nearEvents(next, least / 2), run = named(state.cursor.run);
-  byId("spoken").textContent = [reading(state.axis, next), ...values, near.length ? describe(near) : ""].filter(Boolean).join("; ") + (run.n > 1 ? "" : "; the only row");
+  const values = panel.traces.map(t => [shown().length > 1 ? `${t.run.name}:` : "", labelOf(t), wordsOf(t, next) ?? "no value"].filter(Boolean).join(" "));
+  const near = nearEvents(next, least / 2);
+  byId("spoken").textContent = [reading(state.axis, next), ...values, near.length ? describe(near) : ""].filter(Boolean).join("; ");
 }
 
 // ---- head, legend, tables, chooser
@@ -809,10 +814,11 @@ function table(columns, rows, numbers) {
 }
 
 function layText() {
-  const many = runs.filter(run => run.facts?.length), names = [...new Set(many.flatMap(run => run.facts.map(([name]) => name)))];
-  if (many.length === 1) byId("facts").replaceChildren(make("dl", {}, ...many[0].facts.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, String(text))))));
-  else if (many.length) byId("facts").replaceChildren(table(["", ...many.map(run => run.name)],
-    names.map(name => [name, ...many.map(run => run.facts.find(([other]) => other === name)?.[1] ?? "–")])));
+  const told = runs.filter(run => run.facts?.length), names = [...new Set(told.flatMap(run => run.facts.map(([name]) => name)))];
+  const rows = names.map(name => [name, ...told.map(run => String(run.facts.find(([other]) => other === name)?.[1] ?? "–"))]);
+  const differ = rows.filter(([, first, ...rest]) => rest.some(text => text !== first)), same = rows.filter(row => !differ.includes(row));
+  byId("facts").replaceChildren(make("dl", {}, ...same.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text)))),
+    ...(differ.length ? [table(["", ...told.map(run => run.name)], differ)] : []));
   const staged = runs.filter(run => run.stages?.rows?.length);
   byId("stages").replaceChildren(...(staged.length ? [make("h2", {}, "Stages")] : []), ...staged.flatMap(run => {
     const numbers = run.stages.columns.map((_, i) => run.stages.rows.every(row => /^[-–\d]/.test(row[i])));
