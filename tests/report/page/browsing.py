@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,6 +62,7 @@ class Seen:
     def __init__(self, browser: Browser, **options: Any) -> None:
         """Open an empty page."""
         self.page: Page = browser.new_page(**options)
+        self.page.set_default_timeout(10_000)
         self.requests: list[str] = []
         self.complaints: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
@@ -77,9 +79,17 @@ class Seen:
     def go(self, address: str) -> Page:
         """Open an address, and wait until the page is drawn."""
         self.page.goto(address)
-        self.page.wait_for_function("globalThis.strettoPage !== undefined")
-        self.frames()
+        self.until("globalThis.strettoPage !== undefined")
         return self.page
+
+    def until(self, claim: str) -> None:
+        """Wait until a claim in JavaScript is true, and the page is drawn."""
+        # Not `wait_for_function`: it evaluates text in the page, which the page forbids.
+        end = time.monotonic() + 10
+        while not self.page.evaluate(claim):
+            assert time.monotonic() < end, claim
+            time.sleep(0.02)
+        self.frames()
 
     def frames(self) -> None:
         """Wait until what was asked for is on the screen."""

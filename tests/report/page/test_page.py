@@ -319,7 +319,7 @@ def test_odd_data_is_shown_without_complaint(
 ) -> None:
     seen = Seen(chromium, color_scheme=theme)
     page = seen.show(odd(), tmp_path)
-    for label in page.locator("#axis label").all():
+    for label in page.locator("#axis label:visible").all():
         label.click()
         seen.frames()
         for over in page.locator(".u-over").all():
@@ -405,8 +405,7 @@ class TestLive:
         before = view(page), zoom(page)
         n = page.evaluate("strettoPage.runs[0].n")
         server.messages.put(("rows", self.rows(2, n, [810, 820])))
-        page.wait_for_function(f"strettoPage.runs[0].n === {n + 2}")
-        seen.frames()
+        seen.until(f"strettoPage.runs[0].n === {n + 2}")
         assert (view(page), zoom(page)) == before
         assert page.locator("#live").text_content() == "live"
         page.locator("#whole").click()
@@ -423,10 +422,9 @@ class TestLive:
         before = view(page)
         n = page.evaluate("strettoPage.runs[0].n")
         server.messages.put(("rows", self.rows(2, n, [205.5, 207.5])))
-        page.wait_for_function(f"strettoPage.runs[0].n === {n + 2}")
+        seen.until(f"strettoPage.runs[0].n === {n + 2}")
         server.messages.put(("rows", self.rows(1, n + 2, [209.5])))
-        page.wait_for_function(f"strettoPage.runs[0].n === {n + 3}")
-        seen.frames()
+        seen.until(f"strettoPage.runs[0].n === {n + 3}")
         ba = page.evaluate("[...strettoPage.runs[0].clock.ba]")
         assert ba == sorted(ba)
         event = page.evaluate("strettoPage.runs[0].events.at(-1).row")
@@ -442,7 +440,6 @@ class TestLive:
         before = view(page)
         server.messages.put(("run", payloads.run("a", points=30)))
         server.messages.put(("run", payloads.run("b", points=30)))
-        page.wait_for_function("strettoPage.runs.length === 2")
-        seen.frames()
+        seen.until("strettoPage.runs.length === 2")
         assert view(page) == pytest.approx(before, rel=1e-12)
         assert page.locator("#legend button").all_text_contents() == ["a", "b"]

@@ -526,7 +526,7 @@ function paintLimit(panel, u, Y, scale) {
 // ---- panels
 
 function newPanel(key) {
-  const panel = {key, log: state.logs.get(key) ?? DOUBLING.has(key), placed: false, y: [0, 1], unit: ""};
+  const panel = {key, log: state.logs.get(key) ?? DOUBLING.has(key), placed: false, traces: [], y: [0, 1], unit: ""};
   const title = key === "step_memory" ? runs.find(run => run.kind === "memory").name : TITLES.get(key) ?? key;
   panel.values = make("div", {class: "values"});
   panel.small = make("small");
@@ -571,20 +571,19 @@ function mount(panel) {
 }
 
 function touch(u) {  // two fingers zoom, one moves the cursor; the wheel zooms with Ctrl, as a trackpad's pinch does
-  const fingers = new Map();
-  let held = null;
-  const lift = event => { fingers.delete(event.pointerId); held = null; };
-  u.over.addEventListener("pointerdown", event => { if (event.pointerType !== "mouse") { fingers.set(event.pointerId, event.offsetX); held = null; } });
-  u.over.addEventListener("pointermove", event => {
+  const fingers = new Map(), places = () => [...fingers.values()].sort((p, q) => p - q).map(x => u.posToVal(x, "x"));
+  let held = [];
+  const on = (names, handle) => names.forEach(name => u.over.addEventListener(name, event => { if (event.pointerType !== "mouse") handle(event); }));
+  on(["pointerdown"], event => { fingers.set(event.pointerId, event.offsetX); held = places(); });
+  on(["pointerup", "pointercancel"], event => { fingers.delete(event.pointerId); held = places(); });
+  on(["pointermove"], event => {
     if (!fingers.has(event.pointerId)) return;
     fingers.set(event.pointerId, event.offsetX);
-    const [a, b] = [...fingers.values()].sort((p, q) => p - q);
-    if (b === undefined) return moveCursor(u.posToVal(a, "x"), null);
-    held ??= [u.posToVal(a, "x"), u.posToVal(b, "x")];
-    const pace = (held[1] - held[0]) / Math.max(8, b - a), low = held[0] - a * pace;
-    zoomTo(low, low + u.over.clientWidth * pace);
+    const [a, b] = places();
+    if (b === undefined) return moveCursor(a, null);
+    const pace = (held[1] - held[0]) / Math.max(b - a, (range[1] - range[0]) / 50), low = held[0] - (a - range[0]) * pace;
+    zoomTo(low, low + (range[1] - range[0]) * pace);
   });
-  for (const name of ["pointerup", "pointercancel"]) u.over.addEventListener(name, lift);
   u.over.addEventListener("wheel", event => {
     if (!event.ctrlKey) return;
     event.preventDefault();
