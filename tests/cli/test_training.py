@@ -30,7 +30,8 @@ def test_trains_plans_and_reports(stretto: Stretto) -> None:
     assert ", entropy 3.2500" in said.out
     folder = Path("runs/run")
     assert {path.name for path in folder.iterdir()} == {
-        "run.yaml", "plan.json", "metrics.jsonl", "ledger.csv", "checkpoints", "run.lock",
+        "run.yaml", "plan.json", "metrics.jsonl", "ledger.csv", "events.jsonl", "checkpoints",
+        "run.lock",
     }  # fmt: skip
     assert json.loads((folder / "plan.json").read_text())["num_batches"] == 11
     assert read_run_file(folder / "run.yaml").data.num_samples == 40

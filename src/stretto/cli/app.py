@@ -19,6 +19,11 @@ def _local(folder: Path | None) -> Path | None:
     return None if folder is None else local_path(folder, "use", ConfigError)
 
 
+def _all_local(folders: list[Path]) -> list[Path]:
+    """Refuse URLs as folders."""
+    return [local_path(folder, "use", ConfigError) for folder in folders]
+
+
 def _option(help: str, metavar: str | None = None, **more: Any) -> Any:  # noqa: A002  as typer's
     return typer.Option(help=help, metavar=metavar, show_default=False, **more)
 
@@ -38,6 +43,7 @@ _RunFile: TypeAlias = Annotated[
     ),
 ]
 _Plot: TypeAlias = Annotated[Path | None, _option("Draw it as PNG, SVG or PDF.", "FILE")]
+_Html: TypeAlias = Annotated[Path | None, _option("Write a page for a browser.", "FILE.html")]
 _Unit: TypeAlias = Annotated[
     str | None, _option("The unit of the picture's axis; by default it is chosen.", _UNITS)
 ]
@@ -103,6 +109,7 @@ def plan(
     ] = False,
     plot: _Plot = None,
     unit: _Unit = None,
+    html: _Html = None,
     against: Annotated[
         Path | None,
         _option(
@@ -116,6 +123,9 @@ def plan(
     from stretto.cli import planning as verb
     from stretto.config.plans import build_run, plan_of, prepare_run
 
+    if html is not None:
+        verb.write_page(html, run_file or [])
+        return
     config = verb.read_arguments(run_file or [], folder=against)
     if against is not None:
         config = verb.as_it_ran(config, against)
@@ -244,33 +254,48 @@ def find_batch_size(
 
 @app.command()
 def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.", callback=_local),
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_FOLDER...",
+            help="Folders of runs; or a report of 'phantomgpu run --json', with --html.",
+            callback=_all_local,
+        ),
     ],
     *,
-    plot: _Plot = None,
-    unit: _Unit = None,
+    html: _Html = None,
 ) -> None:
-    """Show what a run has done."""
+    """Show what runs have done."""
+    from stretto.report import page
     from stretto.report.run import read_metrics, run_table
 
-    typer.echo(run_table(read_metrics(folder), folder))
-    if plot is None:
+    if html is not None:
+        if len(paths) == 1 and paths[0].is_file():
+            shown = page.memory_payload(paths[0])
+        else:
+            shown = page.payload(map(page.read, paths))
+        page.write(html, shown)
+        typer.echo(f"wrote {html}", err=True)
         return
-    from stretto.cli.planning import read_arguments
-    from stretto.config.plans import build_run, plan_of, prepare_run
-    from stretto.errors import PlanError
-    from stretto.report.pictures import draw_run
+    typer.echo("\n\n".join(run_table(read_metrics(folder), folder) for folder in paths))
 
-    config = read_arguments([], folder=folder)
-    run = build_run(config)
-    try:
-        plan = plan_of(config, prepare_run(config, run))
-    except PlanError:
-        plan = None  # the batch sizes were decided during the run
-    draw_run(folder, plot, horizon=run.horizon, plan=plan, unit=unit)
-    typer.echo(f"\ndrew {plot}")
+
+@app.command()
+def watch(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="A folder of runs, or the folder of one run.", callback=_local
+        ),
+    ] = Path("runs"),
+    *,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port on 127.0.0.1.")] = 8377,
+) -> None:
+    """Show runs in a browser while they run."""
+    from stretto.report.page.watch import HOST, serve
+
+    typer.echo(f"watching {folder} at http://{HOST}:{port}/  (end with Ctrl+C)")
+    serve(folder, port)
 
 
 @app.command()

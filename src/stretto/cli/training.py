@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,19 +11,14 @@ from typing import TYPE_CHECKING, final
 
 from rich.console import Console
 
-from stretto._location import LEDGER, local_path
-from stretto.cli.planning import (
-    PLAN,
-    RUN_FILE,
-    add_working_folder,
-    packaged_run_file,
-    split_arguments,
-)
+from stretto._location import local_path
+from stretto.cli.planning import add_working_folder, packaged_run_file, split_arguments
 from stretto.config.run import RunConfig, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override
 from stretto.errors import ConfigError
 from stretto.planning import UnknownSizes, bound_of
+from stretto.run_folder import LEDGER, RUN_FILE, replace_file
 from stretto.timing import TimeUnit
 from stretto.training import Callback
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
@@ -67,7 +61,7 @@ def train(arguments: Sequence[str], folder: Path | None, resume: str | None) -> 
 
 @final
 class Notes(Callback):
-    """Writes the run file and the plan to the run folder; keeps results for the summary."""
+    """Writes the run file to the run folder; keeps results for the summary."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -76,17 +70,16 @@ class Notes(Callback):
         self.checkpoint: Path | None = None
 
     def on_fit_start(self, run: Run) -> None:
-        """Write the whole run file and the plan, once the folder is known to be this run's.
+        """Write the whole run file, once the folder is known to be this run's.
 
         Raises:
             ConfigError: the folder cannot be written to.
         """
         if not run.is_first_rank or run.folder is None or self.trainer is None:
             return
-        plan = self.trainer.plan
         try:
-            _replace(run.folder / RUN_FILE, dump_run_file(resolved(self._config, self.trainer)))
-            _replace(run.folder / PLAN, json.dumps(plan and plan.to_json(), indent=1) + "\n")
+            text = dump_run_file(resolved(self._config, self.trainer))
+            replace_file(run.folder / RUN_FILE, text)
         except OSError as error:
             raise ConfigError.cannot(
                 f"keep the run in {run.folder}",
@@ -103,13 +96,6 @@ class Notes(Callback):
         """Keep the path."""
         del run
         self.checkpoint = path
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file; a full disk or a kill leaves the old one."""
-    unfinished = file.with_name(file.name + ".tmp")
-    unfinished.write_text(text, "utf-8")
-    unfinished.replace(file)
 
 
 def choose_folder(config: RunConfig, stem: str, folder: Path | None, *, resumes: bool) -> Path:
@@ -228,7 +214,7 @@ def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
             yield f"to resume:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
     if trainer.plan is not None and trainer.plan.is_exact:
         yield f"as planned?  stretto plan --against {folder}"
-    yield f"to see it:  stretto report {folder} --plot {folder}/run.png"
+    yield f"to see it:  stretto report {folder} --html {folder}/run.html"
 
 
 def position(trainer: Trainer) -> str:

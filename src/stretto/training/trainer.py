@@ -354,6 +354,8 @@ class Trainer:
             else None,
             config=ChainMap({"folder": folder}, given),
         )
+        if self.fitting is not None and self.fitting.peak is not None:
+            recorder.facts["predicted_memory_bytes"] = self.fitting.peak
         self._setup = Setup(run, self._settings, self._built)
         parts = parts_of(
             step,
@@ -507,7 +509,7 @@ class Trainer:
             folder.callback(self._leave)
             if self.loader.spec.is_map_style:  # what is iterated would have to begin anew
                 held.callback(self.loader.close)
-            held.callback(loop.recorder.close)
+            held.push(loop.recorder.close)
             held.callback(loop.saver.close)
             self.run.take_back()
             open_run(folder, self.folder, loop.recorder, self.timer.timestamp, self._ranks)
@@ -562,6 +564,7 @@ class Trainer:
         dropped = saver.restore(found)
         self._loop.stepper.resumed_from = found
         self.changes = (*self._setup.changes, *dropped)
+        self._loop.recorder.resumed = found, self.changes
         self._refusal = None
         self.run.plan  # noqa: B018  making it checks the stages that are still to come
         return found
