@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
 from pathlib import Path
 from queue import Queue
 from typing import Any, final
 
 import pytest
+
+from stretto.report.page import build
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
@@ -39,22 +40,6 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
-def filled(payload: dict[str, Any]) -> str:
-    """Return the page of a payload."""
-    folder = files("stretto.report") / "page"
-    text = (folder / "page.html").read_text("utf-8")
-    style = [(folder / name).read_text("utf-8") for name in ("uplot/uPlot.min.css", "page.css")]
-    parts = {
-        "/*STYLE*/": "\n".join(style),
-        "/*UPLOT*/": (folder / "uplot/uPlot.iife.min.js").read_text("utf-8"),
-        "/*SCRIPT*/": (folder / "page.js").read_text("utf-8"),
-        "{{DATA}}": json.dumps(payload, allow_nan=False).replace("<", "\\u003c"),
-    }
-    for place, part in parts.items():
-        text = text.replace(place, part)
-    return text
-
-
 @final
 class Seen:
     """A page that is open, with what it asked for and complained about."""
@@ -73,7 +58,7 @@ class Seen:
     def show(self, payload: dict[str, Any], folder: Path, fragment: str = "") -> Page:
         """Show a payload from a file."""
         file = folder / "page.html"
-        file.write_text(filled(payload), "utf-8")
+        file.write_text(build(payload), "utf-8")
         return self.go(file.as_uri() + fragment)
 
     def go(self, address: str) -> Page:
@@ -104,7 +89,7 @@ class LiveServer:
     def __init__(self, payload: dict[str, Any]) -> None:
         """Listen on a free port of this machine."""
         self.messages: Queue[tuple[str, dict[str, Any]] | None] = Queue()
-        text, messages = filled(payload).encode(), self.messages
+        text, messages = build(payload).encode(), self.messages
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:

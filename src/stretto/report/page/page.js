@@ -41,7 +41,7 @@ function bytes(text) {
 }
 function decode(value, Type) {  // base64, {"f64": base64}, or a plain array, whose null is nan
   if (value == null) return null;
-  if (Array.isArray(value)) return Type.from(value, v => v ?? NaN);
+  if (Array.isArray(value)) return (Type === Float32Array ? Float64Array : Type).from(value, v => v ?? NaN);
   return typeof value === "string" ? new Type(bytes(value)) : new Float64Array(bytes(value.f64));
 }
 function readSeries(raw) {
@@ -69,8 +69,8 @@ function readMemory(raw) {  // a step on the phantom as a run whose clock counts
     facts, limit: raw.limit_bytes, shown: true};
 }
 
+const unknown = n => new Float64Array(n).fill(NaN);
 function join(first, second) {
-  if (!first || !second) return first ?? second;
   const Type = first.constructor === second.constructor ? first.constructor : Float64Array, out = new Type(first.length + second.length);
   out.set(first);
   out.set(second, first.length);
@@ -83,9 +83,7 @@ function appendRows(run, message) {
   const sent = run.sent ?? Int32Array.from({length: run.n}, (_, i) => i);
   run.sent = join(sent, Int32Array.from({length: added}, (_, i) => run.n + i));
   for (const unit of new Set([...Object.keys(run.clock), ...Object.keys(message.clock)])) {
-    const before = run.clock[unit] ?? new Float64Array(run.n).fill(NaN);
-    const after = decode(message.clock[unit], Float64Array) ?? new Float64Array(added).fill(NaN);
-    run.clock[unit] = join(before, after);
+    run.clock[unit] = join(run.clock[unit] ?? unknown(run.n), decode(message.clock[unit], Float64Array) ?? unknown(added));
   }
   run.n += added;
   run.smooth = {};
@@ -94,7 +92,8 @@ function appendRows(run, message) {
     more.rows = more.rows.map(row => run.sent[row]);
     const known = run.series.find(s => s.name === raw.name && s.panel === raw.panel && Boolean(s.planned) === Boolean(raw.planned));
     if (!known) run.series.push(more);
-    else for (const part of ["rows", "values", "low", "high"]) known[part] = join(known[part], more[part]);
+    else for (const part of ["low", "high", "values", "rows"]) if (known[part] || more[part])
+      known[part] = join(known[part] ?? unknown(known.rows.length), more[part] ?? unknown(more.rows.length));
   }
   run.events.push(...(message.events ?? []).map(event => ({...event, row: run.sent[event.row]})));
   sortRows(run);
@@ -132,6 +131,7 @@ function above(values, v) {  // the first index whose value is larger
   }
   return low;
 }
+const logarithm = v => v <= 0 ? -Infinity : Math.log2(v);
 const limitOf = panel => panel.traces.find(t => t.run.limit)?.run.limit;
 const labelOf = trace => trace.s.label || trace.s.name;
 const slope = (values, n) => n > 1 && values[n - 1] > values[0] ? (values[n - 1] - values[0]) / (n - 1) : 1;
@@ -165,7 +165,7 @@ function quantity(v, unit = "") {
     return `${trimmed((v / factor).toPrecision(4))} ${name}`;
   }
   const tail = unit ? ` ${unit}` : "";
-  if (size >= 1e5 || Number.isInteger(v)) return grouped(Math.round(v), 0) + tail;
+  if (size >= 1e3 || Number.isInteger(v)) return grouped(v, 0) + tail;
   if (size < 1e-3) return trimmed(v.toPrecision(3)).replace("e-0", "e-") + tail;
   return trimmed(v.toPrecision(4)) + tail;
 }
@@ -176,9 +176,7 @@ function duration(seconds, places = 0) {
   const two = v => String(v).padStart(2, "0"), rest = (total % 60).toFixed(places).padStart(places ? places + 3 : 2, "0");
   return `${sign}${days ? `${days}d ` : ""}${days || hours ? `${hours}:${two(minutes)}` : minutes}:${rest}`;
 }
-function clockTime(seconds, style) {
-  return new Intl.DateTimeFormat("en-GB", style).format(new Date(seconds * 1000));
-}
+const clockTime = (seconds, style) => new Intl.DateTimeFormat("en-GB", style).format(new Date(seconds * 1000));
 const DAY = {day: "numeric", month: "short"}, MINUTE = {hour: "2-digit", minute: "2-digit"}, SECOND = {...MINUTE, second: "2-digit"};
 function reading(unit, x) {  // a position in words, for the line under the legend
   if (!Number.isFinite(x)) return "";
@@ -187,7 +185,7 @@ function reading(unit, x) {  // a position in words, for the line under the lege
   if (unit === "utc") return clockTime(x, {...DAY, ...SECOND});
   if (unit === "ep") return `epoch ${trimmed(x.toFixed(3))}`;
   if (unit === "ev") return `event ${Math.round(x)}`;
-  return `${grouped(Math.floor(x), 0)} ${AXES.find(([name]) => name === unit)[1]}`;
+  return `${grouped(Math.floor(x * (1 + 1e-12) + 1e-9), 0)} ${AXES.find(([name]) => name === unit)[1]}`;
 }
 
 // ---- ticks
@@ -291,9 +289,7 @@ function zoomTo(low, high) {
   low = Math.max(low, first);
   high = Math.min(high, last);
   if (!run || !(high - low > least)) return;
-  state.zoom = low <= first && high >= last ? null : {run: run.name, from: rowAt(run, state.axis, low), to: rowAt(run, state.axis, high)};
-  remember();
-  schedule();
+  look(low <= first && high >= last ? null : {run: run.name, from: rowAt(run, state.axis, low), to: rowAt(run, state.axis, high)});
 }
 function zoomBy(factor, centre = (range[0] + range[1]) / 2) {
   zoomTo(centre - (centre - range[0]) * factor, centre + (range[1] - centre) * factor);
@@ -303,17 +299,20 @@ function pan(share) {
   const low = Math.min(Math.max(range[0] + share * width, first), Math.max(first, last - width));
   if (state.zoom) zoomTo(low, low + width);
 }
-function showWhole() {
-  state.zoom = null;
+function look(zoom) {
+  state.zoom = zoom;
   remember();
   schedule();
 }
+function renew(draw) {  // after a change of the axis, of the rows or of what is shown
+  for (const panel of panels) panel.placed = false;
+  draw();
+}
 function setAxis(unit) {
   state.axis = unit;
-  byId("axis").querySelector(`[value=${unit}]`).checked = true;
-  for (const panel of panels) panel.placed = false;
+  for (const input of byId("axis").querySelectorAll("input")) input.checked = input.value === unit;
   remember();
-  render();
+  renew(render);
 }
 function remember() {  // in the address, so that a reload and a copied address show the same view
   const {zoom} = state, parts = new URLSearchParams({axis: state.axis});
@@ -329,6 +328,10 @@ function recall(offered) {
 }
 
 // ---- points of a panel on the current axis
+function lastRow(run) {  // of what the run has done: a plan's rows may lie beyond
+  const rows = [...run.events.map(event => event.row), ...run.series.map(s => s.planned ? 0 : s.rows.at(-1) ?? 0)];
+  return rows.reduce((a, b) => Math.max(a, b), 0);
+}
 function pointsOf(run, s) {
   const clock = run.clock[state.axis], room = s.rows.length + 1, x = new Float64Array(room), index = new Int32Array(room);
   let n = 0, last = -Infinity;
@@ -338,8 +341,8 @@ function pointsOf(run, s) {
     index[n++] = i;
   };
   if (clock) for (let i = 0; i < s.rows.length; i++) add(s.rows[i], i);
-  if (clock && s.step && n) {  // the last value holds to the end of the run
-    let end = run.n - 1;
+  if (clock && s.step && n) {  // the last value holds to the end: of the plan, or of what the run has done
+    let end = s.planned || run.kind !== "run" ? run.n - 1 : lastRow(run);
     while (end > 0 && !Number.isFinite(clock[end])) end--;
     if (clock[end] > last) add(end, s.rows.length - 1);
   }
@@ -359,7 +362,7 @@ function visible(trace) {  // indices of the points in view; of a step also the 
 }
 
 function extent(panel) {
-  const f = panel.log ? Math.log2 : v => v;
+  const f = panel.log ? logarithm : v => v;
   let low = Infinity, high = -Infinity, least = Infinity, most = -Infinity;
   for (const t of panel.traces) {
     const [first, last] = t.x.length ? visible(t) : [0, -1];
@@ -369,8 +372,8 @@ function extent(panel) {
       if (v < low) low = v;
       if (v > high) high = v;
       if (!t.s.low) continue;
-      least = Math.min(least, f(t.s.low[k]));
-      most = Math.max(most, f(t.s.high[k]));
+      if (f(t.s.low[k]) < least) least = f(t.s.low[k]);
+      if (f(t.s.high[k]) > most) most = f(t.s.high[k]);
     }
   }
   if (low > high) return panel.log ? [0, 3] : [0, 1];
@@ -421,7 +424,7 @@ function write(ctx, text, x, y, colour, weight = 400) {
 }
 
 function paint(panel, u) {
-  const {ctx} = u, scale = devicePixelRatio, [low, high] = panel.y, f = panel.log ? Math.log2 : v => v;
+  const {ctx} = u, scale = devicePixelRatio, [low, high] = panel.y, f = panel.log ? logarithm : v => v;
   const box = {left: u.bbox.left / scale, top: u.bbox.top / scale, width: u.bbox.width / scale, height: u.bbox.height / scale};
   const X = x => box.left + (x - range[0]) / (range[1] - range[0]) * box.width;
   const Y = v => box.top + (high - f(v)) / (high - low) * box.height;
@@ -444,8 +447,10 @@ function paintTrace(ctx, t, box, X, Y) {
   const colour = colours[`c${s.colour ?? colourOf(t.run)}`], good = finiteAt(t, s.values, Y);
   ctx.fillStyle = colour;
   ctx.globalAlpha = s.own ? 0.55 : 0.18;
-  const isBand = s.low ? i => finiteAt(t, s.low, Y)(i) && finiteAt(t, s.high, Y)(i) : () => false;
-  for (const [a, b] of stretches(from, to, isBand)) ctx.fill(trail([...corners(t, a, b, s.high, X, Y), ...corners(t, a, b, s.low, X, Y).reverse()]));
+  // An end that the axis does not hold, such as zero on a logarithmic one, lies at its edge.
+  const edge = v => Math.min(Math.max(Y(v), box.top - 9), box.top + box.height + 9);
+  const isBand = s.low ? i => finiteAt(t, s.low, edge)(i) && finiteAt(t, s.high, edge)(i) : () => false;
+  for (const [a, b] of stretches(from, to, isBand)) ctx.fill(trail([...corners(t, a, b, s.high, X, edge), ...corners(t, a, b, s.low, X, edge).reverse()]));
   ctx.globalAlpha = 1;
   // On the time of day, a run that was away has a gap.
   const away = state.axis === "utc" && !s.step ? t.run.events.filter(event => event.kind === "resume").map(event => event.row) : [];
@@ -484,7 +489,6 @@ function newPanel(key) {
   const title = key === "step_memory" ? runs.find(run => run.kind === "memory").name : TITLES.get(key) ?? key;
   panel.values = make("div", {class: "values"});
   panel.small = make("small");
-  panel.heading = make("h2", {}, title, " ", panel.small);
   const log = make("button", {type: "button", "aria-pressed": String(panel.log), title: "logarithmic axis", click: () => {
     panel.log = !panel.log;
     state.logs.set(key, panel.log);
@@ -494,7 +498,7 @@ function newPanel(key) {
   panel.lanes = make("div", {class: "lanes"});
   panel.plot = make("div", {class: "plot"});
   panel.root = make("section", {class: "panel", tabindex: 0, role: "group", "aria-label": `${title}: Shift with arrow keys moves the cursor`, keydown: event => press(panel, event)},
-    make("div", {class: "top"}, panel.heading, ...(key === "step_memory" ? [] : [log]), panel.values), panel.lanes, panel.plot);
+    make("div", {class: "top"}, make("h2", {}, title, " ", panel.small), ...(key === "step_memory" ? [] : [log]), panel.values), panel.lanes, panel.plot);
   return panel;
 }
 
@@ -509,7 +513,7 @@ function mount(panel) {
     series: [{}, {paths: () => null, points: {show: false}}],
     axes: [{stroke: ink, font, grid, ticks: {show: false}, size: () => state.axis === "utc" ? 42 : 26, gap: 6, splits: (u, _, low, high) => xTicks(low, high, u.over.clientWidth || u.width), values: (_, v) => xLabels(v)},
       {stroke: ink, font, grid, ticks: {show: false}, size: 56, gap: 6, splits: (_, __, low, high) => yTicks(panel, low, high, heightOf(panel) - 40), values: (_, v) => yLabels(panel, v)}],
-    cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false}, bind: {dblclick: () => () => showWhole()}},
+    cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false}, bind: {dblclick: () => () => look(null)}},
     hooks: {draw: [u => paint(panel, u)], setCursor: [u => moveCursor(u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null, panel)],
       setSelect: [u => {
         const {left, width} = u.select;
@@ -589,6 +593,7 @@ function render() {
 function layLanes(panel) {
   const kept = document.activeElement?.closest?.(".lane button")?.dataset.at;
   panel.lanes.replaceChildren();
+  tip();
   const {u} = panel, width = u.over.clientWidth || u.width - 70, offset = u.over.offsetLeft || 56;
   for (const run of shown().filter(run => run.kind !== "memory")) {
     const marks = run.events.map(event => ({event, x: run.clock[state.axis]?.[event.row]}))
@@ -650,7 +655,7 @@ function moveCursor(x, source) {
 }
 
 function showCursor(source = null) {
-  const run = state.cursor && named(state.cursor.run), x = run ? xOf(run, state.cursor.row) : null;
+  const run = state.cursor && named(state.cursor.run), x = cursorX();
   for (const panel of panels) {
     const left = x == null || x < range[0] || x > range[1] ? -10 : (x - range[0]) / (range[1] - range[0]) * panel.u.over.clientWidth;
     if (panel !== source) panel.u.setCursor({left, top: 0}, false);
@@ -668,7 +673,7 @@ function nearEvents(x, reach) {
 }
 function valueAt(trace, x) {  // of a step what holds, else the nearest point; without a cursor the last point in view
   if (!trace.x.length) return null;
-  let i = above(trace.x, x ?? range[1]) - 1;
+  let i = above(trace.x, (x ?? range[1]) + (range[1] - range[0]) * 1e-9) - 1;
   if (!trace.s.step && x != null && i + 1 < trace.x.length && (i < 0 || trace.x[i + 1] - x < x - trace.x[i])) i++;
   if (i < 0) return null;
   const k = trace.index[i];
@@ -682,18 +687,11 @@ function wordsOf(trace, x) {
 }
 
 function readouts(panel, x) {
-  const out = [];
-  for (const run of shown()) {
-    const own = panel.traces.filter(t => t.run === run), parts = [];
-    for (const trace of own) {
-      const words = wordsOf(trace, x);
-      if (words == null) continue;
-      const label = own.length > 1 ? `${labelOf(trace)} ` : "";
-      parts.push(make("span", {}, ...(trace.s.own ? [swatch(trace.s.colour, [], true), " "] : []), label, make("b", {}, words)));
-    }
-    if (parts.length) out.push(make("span", {title: run.name}, ...(run.kind === "memory" ? [] : [swatch(colourOf(run), dashOf(run), true)]), ...parts));
-  }
-  return out;
+  return shown().flatMap(run => {
+    const own = panel.traces.filter(t => t.run === run && wordsOf(t, x) != null);
+    const parts = own.map(t => make("span", {}, ...(t.s.own ? [swatch(t.s.colour, [], true), " "] : []), own.length > 1 ? `${labelOf(t)} ` : "", make("b", {}, wordsOf(t, x))));
+    return parts.length ? [make("span", {title: run.name}, ...(run.kind === "memory" ? [] : [swatch(colourOf(run), dashOf(run), true)]), ...parts)] : [];
+  });
 }
 
 function press(panel, event) {
@@ -705,7 +703,7 @@ function press(panel, event) {
   else if (["ArrowRight", "ArrowLeft"].includes(event.key) && state.zoom) pan(forward * 0.2);
   else if (event.key === "+" || event.key === "=") zoomBy(0.6, cursorX() ?? undefined);
   else if (event.key === "-") zoomBy(1 / 0.6, cursorX() ?? undefined);
-  else if (event.key === "0") showWhole();
+  else if (event.key === "0") look(null);
   else return;
   event.preventDefault();
 }
@@ -738,7 +736,7 @@ function layAxis() {
   if (!offered.includes(state.axis)) state.axis = offered[0] ?? "ba";
   for (const label of place.querySelectorAll("label")) label.remove();
   for (const [unit, name] of AXES) if (offered.includes(unit))
-    place.append(make("label", {}, make("input", {type: "radio", name: "axis", value: unit, checked: unit === state.axis, change: () => setAxis(unit)}), name));
+    place.append(make("label", {}, make("input", {type: "radio", name: "axis", value: unit, change: () => setAxis(unit)}), name));
   return offered;
 }
 
@@ -747,8 +745,7 @@ function layLegend() {
     const button = make("button", {type: "button", "aria-pressed": String(run.shown), title: "press to hide or show", click: () => {
       run.shown = !run.shown;
       button.setAttribute("aria-pressed", String(run.shown));
-      for (const panel of panels) panel.placed = false;
-      schedule();
+      renew(schedule);
     }}, swatch(colourOf(run), dashOf(run)), run.name, ...(run.kind === "plan" ? [make("small", {}, "plan")] : []));
     return button;
   }));
@@ -761,11 +758,11 @@ function table(columns, rows, numbers) {
 }
 
 function layText() {
-  const told = runs.filter(run => run.facts?.length), names = [...new Set(told.flatMap(run => run.facts.map(([name]) => name)))];
-  const rows = names.map(name => [name, ...told.map(run => String(run.facts.find(([other]) => other === name)?.[1] ?? "–"))]);
+  const described = runs.filter(run => run.facts?.length), names = [...new Set(described.flatMap(run => run.facts.map(([name]) => name)))];
+  const rows = names.map(name => [name, ...described.map(run => String(run.facts.find(([other]) => other === name)?.[1] ?? "–"))]);
   const differ = rows.filter(([, first, ...rest]) => rest.some(text => text !== first)), same = rows.filter(row => !differ.includes(row));
   byId("facts").replaceChildren(make("dl", {}, ...same.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text)))),
-    ...(differ.length ? [table(["", ...told.map(run => run.name)], differ)] : []));
+    ...(differ.length ? [table(["", ...described.map(run => run.name)], differ)] : []));
   const staged = runs.filter(run => run.stages?.rows?.length);
   byId("stages").replaceChildren(...(staged.length ? [make("h2", {}, "Stages")] : []), ...staged.flatMap(run => {
     const numbers = run.stages.columns.map((_, i) => run.stages.rows.every(row => /^[-–\d]/.test(row[i])));
@@ -820,8 +817,7 @@ function listen() {
     layAxis();
     layChooser();
     layPanels();
-    for (const panel of panels) panel.placed = false;
-    schedule();
+    renew(schedule);
   };
   source.addEventListener("open", () => say("live", false));
   source.addEventListener("error", () => say("connection lost, trying again", true));
@@ -830,8 +826,7 @@ function listen() {
 }
 
 recall(layAxis());
-for (const input of byId("axis").querySelectorAll("input")) input.checked = input.value === state.axis;
-byId("whole").addEventListener("click", showWhole);
+byId("whole").addEventListener("click", () => look(null));
 byId("theme").addEventListener("click", () => {
   state.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
   remember();
@@ -840,12 +835,8 @@ byId("theme").addEventListener("click", () => {
 system.addEventListener("change", setTheme);
 addEventListener("click", event => { if (!byId("chooser").contains(event.target)) byId("chooser").open = false; });
 addEventListener("keydown", event => { if (event.key === "Escape") { byId("chooser").open = false; tip(); } });
-setTheme();
-layLegend();
-layText();
-layChooser();
-layPanels();
-render();
+for (const lay of [setTheme, layLegend, layText, layChooser, layPanels]) lay();
+setAxis(state.axis);
 if (payload.live) listen();
 // For tests and for the browser's console; nothing else reads it.
 globalThis.strettoPage = {state, runs, panels, setAxis, zoomTo, view: () => [...range]};

@@ -20,6 +20,8 @@ from tests.report.page.browsing import LiveServer, Seen, browser
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.slow  # a browser is started
+
 UNITS = ["ba", "sp", "tok", "ep", "dur", "sec", "utc"]
 HOSTILE = "</script><img src=x onerror=\"alert('in')\"><!-- ${1} {{DATA}} /*SCRIPT*/ ' \" \u2028 名"
 
@@ -322,9 +324,8 @@ def test_odd_data_is_shown_without_complaint(
     for label in page.locator("#axis label:visible").all():
         label.click()
         seen.frames()
-        for over in page.locator(".u-over").all():
-            over.hover()
-    for mark in page.locator(".lane button").all():
+        page.locator(".u-over").last.hover() if page.locator(".u-over").count() else None
+    for mark in page.locator(".lane button").all()[:4]:
         mark.hover(force=True)
     for button in page.get_by_role("button", name="log", exact=True).all():
         button.click()
@@ -349,28 +350,28 @@ def test_memory_is_stacked_below_the_limit(seen: Seen, tmp_path: Path) -> None:
     assert "12.9 GiB" in (page.locator("#facts").text_content() or "")
 
 
-@pytest.mark.slow
 def test_a_million_batches_switch_their_axis_in_a_fifth_of_a_second(
     seen: Seen, tmp_path: Path
 ) -> None:
     sizes = (8, 16, 24, 32, 48, 64, 96, 128)
     big = payloads.run("big", 1_000_000, sizes=sizes, points=4_000)
     page = seen.show(payloads.payload(big), tmp_path)
-    page.evaluate("strettoPage.zoomTo(2e5, 8e5)")
-    seen.frames()
-    taken = page.evaluate("""async units => {
-        const taken = [];
-        for (const unit of units) {
-            const start = performance.now();
-            document.querySelector(`#axis [value=${unit}]`).click();
-            await new Promise(r => requestAnimationFrame(() => setTimeout(r)));
-            taken.push(performance.now() - start);
-        }
-        return taken;
-    }""", [*UNITS[1:], *UNITS])  # fmt: skip
-    print("milliseconds of each switch:", [round(ms) for ms in taken])
-    # The limit; the median, because other tests run beside this one.
-    assert np.median(taken) < 200
+    session = page.context.new_cdp_session(page)
+    # Of the processor, for script, layout and drawing: other tests run beside this one.
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def used() -> float:
+        found = session.send("Performance.getMetrics")["metrics"]
+        return next(one["value"] for one in found if one["name"] == "TaskDuration")
+
+    taken = []
+    for unit in UNITS[1:]:
+        before = used()
+        page.evaluate(f"document.querySelector('#axis [value={unit}]').click()")
+        seen.frames()
+        taken.append(used() - before)
+    print("seconds of the processor for each switch:", [round(one, 3) for one in taken])
+    assert max(taken) < 0.2
 
 
 class TestLive:
