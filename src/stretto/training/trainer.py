@@ -510,7 +510,8 @@ class Trainer:
             held.callback(loop.recorder.close)
             held.callback(loop.saver.close)
             self.run.take_back()
-            open_run(folder, self.folder, loop.recorder, self.timer.timestamp, self._ranks)
+            at, store = self.timer.timestamp, loop.saver.store
+            open_run(folder, self.folder, loop.recorder, at, self._ranks, store=store)
             held.enter_context(loop.interrupts)
             self.model.train()
             loop.stepper.clear()  # a gradient from before is no part of the first batch
@@ -536,13 +537,13 @@ class Trainer:
     def resume(self, path: str | Path = "latest") -> Path | None:
         """Continue from a checkpoint. Every rank must call it.
 
-        Of the run's own checkpoints the newest whole one is used; one that is damaged is renamed,
-        with a warning.
+        The newest whole checkpoint of the folder and of `Checkpointing(upload=)` is used, with a
+        warning for each newer one that is damaged. What cannot be reached is an error.
 
         Args:
-            path: `"auto"`: the newest, or none if there is none; `"latest"`: the newest (of
-                `Checkpointing(upload=)` if the folder has none); else the path of a checkpoint, or
-                of the folder of another run.
+            path: `"auto"`: the newest, or none if there is none; `"latest"`: the newest; else the
+                path of a checkpoint, the folder of another run, or the address that another run
+                uploads to, such as `"s3://bucket/run"`.
 
         Returns:
             What was resumed from; None if `"auto"` finds nothing.
@@ -553,18 +554,20 @@ class Trainer:
                 writes to that.
         """
         self._describe(self.run.prepared.policy)
-        found = find_checkpoint(path, self.folder, self._ranks, self._loop.saver.store)
-        if found is None:
-            if not self.timer.batch:
+        store = self._loop.saver.store
+        with find_checkpoint(path, self.folder, self._ranks, store) as found:
+            if found is not None:
+                self._restore(found)
+            elif not self.timer.batch:
                 self._loop.recorder.start_over()
-            return None
-        saver = self._loop.saver
-        dropped = saver.restore(found)
+        return found
+
+    def _restore(self, found: Path) -> None:
+        dropped = self._loop.saver.restore(found)
         self._loop.stepper.resumed_from = found
         self.changes = (*self._setup.changes, *dropped)
         self._refusal = None
         self.run.plan  # noqa: B018  making it checks the stages that are still to come
-        return found
 
     def _refused(self) -> PlanError | None:
         """Return why there is no plan.
