@@ -38,7 +38,9 @@ RUNS = Path("runs")
 """The folder of runs without a named folder."""
 
 
-def train(arguments: Sequence[str], folder: Path | None, resume: str | None) -> None:
+def train(
+    arguments: Sequence[str], folder: Path | None, resume: str | None, *, unpickle: bool = False
+) -> None:
     """Train; print an introduction and a summary."""
     add_working_folder()
     named, overrides = split_arguments(arguments)
@@ -51,7 +53,7 @@ def train(arguments: Sequence[str], folder: Path | None, resume: str | None) -> 
         config = config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
     folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
     trainer = notes.trainer = build_trainer(config, folder=folder, callbacks=[notes])
-    found = None if resume is None else trainer.resume(resume)
+    found = None if resume is None else trainer.resume(resume, unpickle=unpickle)
     if is_first:
         for line in introduce(trainer, path, found):
             console.print(line, markup=False, soft_wrap=True)

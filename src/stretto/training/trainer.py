@@ -18,11 +18,11 @@ from stretto._location import local_path
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike, as_rule, awaits_maximum
 from stretto.batching.following import followed_metric, metrics_of
 from stretto.batching.seesaw import Coupling, paired
-from stretto.checkpoint import checkpoint_path
+from stretto.checkpoint import checkpoint_path, load_dcp_weights
 from stretto.data import DataSpec, StepLoader
 from stretto.distributed.ranks import Plain, Ranks, plain
 from stretto.distributed.strategy import Strategy, strategy_for
-from stretto.errors import PlanError, TrainingError
+from stretto.errors import CheckpointError, PlanError, TrainingError
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
 from stretto.planning import Plan, bind_run
 from stretto.planning.bind import check_tokens
@@ -534,7 +534,7 @@ class Trainer:
             record |= self._loop.evaluate(evaluator)
         return record
 
-    def resume(self, path: str | Path = "latest") -> Path | None:
+    def resume(self, path: str | Path = "latest", *, unpickle: bool = False) -> Path | None:
         """Continue from a checkpoint. Every rank must call it.
 
         The newest whole checkpoint of the folder and of `Checkpointing(upload=)` is used, with a
@@ -544,6 +544,8 @@ class Trainer:
             path: `"auto"`: the newest, or none if there is none; `"latest"`: the newest; else the
                 path of a checkpoint, the folder of another run, or the address that another run
                 uploads to, such as `"s3://bucket/run"`.
+            unpickle: read the weights, and nothing else, of a folder of
+                `torch.distributed.checkpoint`. Its pickle can run any code: trust where it is from.
 
         Returns:
             What was resumed from; None if `"auto"` finds nothing.
@@ -554,6 +556,14 @@ class Trainer:
                 writes to that.
         """
         self._describe(self.run.prepared.policy)
+        if unpickle:
+            folder = local_path(path, "resume from", CheckpointError)
+            unused = load_dcp_weights(self.model, folder)
+            self.changes = (
+                f"weights: those of {folder}; all else begins anew",
+                *(f"{name}: not used" for name in unused),
+            )
+            return folder
         store = self._loop.saver.store
         with find_checkpoint(path, self.folder, self._ranks, store) as found:
             if found is not None:

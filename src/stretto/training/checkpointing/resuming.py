@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from stretto._location import local_path, url_of
 from stretto.checkpoint import UrlStore, latest_good, open_checkpoint
 from stretto.checkpoint.folder import Store, candidates, chosen, newest_whole, position_of
+from stretto.checkpoint.formats import is_dcp
 from stretto.checkpoint.manifest import MANIFEST
 from stretto.distributed.ranks import Ranks, check_agreement
 from stretto.errors import CheckpointError, StrettoError, TrainingError, first_line
@@ -153,6 +154,12 @@ def _find(asked: str | Path, run_folder: Path | None, store: Store | None) -> Pa
         path = path if path.name else path.resolve()  # '.'
         if (path / FOLDER).is_dir():
             return newest_of(path)
+        if is_dcp(path):
+            raise CheckpointError.cannot(
+                f"resume from {path}",
+                why="it is a checkpoint of torch.distributed, which can run code when it is read",
+                instead="pass unpickle=True if you trust it; it gives the weights alone",
+            )
         open_checkpoint(path)  # every byte of it
         return path
     if run_folder is None:
