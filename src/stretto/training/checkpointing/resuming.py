@@ -74,7 +74,7 @@ def find_checkpoint(
 
         found = ranks.from_first(look, call="resume()")
         path, manifest = json.loads(found) if found else ("", "")
-        if path and url is None and _manifest(Path(asked)) == manifest:
+        if path and _manifest(Path(path)) != manifest and _manifest(Path(asked)) == manifest:
             path = str(asked)  # a node's own folder of the same checkpoint
         yield _on_this_node(Path(path), manifest, folder, store, ranks) if path else None
         if url is not None:
