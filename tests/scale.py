@@ -1,0 +1,89 @@
+"""A small run in float64 with a batch size that changes inside epochs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import stretto
+
+NUM_SAMPLES = 499
+
+
+class Waves(Dataset[dict[str, Tensor]]):
+    """A regression; each sample has its number."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(NUM_SAMPLES, 8, generator=generator, dtype=torch.float64)
+        self.y = self.x.sin().sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "y": self.y[index], "id": torch.tensor(index)}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+class Pace(stretto.Callback):
+    """Makes each batch take some time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_batch_end(self, run: stretto.Run, step: stretto.Step) -> None:
+        time.sleep(self.seconds)
+
+
+def trainer(
+    folder: str | Path | None = None,
+    *,
+    data: Any = None,
+    every: str = "160sp",
+    upload: Any = None,
+    callbacks: tuple[stretto.Callback, ...] = (),
+) -> stretto.Trainer:
+    """Return the trainer of this run."""
+    model = make_model()
+    saving = stretto.Checkpointing(every=every, keep=2, upload=upload)
+    return stretto.Trainer(
+        model,
+        Waves() if data is None else data,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
+        loss=loss,
+        max_duration="3ep",
+        batch_size="0sp:8 300sp:16 900sp:32",
+        micro_batch_size=8,
+        schedules={"lr": stretto.Cosine(end=0.1, warmup="10%")},
+        device="cpu",
+        loading=stretto.Loading(seed=7),
+        checkpoint=None if folder is None else saving,
+        folder=folder,
+        callbacks=callbacks,
+        log=stretto.Logging(console=False),
+    )
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+def reference() -> Tensor:
+    """Return the weights after the run in one process without interruption."""
+    run = trainer()
+    run.fit()
+    return weights(run.model)
