@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.scale import reference
+from tests.scale import planned_ids, reference, traced_ids
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm.sh"
@@ -76,6 +76,7 @@ def test_a_run_over_two_time_limits_ends_like_one_process(tmp_path: Path) -> Non
     ]
     assert [world for world, _ in began] == [2, 2, 2]
     assert 0 == began[0][1] < began[1][1] < began[2][1]
+    assert traced_ids(tmp_path) == planned_ids()
     assert float((torch.load(tmp_path / "weights.pt") - reference()).abs().max()) < 1e-12
 
 
