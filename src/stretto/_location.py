@@ -11,6 +11,18 @@ from stretto.errors import StrettoError, cannot, shown
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)", re.DOTALL)
 
 
+def url_of(path: str | Path) -> str | None:
+    """Return a path as a URL, if it is one.
+
+    >>> url_of("s3://bucket/run"), url_of("runs/a")
+    ('s3://bucket/run', None)
+    """
+    found = _URL.match(str(path))
+    if found is None or "://" in str(path):
+        return found and str(path)
+    return f"{found['scheme']}://{found['rest']}"  # `pathlib` made one slash of two
+
+
 def local_path(path: str | Path, what: str, error: type[StrettoError]) -> Path:
     """Return a path; a URL, of which `pathlib` would make a folder in the working one, is refused.
 

@@ -110,9 +110,16 @@ def train(
         _option(
             "Resume from a checkpoint: the newest in the folder if there is one (auto), the "
             "newest (latest), or this one.",
-            "auto|latest|PATH",
+            "auto|latest|PATH|URL",
         ),
     ] = None,
+    unpickle: Annotated[
+        bool,
+        _flag(
+            "--unpickle",
+            "Resume from the weights of a torch.distributed.checkpoint, which can run any code.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, _flag("--json", "Print the results as JSON, and all else to stderr.")
     ] = False,
@@ -120,7 +127,7 @@ def train(
     """Train as a run file says; with torchrun, on all its processes."""
     from stretto.cli import training
 
-    training.train(run_file or [], folder, resume, as_json=as_json)
+    training.train(run_file or [], folder, resume, unpickle=unpickle, as_json=as_json)
 
 
 @app.command(
@@ -399,6 +406,37 @@ def inspect(
         typer.echo("\n\n".join(map(str, found)))
     if not all(one.is_whole for one in found):
         raise SystemExit(1)
+
+
+@app.command()
+def export(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint, or the folder of a run for its newest.",
+            callback=_local,
+        ),
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder to create.", callback=_local)
+    ],
+    *,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="hf|dcp",
+            help="Hugging Face's safetensors, or torch.distributed.checkpoint.",
+        ),
+    ],
+) -> None:
+    """Write the weights of a checkpoint in another format."""
+    from stretto.checkpoint import export_weights
+    from stretto.training.checkpointing.resuming import FOLDER, newest_of
+
+    path = newest_of(path) if (path / FOLDER).is_dir() else path
+    export_weights(path, folder, to)
+    typer.echo(f"wrote the weights of {path} to {folder}")
 
 
 _ARGUMENTS = {

@@ -41,16 +41,21 @@ RUNS = Path("runs")
 
 
 def train(
-    arguments: Sequence[str], folder: Path | None, resume: str | None, *, as_json: bool = False
+    arguments: Sequence[str],
+    folder: Path | None,
+    resume: str | None,
+    *,
+    unpickle: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Train; print an introduction and a summary, or the results as JSON."""
     if as_json:
         with redirect_stdout(sys.stderr):
-            trainer, notes = _train(arguments, folder, resume)
+            trainer, notes = _train(arguments, folder, resume, unpickle=unpickle)
         if notes.is_first:
             print_json(results(trainer, notes))
     else:
-        trainer, _ = _train(arguments, folder, resume)
+        trainer, _ = _train(arguments, folder, resume, unpickle=unpickle)
     if trainer.unsaved is not None:
         raise SystemExit(1)
     if trainer.stop_reason is not None:
@@ -58,7 +63,7 @@ def train(
 
 
 def _train(
-    arguments: Sequence[str], folder: Path | None, resume: str | None
+    arguments: Sequence[str], folder: Path | None, resume: str | None, *, unpickle: bool
 ) -> tuple[Trainer, Notes]:
     add_working_folder()
     named, overrides = split_arguments(arguments)
@@ -72,7 +77,7 @@ def _train(
     with progress("building the run"):
         trainer = notes.trainer = build_trainer(config, folder=folder, callbacks=[notes])
     with progress("resuming"):
-        found = None if resume is None else trainer.resume(resume)
+        found = None if resume is None else trainer.resume(resume, unpickle=unpickle)
     if notes.is_first:
         for line in introduce(trainer, path, found):
             console.print(line, markup=False, soft_wrap=True)
