@@ -86,7 +86,8 @@ class Cluster:
 @pytest.mark.distributed
 @pytest.mark.timeout(MOST_SECONDS + 300)
 def test_nodes_that_die_and_join_do_not_change_the_result(tmp_path: Path) -> None:
-    chance, cluster, happened = random.Random(3), Cluster(tmp_path), []
+    chance, cluster = random.Random(3), Cluster(tmp_path)
+    happened: list[str] = []
     for _ in range(2):
         cluster.add()
     end = time.monotonic() + MOST_SECONDS
