@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -89,6 +90,9 @@ def search(
                 raise RunFailedError(f"the run with {number} failed: {trials[number].problem}")
         return trials[number].fits
 
+    def peaks(number: int) -> tuple[int, int]:
+        return trials[number].peak_allocated, trials[number].peak_reserved
+
     with ExitStack() as stack:
         command = stack.enter_context(command_of(script, args, kwargs))
         if callable(script):
@@ -103,7 +107,7 @@ def search(
 
         found = bisect(
             lambda index: fits(index * multiple, trial),
-            lambda index: trials[index * multiple].peak_reserved,
+            lambda index: peaks(index * multiple),
             session.memory - session.context,
             first=-(-smallest // multiple),
             last=largest // multiple,
@@ -113,38 +117,71 @@ def search(
 
 def bisect(
     fits: Callable[[int], bool],
-    reserved: Callable[[int], int],
+    used: Callable[[int], tuple[int, int]],
     available: int,
     *,
     first: int,
     last: int,
 ) -> int | None:
-    """Return the largest index that fits, or None.
+    """Return the largest index that fits, or None. It was tried, and so was the next one.
 
-    After two that fit, the next guess is where a line through their memory meets the limit.
+    Peaks are nearly a line of the index. So two small indices say where to look.
 
-    >>> bisect(lambda n: n <= 37, lambda n: 10 + n, 47, first=1, last=1000)
+    >>> bisect(lambda n: n <= 37, lambda n: (10 + n, 10 + n), 47, first=1, last=1000)
     37
+
+    Args:
+        fits: Tries an index.
+        used: Returns the peaks, allocated and reserved, of an index that fits.
+        available: The most that can be reserved.
+        first: The smallest index.
+        last: The largest index.
     """
-    if not fits(first):
-        return None
-    low, high, before = first, last + 1, None
-    halve = False
-    while high - low > 1:
-        is_open = high > last
-        guess = min(2 * low if before is None else 4 * low, last) if is_open else (low + high) // 2
-        if before is not None and not halve:
-            slope = (reserved(low) - reserved(before)) / (low - before)
-            line = low + int((available - reserved(low)) / slope) if slope > 0 else high
-            guess = max(low + 1, line) if line < high else guess
-        size = high - low
+    start = max(first, min(2, last))  # batch normalisation refuses a single sample
+    if not fits(start):
+        return first if first < start and fits(first) else None
+    good, high = [start], last + 1
+    while high - good[-1] > 1:
+        guess = _guess(good, high, used, available, is_open=high > last)
         if fits(guess):
-            before, low = low, guess
+            good.append(guess)
         else:
             high = guess
-        # A line helps little where memory grows by jumps: then halve.
-        halve = not is_open and high - low > size // 2
-    return low
+    return good[-1]
+
+
+def _guess(
+    good: list[int],
+    high: int,
+    used: Callable[[int], tuple[int, int]],
+    available: int,
+    *,
+    is_open: bool,
+) -> int:
+    """Return an index between the largest that fits and `high`.
+
+    The allocator frees what it caches before it runs out of memory. So an index whose reserved
+    bytes would reach the limit usually fits, and one whose allocated bytes would does not.
+    """
+    low = good[-1]
+    base = next((index for index in reversed(good) if 2 * index <= low), None)
+    if base is None:
+        return min(2 * low, high - 1) if is_open else (low + high) // 2
+    farthest = min(high - 1, 32 * low)
+    allocated, reserved = (
+        low + (available - now) * (low - base) // (now - then) if now > then else farthest
+        for now, then in zip(used(low), used(base), strict=True)
+    )
+    if is_open and reserved > low + low // 50:
+        return min(reserved, farthest)
+    if not is_open and high > 4 * low:
+        return math.isqrt(low * high)
+    is_full = allocated <= low
+    if is_full and low - good[-2] > 1:
+        return low + 1
+    # If that did fit, the line is wrong.
+    top = min(2 * low if is_open else high, high - 1) if is_full else min(allocated, farthest)
+    return (low + top + 1) // 2
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Folders that a run is kept in or read from, which are no URLs; and the names of their files."""
+"""Folders that a run is kept in or read from, which are no URLs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from pathlib import Path
 
 from stretto.errors import StrettoError, cannot, shown
 
-METRICS = "metrics.jsonl"
-"""Lines of losses, evaluations and the clock."""
-LEDGER = "ledger.csv"
-"""A line for each batch: `LEDGER_COLUMNS`, then the hyper-parameters."""
-LEDGER_COLUMNS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
 # `pathlib` makes one slash of two; a drive of Windows has one letter.
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)", re.DOTALL)
 

@@ -165,7 +165,7 @@ def test_plan_refuses(arguments: str, message: str, stretto: Stretto) -> None:
 
 def test_each_mistake_is_a_line_of_its_own(stated: Path, stretto: Stretto) -> None:
     said = stretto("plan", stated, "seed=-1", "last_batch=kep")
-    assert [line[:12] for line in said.err.splitlines()] == ["Error: canno", "cannot use -"]
+    assert [line[:12] for line in said.err.splitlines()] == ["Error [confi", "cannot use -"]
 
 
 def test_a_traceback_can_be_had(stated: Path) -> None:

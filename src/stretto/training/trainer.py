@@ -354,6 +354,8 @@ class Trainer:
             else None,
             config=ChainMap({"folder": folder}, given),
         )
+        if self.fitting is not None and self.fitting.peak is not None:
+            recorder.facts["predicted_memory_bytes"] = self.fitting.peak
         self._setup = Setup(run, self._settings, self._built)
         parts = parts_of(
             step,
@@ -507,7 +509,7 @@ class Trainer:
             folder.callback(self._leave)
             if self.loader.spec.is_map_style:  # what is iterated would have to begin anew
                 held.callback(self.loader.close)
-            held.callback(loop.recorder.close)
+            held.push(loop.recorder.close)
             held.callback(loop.saver.close)
             self.run.take_back()
             at, store = self.timer.timestamp, loop.saver.store
@@ -576,6 +578,7 @@ class Trainer:
         dropped = self._loop.saver.restore(found)
         self._loop.stepper.resumed_from = found
         self.changes = (*self._setup.changes, *dropped)
+        self._loop.recorder.resumed = found, self.changes
         self._refusal = None
         self.run.plan  # noqa: B018  making it checks the stages that are still to come
 
