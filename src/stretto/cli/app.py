@@ -408,7 +408,9 @@ def inspect(
         raise SystemExit(1)
 
 
-@app.command()
+@app.command(
+    epilog=_examples("export runs/a weights --to hf", "export runs/a weights-dcp --to dcp")
+)
 def export(
     path: Annotated[
         Path,
@@ -429,14 +431,21 @@ def export(
             help="Hugging Face's safetensors, or torch.distributed.checkpoint.",
         ),
     ],
+    as_json: _AsJson = False,
 ) -> None:
     """Write the weights of a checkpoint in another format."""
     from stretto.checkpoint import export_weights
+    from stretto.cli.planning import print_json
+    from stretto.cli.terminal import progress
     from stretto.training.checkpointing.resuming import FOLDER, newest_of
 
-    path = newest_of(path) if (path / FOLDER).is_dir() else path
-    export_weights(path, folder, to)
-    typer.echo(f"wrote the weights of {path} to {folder}")
+    with progress("exporting"):
+        path = newest_of(path) if (path / FOLDER).is_dir() else path
+        export_weights(path, folder, to)
+    if as_json:
+        print_json({"checkpoint": str(path), "folder": str(folder), "format": to})
+    else:
+        typer.echo(f"wrote the weights of {path} to {folder}")
 
 
 _ARGUMENTS = {

@@ -32,7 +32,7 @@ from stretto.checkpoint.folder import position_of
 from stretto.errors import CheckpointError
 from stretto.training.checkpointing.upload import Uploader, fetch_newer
 
-WHY = "needs pip install moto[server] s3fs, which takes minutes: see docs/engines.md"
+WHY = "needs pip install moto[server] s3fs, which takes minutes"
 pytest.importorskip("moto.server", reason=WHY)
 pytest.importorskip("s3fs", reason=WHY)
 ROOT = Path(__file__).parents[3]
