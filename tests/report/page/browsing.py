@@ -14,10 +14,9 @@ from queue import Queue
 from typing import Any, final
 
 import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from stretto.report.page import build
-
-from playwright.sync_api import Browser, Page, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
