@@ -125,5 +125,5 @@ $(VENV)/.train: $(VENV)/.python pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.develop: $(VENV)/.python pyproject.toml $(CONSTRAINTS)
 	@echo "installing stretto and its development tools into $(VENV) (a minute or two, once)"
-	@$(INSTALL) --editable '.[dev,docs,mlflow,plot,sklearn,tensorboard]'
+	@$(INSTALL) --editable '.[dev,docs,mlflow,plot,sklearn,tensorboard,watch]'
 	@touch $@ $(VENV)/.train
