@@ -124,6 +124,8 @@ def plan(
     from stretto.config.plans import build_run, plan_of, prepare_run
 
     if html is not None:
+        others = {"--json": as_json, "--batches": batches, "--plot": plot, "--against": against}
+        verb.refuse(others, why="--html writes a page", instead="leave one of them out")
         verb.write_page(html, run_file or [])
         return
     config = verb.read_arguments(run_file or [], folder=against)
