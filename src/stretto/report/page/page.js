@@ -632,7 +632,7 @@ function describe(events) {
   const sorted = [...events].sort((a, b) => WEIGHTS.indexOf(a.kind) - WEIGHTS.indexOf(b.kind)), lines = sorted.slice(0, 6).map(event => {
     const kind = EVENTS[event.kind]?.[1] ?? (event.kind === "mark" ? "" : event.kind);
     const attempt = event.attempt > 1 ? ` (attempt ${event.attempt})` : "";
-    return event.text && kind ? `${kind}${attempt}: ${event.text}` : `${event.text || kind}${attempt}`;
+    return event.text && kind && !event.text.startsWith(kind) ? `${kind}${attempt}: ${event.text}` : `${event.text || kind}${attempt}`;
   });
   if (events.length > 6) lines.push(`and ${events.length - 6} more`);
   return lines.join("\n");
