@@ -99,7 +99,7 @@ def test_the_command(tmp_path: Path) -> None:
         "    model(torch.ones(int(sys.argv[1]), 1024, device='cuda')).sum().backward()\n"
         "    optimizer.step()\n"
     )
-    command = ["run", "--gpu", "h100", "--memory", "2GiB", "--json", "--", sys.executable]
+    command = ["run", "--gpu", "h100", "--memory", "2GiB", "--json", "-", "--", sys.executable]
     fits = CliRunner().invoke(app, [*command, str(script), "64"])
     assert fits.exit_code == 0, fits.output
     assert '"fits": true' in fits.output
