@@ -14,10 +14,9 @@ from queue import Queue
 from typing import Any, final
 
 import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from stretto.report.page import build
-
-from playwright.sync_api import Browser, Page, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -105,7 +104,7 @@ class LiveServer:
                     data = json.dumps(message[1], allow_nan=False)
                     self.wfile.write(f"event: {message[0]}\ndata: {data}\n\n".encode())
 
-            def log_message(self, format: str, *args: Any) -> None:
+            def log_message(self, *args: Any) -> None:
                 """Print nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

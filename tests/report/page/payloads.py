@@ -1,4 +1,6 @@
-"""Payloads of the run page, made up: runs that ramp, resume, run out of memory and measure noise."""
+"""Made-up payloads of the run page: runs that ramp, resume and measure noise."""
+
+# ruff: noqa: E501
 
 from __future__ import annotations
 

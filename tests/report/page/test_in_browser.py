@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-
 from tests.report.page import payloads
 
 pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
