@@ -143,7 +143,7 @@ def test_rows_go_on_from_those_that_the_page_has(tmp_path: Path) -> None:
         known += rows["clock"]["ba"]
         assert [known[row] for row in sizes["rows"]] == [batch, batch + 1]
         assert all(None not in rows["clock"][unit] for unit in ("ep", "dur", "sec", "utc"))
-        count += len(rows["clock"]["ba"])
+        count += len(rows["clock"]["ba"]) + len(late["clock"]["ba"])
         known += late["clock"]["ba"]
         assert [known[event["row"]] for event in late["events"]] == [4]
     assert count == len(known)
