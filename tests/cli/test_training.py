@@ -52,10 +52,12 @@ def test_trains_plans_and_reports(stretto: Stretto) -> None:
     assert other.out.startswith("the run left its plan:\n  batch 0: size 4, planned 8\n")
 
     reported = stretto("report", folder, "--plot", "run.svg")
-    assert reported.code == 0
+    assert (reported.code, reported.err) == (0, "drew run.svg\n")
     assert "validation/entropy: 3.2500 throughout" in reported.out
-    assert reported.out.endswith("drew run.svg\n")
     assert Path("run.svg").read_text().startswith("<?xml")
+    reported = stretto("report", folder, "--html", "run.html")
+    assert (reported.code, reported.err) == (0, "wrote run.html\n")
+    assert Path("run.html").read_text().startswith("<!doctype html>")
 
 
 def test_prints_plain_lines_where_there_is_no_terminal(stretto: Stretto) -> None:

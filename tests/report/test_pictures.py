@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 from stretto.batching import LinearRamp
 from stretto.errors import ConfigError, MissingPackageError, PlanError, StrettoError
 from stretto.planning import Plan, plan
-from stretto.planning.plan import POINTS
 from stretto.report import drawing
-from stretto.report.pictures import draw_plan, plan_curves
+from stretto.report.pictures import draw_plan, draw_run
 from stretto.schedules import Cosine, StepDecay
 from stretto.timing import Horizon
 
@@ -22,35 +20,6 @@ HORIZON = Horizon("2ep", dataset_num_samples=100, tokens_per_sample=4)
 
 def make_plan(policy: Any = "0ep:10 1ep:20", **options: Any) -> Plan:
     return plan(HORIZON, policy, schedules={"lr": Cosine()}, **options)
-
-
-@pytest.mark.parametrize(
-    ("unit", "edges"),
-    [
-        (None, [0, 1, 2]),
-        ("ep", [0, 1, 2]),
-        ("ba", [0, 10, 15]),
-        ("sp", [0, 100, 200]),
-        ("tok", [0, 400, 800]),
-        ("dur", [0, 0.5, 1]),
-    ],
-)
-def test_curves_over_each_unit(unit: str | None, edges: list[float]) -> None:
-    curves = plan_curves(make_plan(), unit)
-    assert curves.edges == edges
-    assert curves.sizes == [10, 20]
-    assert (curves.times[0], curves.times[-1]) == (0, curves.end)
-    assert len(curves.times) == len(curves.values["lr"]) == 16
-    assert curves.values["lr"][0] == 1
-    assert curves.values["lr"][-1] == curves.values["lr"][-2]
-
-
-def test_a_long_plan_is_thinned() -> None:
-    long = plan(Horizon("10_000_000ba"), "0ba:4 5_000_001ba:8", schedules={"lr": Cosine()})
-    curves = plan_curves(long)
-    assert POINTS < len(curves.times) <= POINTS + 3
-    assert 5_000_001 in curves.times
-    assert math.isclose(curves.values["lr"][len(curves.times) // 2], 0.5, rel_tol=0.01)
 
 
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf", ".PNG"])
@@ -76,7 +45,7 @@ def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
     text = (tmp_path / "plan.svg").read_text()
     for said in (
         "run of 2ep", "15 batches", "200 samples", "800 tokens", "2 ranks", "batch size",
-        "micro-batches of each rank", "learning rate", "learning rate of head", "weight decay",
+        "micro-batches of a rank", "learning rate", "learning rate of head", "weight decay",
         ">tokens<",
     ):  # fmt: skip
         assert said in text, said
@@ -100,7 +69,7 @@ def test_draws_sizes_near_and_far(policy: Any, tmp_path: Path) -> None:
     [
         (lambda p: draw_plan(make_plan(), p / "x.gif"), ConfigError, "let it end in .png"),
         (lambda p: draw_plan(make_plan(), p / "x"), ConfigError, "let it end in .png"),
-        (lambda p: draw_plan(make_plan(), p / "x.png", unit="sec"), PlanError, "over 'sec'"),
+        (lambda p: draw_plan(make_plan(), p / "x.png", unit="sec"), PlanError, "sec"),
         (lambda p: draw_plan(make_plan(), p / "x.png", unit="s"), StrettoError, "unit"),
         (lambda p: draw_plan(plan(Horizon("1h"), 8), p / "x.png"), PlanError, "without an end"),
     ],
@@ -122,3 +91,15 @@ def test_matplotlib_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises((MissingPackageError, ImportError), match="matplotlib"):
         draw_plan(make_plan(), tmp_path / "plan.png")
+
+
+def test_draws_a_run_beside_its_plan(tmp_path: Path) -> None:
+    (tmp_path / "ledger.csv").write_text(
+        "batch,epoch,sample,token,size,tokens,micro_batches,lr\n0,0,0,0,8,8,1,0.5\n1,0,8,8,8,8,1,0.25\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drawing.STYLE, "svg.fonttype", "none")
+        draw_run(tmp_path, tmp_path / "run.svg", unit="ba")
+    text = (tmp_path / "run.svg").read_text()
+    for said in ("batch size", "learning rate", ">batches<"):
+        assert said in text, said

@@ -1,16 +1,19 @@
-"""Pictures of plans: batch sizes and hyper-parameters over any unit of time."""
+"""Static pictures of plans and runs, from the same data as the run page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from stretto.errors import PlanError
 from stretto.planning import Plan
-from stretto.planning.plan import batches_to_show
+from stretto.planning.plan import plan_record
 from stretto.report.drawing import (
     BLUE,
+    FAINT,
     GREEN,
     ORANGE,
     PURPLE,
@@ -20,30 +23,21 @@ from stretto.report.drawing import (
     finish_value_axis,
     short,
 )
-from stretto.report.page.reading import show_name
-from stretto.timing import Timestamp, TimeUnit
+from stretto.report.page.reading import PANELS, plan_data, read
+from stretto.report.page.series import UNITS, RunData, Series
+from stretto.timing import TimeUnit
 from stretto.timing.grammar import parse_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = (ORANGE, GREEN, PURPLE)
-"""Of hyper-parameters; each has a panel."""
-
-
-class Curves(NamedTuple):
-    """A plan as lines over one unit of time."""
-
-    unit: TimeUnit
-    end: float
-    edges: list[float]
-    """The starts of stages, and the end of the last one."""
-    sizes: list[int]
-    accumulation: list[int]
-    times: list[float]
-    """The times of `values`, and the end."""
-    values: dict[str, list[float]]
-    """Hyper-parameters at `times`; the last value lasts to the end."""
+FIRST = ("loss", "batch_size", "accumulation")
+LAST = ("noise_scale",)
+"""Panels before and after those of hyper-parameters."""
+MOST_VALUES = 3
+"""Most panels of hyper-parameters."""
+HEIGHTS = {"loss": 2.6, "accumulation": 0.9}
+_COLORS = (BLUE, ORANGE, GREEN, PURPLE)
 
 
 def draw_plan(plan: Plan, path: Path, *, unit: str | None = None) -> None:
@@ -59,61 +53,31 @@ def draw_plan(plan: Plan, path: Path, *, unit: str | None = None) -> None:
         PlanError: the plan has no end, or cannot be shown in that unit.
         MissingPackageError: matplotlib is not installed.
     """
-    curves = plan_curves(plan, unit)
-    names = list(curves.values)[: len(_COLORS)]
-    accumulates = plan.micro_batch_size is not None
-    heights = [1.7, *([0.9] if accumulates else []), *([1.5] * len(names))]
-    with drawn(path, heights, describe(plan)) as axes:
-        axes[0].set_title("batch size")
-        axes[0].stairs(curves.sizes, curves.edges, fill=True, color=BLUE, alpha=0.12, baseline=1e-9)
-        axes[0].stairs(curves.sizes, curves.edges, baseline=None, color=BLUE, linewidth=1.8)
-        finish_size_axis(axes[0], curves.sizes)
-        if accumulates:
-            axes[1].set_title("micro-batches of each rank")
-            axes[1].stairs(curves.accumulation, curves.edges, baseline=None, color=GREEN)
-            axes[1].set_ylim(0, max(curves.accumulation) * 1.2)
-            axes[1].locator_params(axis="y", nbins=4, integer=True)
-        for panel, name, color in zip(axes[1 + accumulates :], names, _COLORS, strict=False):
-            _draw_value(panel, name, curves.times, curves.values[name], color=color)
-        finish_time_axis(axes[-1], curves.unit, curves.end)
-
-
-def plan_curves(plan: Plan, unit: str | None = None) -> Curves:
-    """Return a plan as lines over `unit`; by default, the unit of the run's length.
-
-    >>> from stretto.planning import plan
-    >>> from stretto.timing import Horizon
-    >>> curves = plan_curves(plan(Horizon("40sp"), "0sp:4 20sp:10"))
-    >>> curves.edges, curves.sizes
-    ([0.0, 20.0, 40.0], [4, 10])
-
-    Raises:
-        PlanError: the plan has no end, or cannot be shown in that unit.
-    """
-    target = parse_unit(unit) if unit else plan.horizon.max_duration.unit
-    end, count = plan.end, plan.num_batches
-    if end is None or count is None:
+    if plan.end is None or plan.num_batches is None:
         raise PlanError.cannot(
             "draw a plan without an end",
             why=f"only the run can tell when {plan.horizon.max_duration} have passed",
             instead="say max_duration in 'ep', 'ba' or 'sp'",
         )
-    _check_unit(plan, target)
+    target = parse_unit(unit) if unit else plan.horizon.max_duration.unit
+    _draw(plan_data("plan", plan_record(plan)), path, target, describe(plan))
 
-    def place(timestamp: Timestamp) -> float:
-        return float(plan.horizon.position(timestamp, target))
 
-    numbers = batches_to_show(plan, count)
-    values = [plan.values_at(number) for number in numbers]
-    return Curves(
-        target,
-        place(end),
-        [place(stage.first) for stage in plan.stages] + [place(end)],
-        [stage.size for stage in plan.stages],
-        [stage.accumulation for stage in plan.stages],
-        [place(plan.sizes.timestamp_at_batch(number)) for number in (*numbers, count)],
-        {name: [row[name] for row in (*values, values[-1])] for name in values[0]},
-    )
+def draw_run(folder: Path, path: Path, *, unit: str | None = None) -> None:
+    """Draw the run in a folder into a file.
+
+    Args:
+        folder: the run folder.
+        path: a name that ends in `.png`, `.svg` or `.pdf`.
+        unit: the unit of the horizontal axis; by default, samples.
+
+    Raises:
+        ConfigError: the file cannot be written, or its ending is not supported.
+        DataError: the folder contains no run.
+        PlanError: the run cannot be shown in that unit.
+        MissingPackageError: matplotlib is not installed.
+    """
+    _draw(read(folder), path, parse_unit(unit or "sp"), folder.name)
 
 
 def describe(plan: Plan) -> str:
@@ -129,26 +93,45 @@ def describe(plan: Plan) -> str:
     return "  ·  ".join(parts)
 
 
-def _draw_value(
-    axes: Axes, name: str, times: Sequence[float], values: Sequence[float], *, color: str
-) -> None:
-    """Draw a hyper-parameter: each value holds until the next batch."""
-    axes.set_title(show_name(name))
-    axes.plot(times, values, color=color, drawstyle="steps-post")
-    finish_value_axis(axes)
-
-
 def _count(value: int) -> str:
-    return f"{value:,}" if value < 10**7 else short(value)
+    return short(value) if value >= 10_000 else f"{value:,}"
 
 
-def _check_unit(plan: Plan, unit: TimeUnit) -> None:
-    why = None
-    if unit is TimeUnit.SECOND:
-        why = "how long a batch will take is not known before the run"
-    if unit is TimeUnit.TOKEN and not (plan.end and plan.end.token):
-        why = "how many tokens a sample has is not known"
-    if why is not None:
+def _draw(run: RunData, path: Path, unit: TimeUnit, title: str) -> None:
+    column = UNITS.index(unit.value)
+    shown = [one.thinned(2_000) for one in run.series if len(one.values)]
+    values = [one.panel for one in shown if one.step and one.panel not in (*FIRST, "memory")]
+    names = [*FIRST, *list(dict.fromkeys(values))[:MOST_VALUES], *LAST]
+    panels = {name: [one for one in shown if one.panel == name] for name in names}
+    panels = {name: lines for name, lines in panels.items() if lines}
+    ends = [one.clock[:, column] for lines in panels.values() for one in lines]
+    if not ends or np.isnan(np.concatenate(ends)).all() or not np.nanmax(np.concatenate(ends)):
         raise PlanError.cannot(
-            f"draw the plan over '{unit}'", why=why, instead="write --unit ep, ba, sp or dur"
+            f"draw it over {unit.value!r}",
+            why="they are not known of it",
+            instead="choose another unit, such as 'sp'",
         )
+    with drawn(path, [HEIGHTS.get(name, 1.4) for name in panels], title) as axes:
+        for panel, (name, lines) in zip(axes, panels.items(), strict=True):
+            panel.set_title(PANELS.get(name) or ("loss" if name == "loss" else lines[-1].label))
+            _draw_panel(panel, name, lines, column)
+        finish_time_axis(axes[-1], unit, float(np.nanmax(np.concatenate(ends))))
+
+
+def _draw_panel(panel: Axes, name: str, lines: Sequence[Series], column: int) -> None:
+    for one in lines:
+        times = one.clock[:, column]
+        if one.planned:
+            panel.fill_between(times, one.values, step="post", color=FAINT, linewidth=0)
+            continue
+        style = "steps-post" if one.step else "default"
+        color = _COLORS[len(panel.lines) % len(_COLORS)]
+        panel.plot(times, one.values, drawstyle=style, color=color, label=one.label)
+        if one.low is not None and one.high is not None:
+            panel.fill_between(times, one.low, one.high, color=color, alpha=0.15, linewidth=0)
+    if len(panel.lines) > 1:
+        panel.legend(loc="upper right")
+    if name == "batch_size":
+        finish_size_axis(panel, [int(size) for one in lines for size in one.values])
+    elif name != "loss":
+        finish_value_axis(panel)
