@@ -97,7 +97,7 @@ def test_every_step_is_the_planned_one_when_the_ranks_change(
 
 @pytest.mark.distributed
 def test_tensor_parallel_ranks_share_a_batch(launch: Callable[..., Rows]) -> None:
-    first = launch("out", "data", ranks=2, stop_after=14)
+    first = launch("out", "data", ranks=2, stop_after=15)
     rest = launch("out", "tensor", ranks=2, tensor_parallel=2, stop_after=24)
     assert min(rest) == sorted(planned())[14]
     each = {sample: (sorted([*ids, *ids]), rates) for sample, (ids, rates) in planned().items()}
