@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import stretto
+from stretto.ordering import SampleOrder
 
-NUM_SAMPLES = 499
+NUM_SAMPLES, SEED = 499, 7
 
 
 class Waves(Dataset[dict[str, Tensor]]):
@@ -70,7 +73,7 @@ def trainer(
         micro_batch_size=8,
         schedules={"lr": stretto.Cosine(end=0.1, warmup="10%")},
         device="cpu",
-        loading=stretto.Loading(seed=7),
+        loading=stretto.Loading(seed=SEED),
         checkpoint=None if folder is None else saving,
         folder=folder,
         callbacks=callbacks,
@@ -87,3 +90,26 @@ def reference() -> Tensor:
     run = trainer()
     run.fit()
     return weights(run.model)
+
+
+def planned_ids() -> dict[int, list[int]]:
+    """The samples of each step, by its position."""
+    plan, order = trainer().plan, SampleOrder(NUM_SAMPLES, seed=SEED)
+    assert plan is not None
+    return {
+        step.timestamp.sample: sorted(order[step.timestamp.sample + at] for at in range(step.size))
+        for step in plan.batches()
+    }
+
+
+def traced_ids(folder: Path) -> dict[int, list[int]]:
+    """The samples of each step over all ranks, as the last attempt that took the step saw them."""
+    attempts: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for file in folder.glob("trace-*"):
+        for line in file.read_text().splitlines():
+            sample, ids = json.loads(line)
+            attempts[file.name.split("-")[1]][sample] += ids
+    found: dict[int, list[int]] = {}
+    for name in sorted(attempts):
+        found |= attempts[name]
+    return {sample: sorted(ids) for sample, ids in sorted(found.items())}

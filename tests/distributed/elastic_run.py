@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import json
 import sys
+import time
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from tests.scale import Pace, trainer, weights
@@ -13,13 +15,23 @@ from stretto import Callback, Run, Step
 
 
 class Trace(Callback):
-    """Writes a line for each batch of this process."""
+    """Writes a line for each batch of this rank: its position, and the samples of this rank.
+
+    Each attempt has files of its own, whose names sort by time.
+    """
+
+    file: TextIO
 
     def __init__(self, folder: Path) -> None:
-        self.file = (folder / f"trace-{os.getpid()}").open("a")
+        self.folder = folder
+
+    def on_fit_start(self, run: Run) -> None:
+        attempt = run.broadcast(time.time_ns())
+        self.file = (self.folder / f"trace-{attempt}-{run.rank}").open("w")
 
     def on_batch_end(self, run: Run, step: Step) -> None:
-        self.file.write(f"{step.timestamp.sample} {run.world_size}\n")
+        ids = [i for micro in step if micro.weight for i in micro.batch["id"].tolist()]
+        self.file.write(json.dumps([step.timestamp.sample, ids]) + "\n")
         self.file.flush()
 
 

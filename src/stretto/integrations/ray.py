@@ -1,9 +1,12 @@
 """Ray Train: checkpoints go to Ray's storage, and a restarted worker resumes from the last one.
 
-Call `resume_from_ray(trainer)` before `fit` in the function that Ray runs on each worker.
-Checkpoints that several ranks write (FSDP2) need a run folder that all workers see, on shared
-storage. Else each worker may keep its folder on its own disk: Ray stores what the first rank
-reports.
+Pass `ReportToRay()` to the callbacks of the trainer, and call `resume_from_ray(trainer)` before
+`fit`, in the function that Ray runs on each worker. Ray stores what the first rank reports, so each
+worker may have its run folder on its own disk. Checkpoints that several ranks write (FSDP2) need a
+run folder that all workers see.
+
+A run resumes from the last checkpoint that was reported. A checkpoint is written while training
+continues and is reported when it is complete, so it may be one or two intervals old.
 
 Tested with Ray 2.60.
 """
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, final
 
 import ray.train
 
+from stretto.checkpoint.folder import position_of
 from stretto.training import Callback, Run
 
 if TYPE_CHECKING:
@@ -28,9 +32,9 @@ class ReportToRay(Callback):
     """Reports every complete checkpoint to Ray; all ranks do so at the same batch."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """Report a checkpoint from the first rank, and the position from all."""
+        """Report a checkpoint from the first rank, and its position from all."""
         saved = ray.train.Checkpoint.from_directory(path) if run.is_first_rank else None
-        ray.train.report({"sample": run.timer.sample}, checkpoint=saved)
+        ray.train.report({"sample": position_of(path.name)}, checkpoint=saved)
 
 
 def resume_from_ray(trainer: Trainer) -> bool:
