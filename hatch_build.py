@@ -15,4 +15,4 @@ class TakeUPlot(BuildHookInterface):  # type: ignore[type-arg]
         script = Path(self.root) / "tools" / "vendor_uplot.py"
         problem = runpy.run_path(str(script))["why_not"]()
         if problem:
-            self.app.display_warning(f"the run page will not work: {problem}; then run make uplot")
+            self.app.display_warning(f"the run page will not work: {problem}; then run make page")

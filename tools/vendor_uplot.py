@@ -22,7 +22,7 @@ TARGET = Path(__file__).parent.parent / "src" / "stretto" / "report" / "page" / 
 def is_here() -> bool:
     """Return whether the files of this version are in the package."""
     paths = [TARGET / Path(name).name for name in FILES]
-    return all(p.is_file() for p in paths) and f"(v{VERSION})" in paths[1].read_text("utf-8")[:200]
+    return all(p.is_file() for p in paths) and f"(v{VERSION})" in paths[1].read_text("utf-8")[:2000]
 
 
 def why_not() -> str | None:
@@ -43,11 +43,17 @@ def why_not() -> str | None:
             return f"uplot@{VERSION} from npm has the SHA-256 {found}, not {SHA256}"
         TARGET.mkdir(parents=True, exist_ok=True)
         with tarfile.open(archive) as members:
-            for name in FILES:
-                content = members.extractfile(f"package/{name}")
-                assert content is not None
-                (TARGET / Path(name).name).write_bytes(content.read())
+            licence, script, style = (_read(members, name) for name in FILES)
+        # Pages hold a copy of the script, and so its licence.
+        for name, text in zip(FILES, (licence, f"/*!\n{licence}*/\n{script}", style), strict=True):
+            (TARGET / Path(name).name).write_text(text, "utf-8")
     return None
+
+
+def _read(members: tarfile.TarFile, name: str) -> str:
+    content = members.extractfile(f"package/{name}")
+    assert content is not None, name
+    return content.read().decode()
 
 
 def main() -> None:

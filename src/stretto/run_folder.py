@@ -54,6 +54,8 @@ EventKind: TypeAlias = Literal[
 ]
 _LONGEST_LINE = 1 << 20
 """Bytes, and more than a line of metrics or of the ledger has."""
+_REMEMBERED = 64
+"""Bytes by which a file that was cut and has grown since is known."""
 
 
 # -------------------------------------------------------------------------------------- writing
@@ -374,16 +376,23 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._end, self._file = 0, (0, 0)
+        self._end, self._file, self._last = 0, (0, 0), b""
 
     def has_new(self) -> bool:
         """Whether the file has another size than what was read of it, or is another file."""
         return self._look() != (self._file, self._end)
 
     def was_cut(self) -> bool:
-        """Whether it is another file, or shorter than before: everything must be read again."""
+        """Whether what was read has changed: everything must be read again.
+
+        It is another file, it is shorter, or it was cut and has grown since.
+        """
         file, size = self._look()
-        return bool(self._end) and (file != self._file or size < self._end)
+        if not self._end or (file, size) == (self._file, self._end):
+            return False
+        if file != self._file or size < self._end:
+            return True
+        return self._block(self._end - len(self._last), self._end) != self._last
 
     def _look(self) -> tuple[tuple[int, int], int]:
         try:
@@ -405,15 +414,19 @@ class Tail:
         self._file, size = self._look()
         if size <= self._end:
             return ""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._end)
-                block = file.read(size - self._end)
-        except OSError:
-            return ""
+        block = self._block(self._end, size)
         block = block[: block.rfind(b"\n") + 1]
         self._end += len(block)
+        self._last = block[-_REMEMBERED:] or self._last
         return block.decode("utf-8", "replace")
+
+    def _block(self, start: int, end: int) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                return file.read(end - start)
+        except OSError:
+            return b""
 
 
 def parsed_ledger(columns: Sequence[str], block: str) -> dict[str, npt.NDArray[np.float64]]:

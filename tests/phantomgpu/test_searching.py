@@ -72,3 +72,16 @@ def test_a_single_sample_is_tried_last() -> None:
 
     assert bisect(fits, lambda n: (n, n), 1, first=1, last=8) == 1
     assert tried == [2, 1]
+
+
+@given(st.integers(1, 1 << 24))
+def test_powers_of_two_grow_by_a_few_doublings(most: int) -> None:
+    def fits(index: int) -> bool:
+        assert 1 << index <= 32 * max(most, 4)
+        return 1 << index <= most
+
+    def used(index: int) -> tuple[int, int]:
+        return 1 << index, 1 << index
+
+    found = bisect(fits, used, most, first=0, last=24, farthest=lambda index: index + 5)
+    assert found == most.bit_length() - 1

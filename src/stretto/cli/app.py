@@ -160,6 +160,8 @@ def plan(
     from stretto.config.plans import build_run, plan_of, prepare_run
 
     if html is not None:
+        others = {"--json": as_json, "--batches": batches, "--plot": plot, "--against": against}
+        verb.refuse(others, why="--html writes a page", instead="leave one of them out")
         verb.write_page(html, run_file or [])
         return
     config = verb.read_arguments(run_file or [], folder=against)
@@ -311,6 +313,8 @@ def report(
     *,
     as_json: _AsJson = False,
     html: _Html = None,
+    plot: _Plot = None,
+    unit: _Unit = None,
 ) -> None:
     """Show what runs have done."""
     from stretto.report import page
@@ -332,6 +336,16 @@ def report(
         print_json(records if len(paths) > 1 else records[0])
         return
     typer.echo("\n\n".join(run_table(one, folder) for folder, one in found.items()))
+    if plot is not None:
+        from stretto.report.pictures import draw_run
+
+        if len(paths) > 1:
+            why = "a picture shows one run"
+            raise ConfigError.bad(
+                "--plot", str(plot), why, "write --html to lay runs over each other"
+            )
+        draw_run(paths[0], plot, unit=unit)
+        typer.echo(f"drew {plot}", err=True)
 
 
 @app.command(epilog=_examples("watch", "watch runs/a --port 8400"))

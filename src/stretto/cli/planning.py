@@ -85,7 +85,14 @@ def write_page(page: Path, arguments: Sequence[str]) -> None:
     plans = []
     for arguments_of_one in [[name, *overrides] for name in named] or [overrides]:
         config = read_arguments(arguments_of_one)
-        planned = plan_of(config, prepare_run(config, build_run(config)))
+        prepared = prepare_run(config, build_run(config))
+        if prepared.decided_between is not None:
+            why = "its batch sizes are decided during the run"
+            refuse({"--html": page}, why=why, instead="see 'stretto report RUN_FOLDER --html FILE'")
+        planned = plan_of(config, prepared)
+        if planned.end is None:
+            why = f"only the run can tell when {planned.horizon.max_duration} have passed"
+            refuse({"--html": page}, why=why, instead="say max_duration in 'ep', 'ba' or 'sp'")
         name = Path(arguments_of_one[0]).stem if named else packaged_run_file().stem
         plans.append(plan_data(name, plan_record(planned)))
     write(page, payload(plans))

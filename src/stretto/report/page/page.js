@@ -17,10 +17,8 @@ const WEIGHTS = Object.keys(EVENTS);
 const GRAVE = new Set(["out_of_memory", "checkpoint_failed", "resume", "skipped_step"]);
 
 // ---- elements: text is only ever text
-
 const SVG = "http://www.w3.org/2000/svg";
 const byId = id => document.getElementById(id);
-
 function make(tag, attributes = {}, ...children) {
   const element = tag === "svg" || tag === "line" ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -30,31 +28,26 @@ function make(tag, attributes = {}, ...children) {
   element.append(...children);
   return element;
 }
-
 function swatch(colour, dash, short = false) {
   const line = make("line", {x1: 0, x2: short ? 16 : 28, y1: 5, y2: 5, stroke: "currentColor", "stroke-width": 2.5, "stroke-dasharray": dash.join(" ")});
   return make("svg", {class: `swatch c${colour}${short ? " short" : ""}`, "aria-hidden": "true"}, line);
 }
 
 // ---- data
-
 function bytes(text) {
   const characters = atob(text), out = new Uint8Array(characters.length);
   for (let i = 0; i < out.length; i++) out[i] = characters.charCodeAt(i);
   return out.buffer;
 }
-
 function decode(value, Type) {  // base64, {"f64": base64}, or a plain array, whose null is nan
   if (value == null) return null;
-  if (Array.isArray(value)) return Type.from(value, v => v ?? NaN);
+  if (Array.isArray(value)) return (Type === Float32Array ? Float64Array : Type).from(value, v => v ?? NaN);
   return typeof value === "string" ? new Type(bytes(value)) : new Float64Array(bytes(value.f64));
 }
-
 function readSeries(raw) {
   return {...raw, rows: decode(raw.rows, Uint32Array), values: decode(raw.values, Float32Array),
     low: decode(raw.low, Float32Array), high: decode(raw.high, Float32Array)};
 }
-
 function readRun(raw) {
   const clock = {};
   for (const [unit] of AXES) if (raw.clock[unit] != null) clock[unit] = decode(raw.clock[unit], Float64Array);
@@ -76,8 +69,8 @@ function readMemory(raw) {  // a step on the phantom as a run whose clock counts
     facts, limit: raw.limit_bytes, shown: true};
 }
 
+const unknown = n => new Float64Array(n).fill(NaN);
 function join(first, second) {
-  if (!first || !second) return first ?? second;
   const Type = first.constructor === second.constructor ? first.constructor : Float64Array, out = new Type(first.length + second.length);
   out.set(first);
   out.set(second, first.length);
@@ -90,9 +83,7 @@ function appendRows(run, message) {
   const sent = run.sent ?? Int32Array.from({length: run.n}, (_, i) => i);
   run.sent = join(sent, Int32Array.from({length: added}, (_, i) => run.n + i));
   for (const unit of new Set([...Object.keys(run.clock), ...Object.keys(message.clock)])) {
-    const before = run.clock[unit] ?? new Float64Array(run.n).fill(NaN);
-    const after = decode(message.clock[unit], Float64Array) ?? new Float64Array(added).fill(NaN);
-    run.clock[unit] = join(before, after);
+    run.clock[unit] = join(run.clock[unit] ?? unknown(run.n), decode(message.clock[unit], Float64Array) ?? unknown(added));
   }
   run.n += added;
   run.smooth = {};
@@ -101,7 +92,8 @@ function appendRows(run, message) {
     more.rows = more.rows.map(row => run.sent[row]);
     const known = run.series.find(s => s.name === raw.name && s.panel === raw.panel && Boolean(s.planned) === Boolean(raw.planned));
     if (!known) run.series.push(more);
-    else for (const part of ["rows", "values", "low", "high"]) known[part] = join(known[part], more[part]);
+    else for (const part of ["low", "high", "values", "rows"]) if (known[part] || more[part])
+      known[part] = join(known[part] ?? unknown(known.rows.length), more[part] ?? unknown(more.rows.length));
   }
   run.events.push(...(message.events ?? []).map(event => ({...event, row: run.sent[event.row]})));
   sortRows(run);
@@ -122,7 +114,6 @@ function sortRows(run) {
 }
 
 // ---- rows and units: the view is kept in rows of one run, so that no switch of the axis changes it
-
 function smooth(run, unit) {  // the clock without gaps and without steps back
   if (!run.smooth[unit]) {
     const out = Float64Array.from(run.clock[unit]);
@@ -132,7 +123,6 @@ function smooth(run, unit) {  // the clock without gaps and without steps back
   }
   return run.smooth[unit];
 }
-
 function above(values, v) {  // the first index whose value is larger
   let low = 0, high = values.length;
   while (low < high) {
@@ -141,9 +131,10 @@ function above(values, v) {  // the first index whose value is larger
   }
   return low;
 }
-
+const logarithm = v => v <= 0 ? -Infinity : Math.log2(v);
+const limitOf = panel => panel.traces.find(t => t.run.limit)?.run.limit;
+const labelOf = trace => trace.s.label || trace.s.name;
 const slope = (values, n) => n > 1 && values[n - 1] > values[0] ? (values[n - 1] - values[0]) / (n - 1) : 1;
-
 function at(run, unit, row) {  // beyond the run's ends, its mean pace
   const values = smooth(run, unit), n = values.length;
   if (row <= 0) return values[0] + row * slope(values, n);
@@ -151,7 +142,6 @@ function at(run, unit, row) {  // beyond the run's ends, its mean pace
   const i = Math.floor(row);
   return values[i] + (row - i) * (values[i + 1] - values[i]);
 }
-
 function rowAt(run, unit, x) {
   const values = smooth(run, unit), n = values.length;
   if (x <= values[0]) return (x - values[0]) / slope(values, n);
@@ -161,7 +151,6 @@ function rowAt(run, unit, x) {
 }
 
 // ---- text of numbers
-
 const digits = step => Math.max(0, Math.min(9, Math.ceil(-Math.log10(step) - 1e-9)));
 const grouped = (v, places) => v.toLocaleString("en-US", {minimumFractionDigits: places, maximumFractionDigits: places});
 const trimmed = text => text.includes("e") || !text.includes(".") ? text : text.replace(/\.?0+$/, "");
@@ -176,7 +165,7 @@ function quantity(v, unit = "") {
     return `${trimmed((v / factor).toPrecision(4))} ${name}`;
   }
   const tail = unit ? ` ${unit}` : "";
-  if (size >= 1e5 || Number.isInteger(v)) return grouped(Math.round(v), 0) + tail;
+  if (size >= 1e3 || Number.isInteger(v)) return grouped(v, 0) + tail;
   if (size < 1e-3) return trimmed(v.toPrecision(3)).replace("e-0", "e-") + tail;
   return trimmed(v.toPrecision(4)) + tail;
 }
@@ -187,12 +176,8 @@ function duration(seconds, places = 0) {
   const two = v => String(v).padStart(2, "0"), rest = (total % 60).toFixed(places).padStart(places ? places + 3 : 2, "0");
   return `${sign}${days ? `${days}d ` : ""}${days || hours ? `${hours}:${two(minutes)}` : minutes}:${rest}`;
 }
-
-function clockTime(seconds, style) {
-  return new Intl.DateTimeFormat("en-GB", style).format(new Date(seconds * 1000));
-}
+const clockTime = (seconds, style) => new Intl.DateTimeFormat("en-GB", style).format(new Date(seconds * 1000));
 const DAY = {day: "numeric", month: "short"}, MINUTE = {hour: "2-digit", minute: "2-digit"}, SECOND = {...MINUTE, second: "2-digit"};
-
 function reading(unit, x) {  // a position in words, for the line under the legend
   if (!Number.isFinite(x)) return "";
   if (unit === "dur") return `${(100 * x).toFixed(2)}% of the run`;
@@ -200,32 +185,27 @@ function reading(unit, x) {  // a position in words, for the line under the lege
   if (unit === "utc") return clockTime(x, {...DAY, ...SECOND});
   if (unit === "ep") return `epoch ${trimmed(x.toFixed(3))}`;
   if (unit === "ev") return `event ${Math.round(x)}`;
-  return `${grouped(Math.floor(x), 0)} ${AXES.find(([name]) => name === unit)[1]}`;
+  return `${grouped(Math.floor(x * (1 + 1e-12) + 1e-9), 0)} ${AXES.find(([name]) => name === unit)[1]}`;
 }
 
 // ---- ticks
-
 const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
-
 function stepOf(low, high, count, unit) {
   const raw = (high - low) / Math.max(1, count);
   if ((unit === "sec" || unit === "utc") && raw > 0.5) return TIMES.find(t => t >= raw) ?? 86400 * Math.ceil(raw / 86400);
   const power = 10 ** Math.floor(Math.log10(raw)), step = power * [1, 2, 5, 10].find(m => m * power >= raw * 0.999);
   return ["ba", "sp", "tok", "ev"].includes(unit) ? Math.max(1, step) : step;
 }
-
 function multiples(low, high, step, zone = 0) {
   const out = [];
   if (!(step > 0) || (high - low) / step > 200) return out;
   for (let i = Math.ceil((low + zone) / step - 1e-9); i * step - zone <= high + step * 1e-9; i++) out.push(i * step - zone);
   return out;
 }
-
 function xTicks(low, high, width) {
   const unit = state.axis, zone = unit === "utc" ? -60 * new Date(low * 1000).getTimezoneOffset() : 0;
-  return multiples(low, high, stepOf(low, high, width / (unit === "utc" ? 90 : 75), unit), zone);
+  return multiples(low, high, stepOf(low, high, width / (unit === "utc" ? 85 : 62), unit), zone);
 }
-
 function plain(values) {  // one suffix and one number of decimals for all ticks
   const step = values.length > 1 ? values[1] - values[0] : 1, most = Math.max(...values.map(Math.abs));
   const [factor, suffix] = most >= 1e4 ? THOUSANDS.find(([f]) => most >= f) : [1, ""];
@@ -248,7 +228,7 @@ function xLabels(values) {
 }
 
 function yTicks(panel, low, high, height) {  // low and high are logarithms of base two on a logarithmic panel
-  const count = Math.max(2, height / 34);
+  const count = Math.max(2, height / (DOUBLING.has(panel.key) ? 22 : 32));
   if (!panel.log) {
     const factor = panel.unit === "bytes" ? (BYTES.find(([f]) => high >= f) ?? [1])[0] : 1;
     return multiples(low / factor, high / factor, stepOf(low / factor, high / factor, count)).map(v => v * factor);
@@ -269,7 +249,6 @@ function yLabels(panel, values) {
 }
 
 // ---- state
-
 const payload = JSON.parse(byId("data").textContent);
 const runs = (payload.runs ?? []).map(readRun).concat(payload.memory ? [readMemory(payload.memory)] : []);
 const panels = [];
@@ -281,7 +260,6 @@ const colourOf = run => runs.indexOf(run) % COLOURS;
 const dashOf = run => DASHES[runs.indexOf(run) % DASHES.length];
 const named = name => runs.find(run => run.name === name);
 const reference = () => shown().find(run => run.clock[state.axis]);
-
 function xOf(run, row) {  // through batches, if the run has no such unit
   if (run.clock[state.axis]) return at(run, state.axis, row);
   const other = reference();
@@ -306,48 +284,42 @@ function viewRange() {
   const room = Math.max(Math.abs(low) * 1e-9, ["ba", "sp", "tok", "ev"].includes(state.axis) ? 1 : 1e-3);
   return [low - room, low + room];
 }
-
 function zoomTo(low, high) {
   const [first, last] = wholeRange(), run = reference(), least = (last - first) * 1e-7;
   low = Math.max(low, first);
   high = Math.min(high, last);
   if (!run || !(high - low > least)) return;
-  state.zoom = low <= first && high >= last ? null : {run: run.name, from: rowAt(run, state.axis, low), to: rowAt(run, state.axis, high)};
-  remember();
-  schedule();
+  look(low <= first && high >= last ? null : {run: run.name, from: rowAt(run, state.axis, low), to: rowAt(run, state.axis, high)});
 }
-
 function zoomBy(factor, centre = (range[0] + range[1]) / 2) {
   zoomTo(centre - (centre - range[0]) * factor, centre + (range[1] - centre) * factor);
 }
-
 function pan(share) {
   const [first, last] = wholeRange(), width = range[1] - range[0];
   const low = Math.min(Math.max(range[0] + share * width, first), Math.max(first, last - width));
   if (state.zoom) zoomTo(low, low + width);
 }
-
-function showWhole() {
-  state.zoom = null;
+function look(zoom) {
+  state.zoom = zoom;
   remember();
   schedule();
 }
-
+function renew(draw) {  // after a change of the axis, of the rows or of what is shown
+  for (const panel of panels) panel.placed = false;
+  draw();
+}
 function setAxis(unit) {
   state.axis = unit;
-  byId("axis").querySelector(`[value=${unit}]`).checked = true;
-  for (const panel of panels) panel.placed = false;
+  for (const input of byId("axis").querySelectorAll("input")) input.checked = input.value === unit;
   remember();
-  render();
+  renew(render);
 }
-
 function remember() {  // in the address, so that a reload and a copied address show the same view
   const {zoom} = state, parts = new URLSearchParams({axis: state.axis});
   if (zoom) parts.set("rows", `${runs.indexOf(named(zoom.run))},${zoom.from},${zoom.to}`);
   if (state.theme) parts.set("theme", state.theme);
   try { history.replaceState(null, "", `#${parts}`); } catch { /* a frame without an address */ }
 }
-
 function recall(offered) {
   const parts = new URLSearchParams(location.hash.slice(1)), [index, from, to] = (parts.get("rows") ?? "").split(",").map(Number);
   if (offered.includes(parts.get("axis"))) state.axis = parts.get("axis");
@@ -356,7 +328,10 @@ function recall(offered) {
 }
 
 // ---- points of a panel on the current axis
-
+function lastRow(run) {  // of what the run has done: a plan's rows may lie beyond
+  const rows = [...run.events.map(event => event.row), ...run.series.map(s => s.planned ? 0 : s.rows.at(-1) ?? 0)];
+  return rows.reduce((a, b) => Math.max(a, b), 0);
+}
 function pointsOf(run, s) {
   const clock = run.clock[state.axis], room = s.rows.length + 1, x = new Float64Array(room), index = new Int32Array(room);
   let n = 0, last = -Infinity;
@@ -366,8 +341,8 @@ function pointsOf(run, s) {
     index[n++] = i;
   };
   if (clock) for (let i = 0; i < s.rows.length; i++) add(s.rows[i], i);
-  if (clock && s.step && n) {  // the last value holds to the end of the run
-    let end = run.n - 1;
+  if (clock && s.step && n) {  // the last value holds to the end: of the plan, or of what the run has done
+    let end = s.planned || run.kind !== "run" ? run.n - 1 : lastRow(run);
     while (end > 0 && !Number.isFinite(clock[end])) end--;
     if (clock[end] > last) add(end, s.rows.length - 1);
   }
@@ -380,7 +355,6 @@ function place(panel) {
   panel.unit = panel.traces.find(t => t.s.unit)?.s.unit ?? "";
   panel.placed = true;
 }
-
 function visible(trace) {  // indices of the points in view; of a step also the one that holds at its start
   const first = above(trace.x, range[0] - (range[1] - range[0]) * 1e-12), last = above(trace.x, range[1]) - 1;
   if (trace.s.step || first > last) return [Math.max(0, first - 1), Math.max(last, Math.min(first, trace.x.length - 1))];
@@ -388,7 +362,7 @@ function visible(trace) {  // indices of the points in view; of a step also the 
 }
 
 function extent(panel) {
-  const f = panel.log ? Math.log2 : v => v;
+  const f = panel.log ? logarithm : v => v;
   let low = Infinity, high = -Infinity, least = Infinity, most = -Infinity;
   for (const t of panel.traces) {
     const [first, last] = t.x.length ? visible(t) : [0, -1];
@@ -398,15 +372,15 @@ function extent(panel) {
       if (v < low) low = v;
       if (v > high) high = v;
       if (!t.s.low) continue;
-      least = Math.min(least, f(t.s.low[k]));
-      most = Math.max(most, f(t.s.high[k]));
+      if (f(t.s.low[k]) < least) least = f(t.s.low[k]);
+      if (f(t.s.high[k]) > most) most = f(t.s.high[k]);
     }
   }
   if (low > high) return panel.log ? [0, 3] : [0, 1];
   const span = Math.max(high - low, panel.log ? 1 : 0);  // a wide interval may not flatten the line
   if (least < low) low = Math.max(least, low - span);
   if (most > high) high = Math.min(most, high + span);
-  const limit = panel.traces.find(t => t.run.limit)?.run.limit;
+  const limit = limitOf(panel);
   if (limit && limit < 4 * high) high = Math.max(high, limit);
   if (!panel.log && FROM_ZERO.has(panel.key) && low > 0) low = 0;
   let room = (high - low) * 0.06;
@@ -415,113 +389,106 @@ function extent(panel) {
   return [!panel.log && low === 0 ? 0 : low - room, high + room];
 }
 
-// ---- drawing
-
-function paint(panel, u) {
-  const {ctx, bbox} = u, scale = devicePixelRatio, [low, high] = panel.y, f = panel.log ? Math.log2 : v => v;
-  const X = x => bbox.left + (x - range[0]) / (range[1] - range[0]) * bbox.width;
-  const Y = v => bbox.top + (high - f(v)) / (high - low) * bbox.height;
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(bbox.left, bbox.top - scale, bbox.width, bbox.height + 2 * scale);
-  ctx.clip();
-  ctx.lineJoin = "round";
-  paintEvents(u, X, scale);
-  for (const t of panel.traces) if (t.x.length) {
-    const [first, last] = visible(t), from = Math.max(0, first - 1), to = Math.min(t.x.length - 1, last + 1);
-    const stroke = colours[`c${t.s.colour ?? colourOf(t.run)}`];
-    if (t.s.low) area(ctx, t, from, to, X, Y, stroke, t.s.own ? 0.55 : 0.18);
-    const shape = new Path2D(), dots = new Path2D(), few = last - first < bbox.width / scale / 14, r = (t.second ? 2.6 : 2.2) * scale;
-    let pen = false, before = 0;
-    for (let i = from; i <= to; i++) {
-      const x = X(t.x[i]), y = Y(t.s.values[t.index[i]]);
-      if (!Number.isFinite(y)) { pen = false; continue; }
-      if (pen && t.s.step) shape.lineTo(x, before);
-      if (pen) shape.lineTo(x, y); else shape.moveTo(x, y);
-      const alone = !pen && !(i < to && Number.isFinite(Y(t.s.values[t.index[i + 1]])));
-      if (alone || (t.second && few && !t.s.step)) { dots.moveTo(x + r, y); dots.arc(x, y, r, 0, 7); }
-      pen = true;
-      before = y;
-    }
-    ctx.strokeStyle = ctx.fillStyle = stroke;
-    ctx.globalAlpha = t.s.planned ? 0.4 : 1;
-    ctx.lineWidth = (t.s.planned ? 4.5 : t.s.own ? 1 : t.second ? 2.1 : 1.5) * scale;
-    ctx.setLineDash((t.s.planned ? [10, 5] : t.s.own ? [] : dashOf(t.run)).map(v => v * scale));
-    ctx.stroke(shape);
-    ctx.setLineDash([]);
-    ctx.globalAlpha = 1;
-    if (t.second) { ctx.fillStyle = colours.raised; ctx.lineWidth = 1.4 * scale; ctx.fill(dots); ctx.stroke(dots); } else ctx.fill(dots);
+// ---- drawing, in CSS pixels
+const finiteAt = (t, values, Y) => i => Number.isFinite(Y(values[t.index[i]]));
+function stretches(from, to, good, cut = () => false) {  // [first, last] of the points between gaps
+  const out = [];
+  for (let i = from; i <= to; i++) if (good(i)) {
+    if (out.at(-1)?.[1] === i - 1 && !cut(i)) out.at(-1)[1] = i; else out.push([i, i]);
   }
-  paintLimit(panel, u, Y, scale);
-  ctx.restore();
+  return out;
 }
-
-function area(ctx, t, from, to, X, Y, fill, alpha) {  // between low and high, one shape for each stretch without a gap
-  const good = i => Number.isFinite(Y(t.s.low[t.index[i]]) + Y(t.s.high[t.index[i]])) || (t.s.own && Number.isFinite(t.s.high[t.index[i]]));
-  ctx.fillStyle = fill;
-  ctx.globalAlpha = alpha;
-  for (let i = from; i <= to; i++) {
-    if (!good(i)) continue;
-    let end = i;
-    while (end < to && good(end + 1)) end++;
-    const shape = new Path2D();
-    for (let k = i; k <= end; k++) {
-      if (t.s.step && k > i) shape.lineTo(X(t.x[k]), Y(t.s.high[t.index[k - 1]]));
-      shape.lineTo(X(t.x[k]), Y(t.s.high[t.index[k]]));
-    }
-    for (let k = end; k >= i; k--) {
-      shape.lineTo(X(t.x[k]), Y(t.s.low[t.index[k]]));
-      if (t.s.step && k > i) shape.lineTo(X(t.x[k]), Y(t.s.low[t.index[k - 1]]));
-    }
-    ctx.fill(shape);
-    i = end;
+function corners(t, first, last, values, X, Y) {
+  const out = [];
+  for (let i = first; i <= last; i++) {
+    if (t.s.step && i > first) out.push([X(t.x[i]), Y(values[t.index[i - 1]])]);
+    out.push([X(t.x[i]), Y(values[t.index[i]])]);
   }
-  ctx.globalAlpha = 1;
+  return out;
 }
-
-function paintEvents(u, X, scale) {
-  const {ctx, bbox} = u, bottom = bbox.top + bbox.height;
-  for (const run of shown()) for (const event of run.events) {
-    const x = X(run.clock[state.axis]?.[event.row]), grave = GRAVE.has(event.kind) || event.kind === "mark";
-    if (!(x >= bbox.left && x <= bbox.left + bbox.width)) continue;
-    ctx.strokeStyle = event.kind === "out_of_memory" ? colours.warn : run.kind === "memory" ? colours.soft : colours[`c${colourOf(run)}`];
-    ctx.lineWidth = (grave ? 1.2 : 1) * scale;
-    ctx.setLineDash(grave ? (event.kind === "resume" ? [2, 3] : [5, 3]).map(v => v * scale) : []);
-    ctx.globalAlpha = grave ? 0.9 : 0.6;
-    ctx.beginPath();
-    ctx.moveTo(x, grave ? bbox.top : bottom - 5 * scale);
-    ctx.lineTo(x, bottom);
-    ctx.stroke();
-  }
+function trail(points) {
+  const shape = new Path2D();
+  points.forEach(([x, y], i) => i ? shape.lineTo(x, y) : shape.moveTo(x, y));
+  return shape;
+}
+function stroke(ctx, shape, colour, width, dash = [], alpha = 1) {
+  Object.assign(ctx, {strokeStyle: colour, lineWidth: width, globalAlpha: alpha});
+  ctx.setLineDash(dash);
+  ctx.stroke(shape);
   ctx.setLineDash([]);
   ctx.globalAlpha = 1;
 }
+function write(ctx, text, x, y, colour, weight = 400) {
+  Object.assign(ctx, {fillStyle: colour, font: `${weight} 12px system-ui, sans-serif`, textAlign: "left", textBaseline: "alphabetic"});
+  ctx.fillText(text, x, y);
+}
 
-function paintLimit(panel, u, Y, scale) {
-  const limit = panel.traces.find(t => t.run.limit)?.run.limit, {ctx, bbox} = u;
-  if (!limit) return;
-  const y = Math.max(Y(limit), bbox.top + scale), beyond = Y(limit) < bbox.top;
-  ctx.strokeStyle = ctx.fillStyle = colours.warn;
-  ctx.lineWidth = 2 * scale;
-  ctx.setLineDash([8 * scale, 4 * scale]);
+function paint(panel, u) {
+  const {ctx} = u, scale = devicePixelRatio, [low, high] = panel.y, f = panel.log ? logarithm : v => v;
+  const box = {left: u.bbox.left / scale, top: u.bbox.top / scale, width: u.bbox.width / scale, height: u.bbox.height / scale};
+  const X = x => box.left + (x - range[0]) / (range[1] - range[0]) * box.width;
+  const Y = v => box.top + (high - f(v)) / (high - low) * box.height;
+  ctx.save();
+  ctx.scale(scale, scale);
   ctx.beginPath();
-  ctx.moveTo(bbox.left, y);
-  ctx.lineTo(bbox.left + bbox.width, y);
-  if (!beyond) ctx.stroke();
-  ctx.font = `600 ${12 * scale}px system-ui, sans-serif`;
-  ctx.textAlign = "left";
-  ctx.textBaseline = "top";
-  ctx.fillText(`${beyond ? "↑ " : ""}${quantity(limit, "bytes")} on the card`, bbox.left + 8 * scale, y + 4 * scale);
+  ctx.rect(box.left, box.top - 1, box.width, box.height + 2);
+  ctx.clip();
+  ctx.lineJoin = "round";
+  for (const t of panel.traces) if (t.x.length) paintTrace(ctx, t, box, X, Y);
+  paintEvents(ctx, box, X);
+  const limit = limitOf(panel), y = limit && Y(limit);
+  if (y >= box.top) stroke(ctx, trail([[box.left, y], [box.left + box.width, y]]), colours.warn, 2, [8, 4]);
+  if (limit) write(ctx, `${y < box.top ? "↑ " : ""}${quantity(limit, "bytes")} on the card`, box.left + 8, Math.max(y, box.top) + 15, colours.warn, 600);
+  ctx.restore();
+}
+
+function paintTrace(ctx, t, box, X, Y) {
+  const {s} = t, [first, last] = visible(t), from = Math.max(0, first - 1), to = Math.min(t.x.length - 1, last + 1);
+  const colour = colours[`c${s.colour ?? colourOf(t.run)}`], good = finiteAt(t, s.values, Y);
+  ctx.fillStyle = colour;
+  ctx.globalAlpha = s.own ? 0.55 : 0.18;
+  // An end that the axis does not hold, such as zero on a logarithmic one, lies at its edge.
+  const edge = v => Math.min(Math.max(Y(v), box.top - 9), box.top + box.height + 9);
+  const isBand = s.low ? i => finiteAt(t, s.low, edge)(i) && finiteAt(t, s.high, edge)(i) : () => false;
+  for (const [a, b] of stretches(from, to, isBand)) ctx.fill(trail([...corners(t, a, b, s.high, X, edge), ...corners(t, a, b, s.low, X, edge).reverse()]));
+  ctx.globalAlpha = 1;
+  // On the time of day, a run that was away has a gap.
+  const away = state.axis === "utc" && !s.step ? t.run.events.filter(event => event.kind === "resume").map(event => event.row) : [];
+  const parts = stretches(from, to, good, i => away.some(row => s.rows[t.index[i - 1]] <= row && s.rows[t.index[i]] > row));
+  const dash = s.planned ? [10, 5] : s.own ? [] : dashOf(t.run), width = s.planned ? 4.5 : s.own ? 1 : t.second ? 2.1 : 1.5;
+  const line = new Path2D(), dots = new Path2D(), few = t.second && !s.step && last - first < box.width / 14, r = t.second ? 2.6 : 2.2;
+  for (const [a, b] of parts) {
+    line.addPath(trail(corners(t, a, b, s.values, X, Y)));
+    if (few || a === b) for (let i = a; i <= b; i++) {
+      const x = X(t.x[i]), y = Y(s.values[t.index[i]]);
+      dots.moveTo(x + r, y);
+      dots.arc(x, y, r, 0, 7);
+    }
+  }
+  stroke(ctx, line, colour, width, dash, s.planned ? 0.4 : 1);
+  ctx.fillStyle = t.second ? colours.raised : colour;
+  ctx.fill(dots);
+  if (t.second) stroke(ctx, dots, colour, 1.4);
+}
+
+function paintEvents(ctx, box, X) {
+  const bottom = box.top + box.height;
+  for (const run of shown()) for (const event of run.events) {
+    const x = X(run.clock[state.axis]?.[event.row]), mark = event.kind === "mark", grave = mark || GRAVE.has(event.kind);
+    if (!(x >= box.left && x <= box.left + box.width)) continue;
+    const colour = event.kind === "out_of_memory" ? colours.warn : mark ? colours.soft : colours[`c${colourOf(run)}`];
+    const dash = !grave ? [] : event.kind === "resume" ? [2, 3] : [5, 3];
+    stroke(ctx, trail([[x, grave ? box.top : bottom - 5], [x, bottom]]), colour, 1.1, dash, grave ? 0.9 : 0.6);
+    if (mark) write(ctx, event.text, x + 5, bottom - 8, colours.ink);
+  }
 }
 
 // ---- panels
-
 function newPanel(key) {
-  const panel = {key, log: state.logs.get(key) ?? DOUBLING.has(key), placed: false, y: [0, 1], unit: ""};
-  const title = TITLES.get(key) ?? key;
+  const panel = {key, log: state.logs.get(key) ?? DOUBLING.has(key), placed: false, traces: [], y: [0, 1], unit: ""};
+  const title = key === "step_memory" ? runs.find(run => run.kind === "memory").name : TITLES.get(key) ?? key;
   panel.values = make("div", {class: "values"});
   panel.small = make("small");
-  panel.heading = make("h2", {}, title, " ", panel.small);
   const log = make("button", {type: "button", "aria-pressed": String(panel.log), title: "logarithmic axis", click: () => {
     panel.log = !panel.log;
     state.logs.set(key, panel.log);
@@ -531,14 +498,14 @@ function newPanel(key) {
   panel.lanes = make("div", {class: "lanes"});
   panel.plot = make("div", {class: "plot"});
   panel.root = make("section", {class: "panel", tabindex: 0, role: "group", "aria-label": `${title}: Shift with arrow keys moves the cursor`, keydown: event => press(panel, event)},
-    make("div", {class: "top"}, panel.heading, log, panel.values), panel.lanes, panel.plot);
+    make("div", {class: "top"}, make("h2", {}, title, " ", panel.small), ...(key === "step_memory" ? [] : [log]), panel.values), panel.lanes, panel.plot);
   return panel;
 }
 
 const heightOf = panel => panel.root.classList.contains("wide") ? (innerWidth < 600 ? 230 : 290) : 180;
 
 function mount(panel) {
-  const font = "11.5px system-ui, -apple-system, 'Segoe UI', sans-serif", ink = () => colours.soft, grid = {stroke: () => colours.grid, width: 1};
+  const font = "12px system-ui, sans-serif", ink = () => colours.soft, grid = {stroke: () => colours.grid, width: 1};
   const u = panel.u = new uPlot({
     width: Math.max(80, panel.plot.clientWidth), height: heightOf(panel), pxAlign: 0, legend: {show: false}, padding: [6, 14, 0, 0],
     // Runs have clocks of their own, uPlot has one for all series: it keeps scales, axes, cursor and selection, and `paint` draws.
@@ -546,7 +513,7 @@ function mount(panel) {
     series: [{}, {paths: () => null, points: {show: false}}],
     axes: [{stroke: ink, font, grid, ticks: {show: false}, size: () => state.axis === "utc" ? 42 : 26, gap: 6, splits: (u, _, low, high) => xTicks(low, high, u.over.clientWidth || u.width), values: (_, v) => xLabels(v)},
       {stroke: ink, font, grid, ticks: {show: false}, size: 56, gap: 6, splits: (_, __, low, high) => yTicks(panel, low, high, heightOf(panel) - 40), values: (_, v) => yLabels(panel, v)}],
-    cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false}, bind: {dblclick: () => () => showWhole()}},
+    cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false}, bind: {dblclick: () => () => look(null)}},
     hooks: {draw: [u => paint(panel, u)], setCursor: [u => moveCursor(u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null, panel)],
       setSelect: [u => {
         const {left, width} = u.select;
@@ -562,20 +529,19 @@ function mount(panel) {
 }
 
 function touch(u) {  // two fingers zoom, one moves the cursor; the wheel zooms with Ctrl, as a trackpad's pinch does
-  const fingers = new Map();
-  let held = null;
-  const lift = event => { fingers.delete(event.pointerId); held = null; };
-  u.over.addEventListener("pointerdown", event => { if (event.pointerType !== "mouse") { fingers.set(event.pointerId, event.offsetX); held = null; } });
-  u.over.addEventListener("pointermove", event => {
+  const fingers = new Map(), places = () => [...fingers.values()].sort((p, q) => p - q).map(x => u.posToVal(x, "x"));
+  let held = [];
+  const on = (names, handle) => names.forEach(name => u.over.addEventListener(name, event => { if (event.pointerType !== "mouse") handle(event); }));
+  on(["pointerdown"], event => { fingers.set(event.pointerId, event.offsetX); held = places(); });
+  on(["pointerup", "pointercancel"], event => { fingers.delete(event.pointerId); held = places(); });
+  on(["pointermove"], event => {
     if (!fingers.has(event.pointerId)) return;
     fingers.set(event.pointerId, event.offsetX);
-    const [a, b] = [...fingers.values()].sort((p, q) => p - q);
-    if (b === undefined) return moveCursor(u.posToVal(a, "x"), null);
-    held ??= [u.posToVal(a, "x"), u.posToVal(b, "x")];
-    const pace = (held[1] - held[0]) / Math.max(8, b - a), low = held[0] - a * pace;
-    zoomTo(low, low + u.over.clientWidth * pace);
+    const [a, b] = places();
+    if (b === undefined) return moveCursor(a, null);
+    const pace = (held[1] - held[0]) / Math.max(b - a, (range[1] - range[0]) / 50), low = held[0] - (a - range[0]) * pace;
+    zoomTo(low, low + (range[1] - range[0]) * pace);
   });
-  for (const name of ["pointerup", "pointercancel"]) u.over.addEventListener(name, lift);
   u.over.addEventListener("wheel", event => {
     if (!event.ctrlKey) return;
     event.preventDefault();
@@ -624,12 +590,12 @@ function render() {
 }
 
 // ---- events
-
 function layLanes(panel) {
   const kept = document.activeElement?.closest?.(".lane button")?.dataset.at;
   panel.lanes.replaceChildren();
+  tip();
   const {u} = panel, width = u.over.clientWidth || u.width - 70, offset = u.over.offsetLeft || 56;
-  for (const run of shown()) {
+  for (const run of shown().filter(run => run.kind !== "memory")) {
     const marks = run.events.map(event => ({event, x: run.clock[state.axis]?.[event.row]}))
       .filter(({x}) => x >= range[0] && x <= range[1]).map(m => ({...m, px: (m.x - range[0]) / (range[1] - range[0]) * width})).sort((a, b) => a.px - b.px);
     if (!marks.length) continue;
@@ -666,12 +632,11 @@ function describe(events) {
   const sorted = [...events].sort((a, b) => WEIGHTS.indexOf(a.kind) - WEIGHTS.indexOf(b.kind)), lines = sorted.slice(0, 6).map(event => {
     const kind = EVENTS[event.kind]?.[1] ?? (event.kind === "mark" ? "" : event.kind);
     const attempt = event.attempt > 1 ? ` (attempt ${event.attempt})` : "";
-    return event.text && kind ? `${kind}${attempt}: ${event.text}` : `${event.text || kind}${attempt}`;
+    return event.text && kind && !event.text.startsWith(kind) ? `${kind}${attempt}: ${event.text}` : `${event.text || kind}${attempt}`;
   });
   if (events.length > 6) lines.push(`and ${events.length - 6} more`);
   return lines.join("\n");
 }
-
 function tip(text = "", box = null) {
   const element = byId("tip");
   element.hidden = !text;
@@ -683,24 +648,19 @@ function tip(text = "", box = null) {
 }
 
 // ---- cursor
-
-let moving = false;
 function moveCursor(x, source) {
-  if (moving) return;
   const run = reference();
   state.cursor = x == null || !run ? null : {run: run.name, row: rowAt(run, state.axis, x)};
   showCursor(source);
 }
 
 function showCursor(source = null) {
-  const run = state.cursor && named(state.cursor.run), x = run ? xOf(run, state.cursor.row) : null;
-  moving = true;
+  const run = state.cursor && named(state.cursor.run), x = cursorX();
   for (const panel of panels) {
     const left = x == null || x < range[0] || x > range[1] ? -10 : (x - range[0]) / (range[1] - range[0]) * panel.u.over.clientWidth;
     if (panel !== source) panel.u.setCursor({left, top: 0}, false);
     panel.values.replaceChildren(...readouts(panel, x));
   }
-  moving = false;
   byId("reading").textContent = run ? AXES.filter(([unit]) => run.clock[unit]).map(([unit]) => reading(unit, at(run, unit, state.cursor.row))).filter(Boolean).join("  ·  ") : "";
   if (!source) return;
   const near = x == null ? [] : nearEvents(x, 4 * (range[1] - range[0]) / source.u.over.clientWidth);
@@ -711,16 +671,14 @@ function showCursor(source = null) {
 function nearEvents(x, reach) {
   return shown().flatMap(run => run.events.filter(event => Math.abs((run.clock[state.axis]?.[event.row] ?? NaN) - x) <= reach));
 }
-
 function valueAt(trace, x) {  // of a step what holds, else the nearest point; without a cursor the last point in view
   if (!trace.x.length) return null;
-  let i = above(trace.x, x ?? range[1]) - 1;
+  let i = above(trace.x, (x ?? range[1]) + (range[1] - range[0]) * 1e-9) - 1;
   if (!trace.s.step && x != null && i + 1 < trace.x.length && (i < 0 || trace.x[i + 1] - x < x - trace.x[i])) i++;
   if (i < 0) return null;
   const k = trace.index[i];
   return {v: (trace.s.own ?? trace.s.values)[k], low: trace.s.own ? null : trace.s.low?.[k], high: trace.s.high?.[k], x: trace.x[i]};
 }
-
 function wordsOf(trace, x) {
   const found = valueAt(trace, x);
   if (!found) return null;
@@ -729,18 +687,11 @@ function wordsOf(trace, x) {
 }
 
 function readouts(panel, x) {
-  const out = [];
-  for (const run of shown()) {
-    const own = panel.traces.filter(t => t.run === run), parts = [];
-    for (const trace of own) {
-      const words = wordsOf(trace, x);
-      if (words == null) continue;
-      const label = own.length > 1 ? `${trace.s.planned ? "planned" : trace.s.label || trace.s.name} ` : "";
-      parts.push(make("span", {}, ...(trace.s.own ? [swatch(trace.s.colour, [], true), " "] : []), label, make("b", {}, words)));
-    }
-    if (parts.length) out.push(make("span", {title: run.name}, ...(run.kind === "memory" ? [] : [swatch(colourOf(run), dashOf(run), true)]), ...parts));
-  }
-  return out;
+  return shown().flatMap(run => {
+    const own = panel.traces.filter(t => t.run === run && wordsOf(t, x) != null);
+    const parts = own.map(t => make("span", {}, ...(t.s.own ? [swatch(t.s.colour, [], true), " "] : []), own.length > 1 ? `${labelOf(t)} ` : "", make("b", {}, wordsOf(t, x))));
+    return parts.length ? [make("span", {title: run.name}, ...(run.kind === "memory" ? [] : [swatch(colourOf(run), dashOf(run), true)]), ...parts)] : [];
+  });
 }
 
 function press(panel, event) {
@@ -752,7 +703,7 @@ function press(panel, event) {
   else if (["ArrowRight", "ArrowLeft"].includes(event.key) && state.zoom) pan(forward * 0.2);
   else if (event.key === "+" || event.key === "=") zoomBy(0.6, cursorX() ?? undefined);
   else if (event.key === "-") zoomBy(1 / 0.6, cursorX() ?? undefined);
-  else if (event.key === "0") showWhole();
+  else if (event.key === "0") look(null);
   else return;
   event.preventDefault();
 }
@@ -771,13 +722,12 @@ function stride(panel, forward, from = cursorX() ?? (forward > 0 ? -Infinity : I
   }
   if (next == null) return;
   moveCursor(next, null);
-  const values = panel.traces.map(t => [shown().length > 1 ? `${t.run.name}:` : "", t.s.planned ? "planned" : t.s.label || t.s.name, wordsOf(t, next) ?? "no value"].filter(Boolean).join(" "));
-  const near = nearEvents(next, least / 2), run = named(state.cursor.run);
-  byId("spoken").textContent = [reading(state.axis, next), ...values, near.length ? describe(near) : ""].filter(Boolean).join("; ") + (run.n > 1 ? "" : "; the only row");
+  const values = panel.traces.map(t => [shown().length > 1 ? `${t.run.name}:` : "", labelOf(t), wordsOf(t, next) ?? "no value"].filter(Boolean).join(" "));
+  const near = nearEvents(next, least / 2);
+  byId("spoken").textContent = [reading(state.axis, next), ...values, near.length ? describe(near) : ""].filter(Boolean).join("; ");
 }
 
 // ---- head, legend, tables, chooser
-
 function layAxis() {
   const offered = AXES.filter(([unit]) => runs.some(run => run.clock[unit])).map(([unit]) => unit), place = byId("axis");
   if (place.dataset.units === offered.join()) return offered;
@@ -786,7 +736,7 @@ function layAxis() {
   if (!offered.includes(state.axis)) state.axis = offered[0] ?? "ba";
   for (const label of place.querySelectorAll("label")) label.remove();
   for (const [unit, name] of AXES) if (offered.includes(unit))
-    place.append(make("label", {}, make("input", {type: "radio", name: "axis", value: unit, checked: unit === state.axis, change: () => setAxis(unit)}), name));
+    place.append(make("label", {}, make("input", {type: "radio", name: "axis", value: unit, change: () => setAxis(unit)}), name));
   return offered;
 }
 
@@ -795,8 +745,7 @@ function layLegend() {
     const button = make("button", {type: "button", "aria-pressed": String(run.shown), title: "press to hide or show", click: () => {
       run.shown = !run.shown;
       button.setAttribute("aria-pressed", String(run.shown));
-      for (const panel of panels) panel.placed = false;
-      schedule();
+      renew(schedule);
     }}, swatch(colourOf(run), dashOf(run)), run.name, ...(run.kind === "plan" ? [make("small", {}, "plan")] : []));
     return button;
   }));
@@ -809,10 +758,11 @@ function table(columns, rows, numbers) {
 }
 
 function layText() {
-  const many = runs.filter(run => run.facts?.length), names = [...new Set(many.flatMap(run => run.facts.map(([name]) => name)))];
-  if (many.length === 1) byId("facts").replaceChildren(make("dl", {}, ...many[0].facts.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, String(text))))));
-  else if (many.length) byId("facts").replaceChildren(table(["", ...many.map(run => run.name)],
-    names.map(name => [name, ...many.map(run => run.facts.find(([other]) => other === name)?.[1] ?? "–")])));
+  const described = runs.filter(run => run.facts?.length), names = [...new Set(described.flatMap(run => run.facts.map(([name]) => name)))];
+  const rows = names.map(name => [name, ...described.map(run => String(run.facts.find(([other]) => other === name)?.[1] ?? "–"))]);
+  const differ = rows.filter(([, first, ...rest]) => rest.some(text => text !== first)), same = rows.filter(row => !differ.includes(row));
+  byId("facts").replaceChildren(make("dl", {}, ...same.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text)))),
+    ...(differ.length ? [table(["", ...described.map(run => run.name)], differ)] : []));
   const staged = runs.filter(run => run.stages?.rows?.length);
   byId("stages").replaceChildren(...(staged.length ? [make("h2", {}, "Stages")] : []), ...staged.flatMap(run => {
     const numbers = run.stages.columns.map((_, i) => run.stages.rows.every(row => /^[-–\d]/.test(row[i])));
@@ -838,7 +788,6 @@ function readColours() {
   const style = getComputedStyle(document.documentElement);
   for (const name of ["ink", "soft", "line", "grid", "warn", "raised", ...Array.from({length: COLOURS}, (_, i) => `c${i}`)]) colours[name] = style.getPropertyValue(`--${name}`).trim();
 }
-
 const system = matchMedia("(prefers-color-scheme: dark)");
 function setTheme() {
   document.documentElement.dataset.theme = state.theme ?? (system.matches ? "dark" : "light");
@@ -847,7 +796,6 @@ function setTheme() {
 }
 
 // ---- live
-
 function take(raw) {
   const run = readRun(raw), index = runs.findIndex(other => other.name === run.name);
   if (index < 0) runs.push(run);
@@ -869,8 +817,7 @@ function listen() {
     layAxis();
     layChooser();
     layPanels();
-    for (const panel of panels) panel.placed = false;
-    schedule();
+    renew(schedule);
   };
   source.addEventListener("open", () => say("live", false));
   source.addEventListener("error", () => say("connection lost, trying again", true));
@@ -879,8 +826,7 @@ function listen() {
 }
 
 recall(layAxis());
-for (const input of byId("axis").querySelectorAll("input")) input.checked = input.value === state.axis;
-byId("whole").addEventListener("click", showWhole);
+byId("whole").addEventListener("click", () => look(null));
 byId("theme").addEventListener("click", () => {
   state.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
   remember();
@@ -889,12 +835,8 @@ byId("theme").addEventListener("click", () => {
 system.addEventListener("change", setTheme);
 addEventListener("click", event => { if (!byId("chooser").contains(event.target)) byId("chooser").open = false; });
 addEventListener("keydown", event => { if (event.key === "Escape") { byId("chooser").open = false; tip(); } });
-setTheme();
-layLegend();
-layText();
-layChooser();
-layPanels();
-render();
+for (const lay of [setTheme, layLegend, layText, layChooser, layPanels]) lay();
+setAxis(state.axis);
 if (payload.live) listen();
 // For tests and for the browser's console; nothing else reads it.
 globalThis.strettoPage = {state, runs, panels, setAxis, zoomTo, view: () => [...range]};

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -185,11 +185,11 @@ class Reader:
         """Fill in the time of day: that of the start of the attempt, and the seconds since."""
         if not self._attempts or not len(clock):
             return clock
-        # A resume cuts away what came after its position, so the last attempt before a row wrote it.
-        starts = np.array(self._attempts)
+        # A resume cuts away what came after its position: the last attempt before a row wrote it.
+        starts: Numbers = np.array(self._attempts)
         lowest = np.minimum.accumulate(starts[::-1, 0])[::-1]
-        side = "left" if is_after else "right"
-        which = np.maximum(np.searchsorted(lowest, clock[:, 1], side=side) - 1, 0)
+        which = np.searchsorted(lowest, clock[:, 1], side="left" if is_after else "right")
+        which = np.maximum(which - 1, 0)
         clock[:, 6] = starts[which, 2] + clock[:, 5] - starts[which, 1]
         return clock
 
@@ -216,13 +216,16 @@ def _of_lines(
         if name.endswith("/loss"):
             panel, label = "loss", f"{name.removesuffix('/loss')} loss"
         values = np.array([lines[row][name] for row in rows], np.float64)
-        ends = {
-            end: np.array([lines[row].get(f"{name}_{end}", np.nan) for row in rows], np.float64)
-            for end in ("low", "high")
-            if f"{name}_{end}" in places
-        }
+        low, high = (
+            np.array([lines[row].get(end, np.nan) for row in rows], np.float64)
+            if name == "noise_scale"
+            else None
+            for end in ENDS
+        )
         step = name in ("batch_size", "micro_batch_size")
-        found.append(Series(name, panel, label, clock[rows], values, step, unit=unit, **ends))
+        found.append(
+            Series(name, panel, label, clock[rows], values, step, unit=unit, low=low, high=high)
+        )
     return found
 
 
@@ -394,7 +397,7 @@ def memory_of(report: Any) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def runs_in(folder: Path) -> Iterable[Path]:
+def runs_in(folder: Path) -> list[Path]:
     """Return the run folders in a folder, or itself if it is one."""
     names = (METRICS, LEDGER, EVENTS)
     if any((folder / name).is_file() for name in names):

@@ -62,7 +62,9 @@ class Feed:
 
     def messages(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and data of each message that is due now."""
-        for path in runs_in(self._folder):
+        paths = runs_in(self._folder)
+        self._readers = {path: one for path, one in self._readers.items() if path in paths}
+        for path in paths:
             try:
                 found = self._message(path)
             except (StrettoError, OSError):  # a folder that was deleted or is not whole yet
@@ -129,15 +131,16 @@ def security_policy(page: str) -> str:
     """Return the `content-security-policy` of a page: its own style and script, and nothing else.
 
     >>> security_policy("<style>a</style>")[:47]
-    "default-src 'none'; connect-src 'self'; base-ur"
+    "default-src 'none'; connect-src 'self'; img-src"
     """
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in _INLINE.findall(page):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         hashes[kind].append(f"'sha256-{digest}'")
-    parts = ["default-src 'none'", "connect-src 'self'", "base-uri 'none'", "form-action 'none'"]
+    parts = ["default-src 'none'", "connect-src 'self'", "img-src data:"]
+    parts += ["base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"]
     parts += [f"{kind}-src {' '.join(found)}" for kind, found in hashes.items() if found]
-    return "; ".join([*parts, "frame-ancestors 'none'"])
+    return "; ".join(parts)
 
 
 def application(folder: Path) -> Starlette:
