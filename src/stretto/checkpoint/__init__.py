@@ -20,10 +20,10 @@ from stretto.checkpoint.reading import (
     read_checkpoint,
 )
 from stretto.checkpoint.sharding import (
+    Box,
     HostCopies,
     LazyTensor,
     Shard,
-    TensorSlice,
     shard_like,
     to_shard,
 )
@@ -41,7 +41,7 @@ __all__ = [
     "CheckpointReader",
     "Description",
     "HostCopies",
-    "TensorSlice",
+    "Box",
     "Shard",
     "LazyTensor",
     "TensorGroup",

@@ -111,12 +111,17 @@ class MicroGradients:
     ([2.0, 8.0, 18.0], tensor([3., 3.]))
 
     Args:
-        parameters: the parameters whose gradients are measured.
+        parameters: the parameters whose gradients are accumulated.
+        measured: those of them whose norms count here; None: all. Of a parameter that several ranks
+            have, one rank measures the gradient.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], measured: Iterable[nn.Parameter] | None = None
+    ) -> None:
         self._parameters = list({id(p): p for p in parameters}.values())
         self._own = {id(parameter) for parameter in self._parameters}
+        self._counted = self._own if measured is None else {id(one) for one in measured}
         self._aside: dict[int, Tensor] = {}
         self._in_buckets: Norms | None = None
         self._world_size = 1
@@ -170,7 +175,8 @@ class MicroGradients:
     def read(self) -> list[float]:
         """Return the squared gradient norm of each pass; the last entry is the whole gradient."""
         whole = Norms()
-        whole.add([p.grad for p in self._parameters if p.grad is not None])
+        own = [p for p in self._parameters if id(p) in self._counted]
+        whole.add([p.grad for p in own if p.grad is not None])
         return read_squares([*self._measured, whole])
 
     def _accumulate(self, *, is_last: bool) -> None:
@@ -180,7 +186,7 @@ class MicroGradients:
             return
         found = [(p, p.grad) for p in self._parameters if p.grad is not None]
         norms = Norms()
-        norms.add([gradient for _, gradient in found])
+        norms.add([gradient for p, gradient in found if id(p) in self._counted])
         self._measured.append(norms)
         self._add(found)
         for parameter in self._parameters:

@@ -286,18 +286,19 @@ class Loop:
         if self.ranks.world_size == 1:
             signals = measured.signals(step.num_samples)
             return Shared(gradient.tokens, None, is_finite, saving, signals)
-        counts = self.ranks.counts
         values = self.run.loader.extent | self.run.hyperparameters.values()
+        tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
+        tokens, units = self.ranks.counted((tokens, gradient.units))
         own = StepSums(
-            (step.num_tokens if gradient.tokens is None else gradient.tokens) * counts,
-            gradient.units * counts,
+            tokens,
+            units,
             self.run.stop_reason is not None,
             self.run.timer.seconds_since_update() if self.ranks.is_first else 0.0,
             not is_finite,
             self._has_skipped,
             *marks(hash(tuple(values.values()))),
         )
-        sums = self.ranks.agree((*own, *saving, *(one * counts for one in measured)))
+        sums = self.ranks.agree((*own, *saving, *measured))
         start, end = len(own), len(own) + len(saving)
         total, saving = StepSums(*sums[:start]), Progress(*sums[start:end])
         self._check_skipped(total.skipped)

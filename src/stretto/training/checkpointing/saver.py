@@ -36,7 +36,13 @@ from stretto.settings import Checkpointing
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.records import check_lock
 from stretto.training.checkpointing.resuming import FOLDER
-from stretto.training.checkpointing.state import Part, capture, check_replicas, restore
+from stretto.training.checkpointing.state import (
+    Part,
+    capture,
+    check_replicas,
+    only_shards,
+    restore,
+)
 from stretto.training.checkpointing.upload import Uploader, as_store
 from stretto.training.evaluation.evaluate import Best
 from stretto.training.logs.recorder import Recorder
@@ -137,7 +143,7 @@ class Saver:
                 # Encode now, because the state changes while training continues.
                 records = encode_records(state)
             if is_first or writers > 1:
-                staged = self._copies.take(tensors)
+                staged = self._copies.take(tensors if is_first else only_shards(tensors))
         except CheckpointError as caught:
             error = caught
         # All ranks learn that the folder exists, or that something failed.

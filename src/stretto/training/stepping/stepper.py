@@ -216,7 +216,10 @@ class Stepper:
 
     def _whole(self, step: Step, counts: Sequence[int]) -> float:
         """Return the units that the losses are divided by."""
-        return step.num_samples if self._divides_late else self._ranks.total((sum(counts),))[0]
+        if self._divides_late:
+            return step.num_samples
+        own = sum(counts)
+        return own if self._strategy.world_size == 1 else self._ranks.total((own,))[0]
 
     def _pass(self, micro: MicroBatch, weight: float) -> Tensor:
         """Run the step on one micro-batch, and return its loss."""
@@ -256,7 +259,7 @@ class Stepper:
     def measured(self, gradient: Gradient) -> Measured:
         """Return this rank's sums; call it before `finish` and `update`, on every rank."""
         loss = units = 0.0
-        if self._reads_loss and gradient.losses:
+        if self._reads_loss and gradient.losses and self._ranks.counts:
             losses = torch.stack([one.loss for one in gradient.losses]).double().tolist()
             pairs = zip(losses, gradient.losses, strict=True)
             loss = sum(one * micro.factor for one, micro in pairs)
