@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.runtime.gradients import local_part
+
 _LARGE = 2**17
 """Larger tensors are summed in chunks on the CPU. `torch.linalg.vector_norm` sums in float32:
 with 20 million elements its error is 0.2 percent; with chunks of this size it is 0.0001 percent, at
@@ -89,8 +91,14 @@ def total(values: Iterable[float]) -> float:
 
 def _values(gradient: Tensor) -> Tensor:
     """Return the local part of a gradient as a dense tensor."""
-    if hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()
+    placements = getattr(gradient, "placements", None)
+    if placements is not None:
+        if any(one.is_partial() for one in placements):  # such as a norm's of sequence parallelism
+            from torch.distributed.tensor import Replicate
+
+            whole = [Replicate() if one.is_partial() else one for one in placements]
+            gradient = gradient.redistribute(placements=whole)  # type: ignore[attr-defined]
+        gradient = local_part(gradient)
     return gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
 
 
@@ -195,16 +203,21 @@ class MicroGradients:
             self._aside = {}
 
     def _add(self, found: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        into, more = [], []
+        into: list[Tensor] = []
+        more: list[Tensor] = []
         for parameter, gradient in found:
             before = self._aside.setdefault(id(parameter), gradient)
             if before is gradient:
                 continue
-            if before.is_sparse or gradient.is_sparse:
+            if (
+                before.is_sparse
+                or gradient.is_sparse
+                or getattr(before, "placements", None) != getattr(gradient, "placements", None)
+            ):
                 self._aside[id(parameter)] = before + gradient
             else:
-                into.append(before)
-                more.append(gradient)
+                into.append(local_part(before))
+                more.append(local_part(gradient))
         if into:
             torch._foreach_add_(into, more)
 

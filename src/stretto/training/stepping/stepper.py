@@ -28,7 +28,7 @@ from stretto.distributed.strategy import Strategy
 from stretto.errors import StrettoError, TrainingError, first_line
 from stretto.noise import NoiseMeter, NoiseSums
 from stretto.runtime import TrainStep
-from stretto.runtime.gradients import scalar
+from stretto.runtime.gradients import local_part, scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
 from stretto.runtime.step import Info
 from stretto.settings import Stepping
@@ -296,7 +296,7 @@ class Stepper:
         self._multiply(scale)
 
     def _multiply(self, factor: float) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self._parameters if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)  # no public spelling of it
 
