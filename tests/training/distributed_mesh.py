@@ -6,6 +6,7 @@ import collections
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
 
 from stretto.checkpoint import HostCopies, Shard
+from stretto.distributed import Ddp, Mesh
+from stretto.errors import StrettoError
 from stretto.training import Callback, Checkpointing, Logging, Run, Trainer
 
 NUM, DIM, CUT = 101, 8, 80
@@ -82,9 +85,8 @@ class Watch(Callback):
         own = [m.batch["id"].tolist() for m in step.micro_batches if m.weight]
         self.ids.append([one for ids in own for one in ids])
         run.log("seen", step.local_num_samples, reduce="sum")
-        if self.stop is not None and run.ranks.rank == self.stop[0]:
-            if run.timer.batch == self.stop[1]:
-                run.stop("enough")
+        if self.stop == (run.ranks.rank, run.timer.batch):
+            run.stop("enough")
 
     def on_noise(self, run: Run, step: Any, signals: Any) -> None:
         self.noise.append([signals.noise_numerator, signals.noise_denominator])
@@ -137,42 +139,77 @@ def result(trainer: Trainer, watch: Watch) -> dict[str, Any]:
 
 def cut(kind: str, folder: Path) -> None:
     """Train up to a checkpoint inside the first epoch."""
-    trainer, _ = make(kind, folder, max_duration="2ep", checkpoint=Checkpointing("1ep"))
-    trainer.timer  # noqa: B018
-    stopper = trainer.callbacks[0]
-    stopper.stop = (trainer.run.ranks.world_size - 1, 8)  # type: ignore[attr-defined]
+    trainer, watch = make(kind, folder, max_duration="2ep", checkpoint=Checkpointing("1ep"))
+    watch.stop = (trainer.run.ranks.world_size - 1, 8)
     trainer.fit()
 
 
-def counted(kind: str, folder: Path, *, saves: bool) -> dict[str, Any]:
-    """Count the all-reduces of the run over gloo, and the bytes copied for a checkpoint."""
+def counted(kind: str, folder: Path, batches: int, every: str | None) -> dict[str, Any]:
+    """Count the all-reduces over gloo of a run without callbacks, and the bytes that are copied."""
     calls: collections.Counter[int] = collections.Counter()
     copied: list[int] = []
     reduce, take = dist.all_reduce, HostCopies.take
 
     def all_reduce(tensor: Tensor, *arguments: Any, **more: Any) -> Any:
-        calls[tensor.nbytes] += 1
+        if sys._getframe(1).f_globals["__name__"].startswith("stretto."):
+            calls[tensor.nbytes] += 1
         return reduce(tensor, *arguments, **more)
 
     def taken(self: HostCopies, tensors: Any) -> Any:
-        whole = [one for named in tensors.values() for one in named.values()]
-        copied.append(sum((w.local if isinstance(w, Shard) else w).nbytes for w in whole))
+        named = [*tensors["model"].values(), *tensors["optimizer"].values()]
+        copied.append(sum((w.local if isinstance(w, Shard) else w).nbytes for w in named))
         return take(self, tensors)
 
-    saving = {"folder": folder, "checkpoint": Checkpointing("1ep")} if saves else {}
-    trainer, _ = make(kind, log=Logging("2ep", console=False), **saving)
+    saving = {"folder": folder, "checkpoint": Checkpointing(every)} if every else {}
+    log = Logging("2ep", console=False)
+    length = f"{batches}ba"
+    trainer, _ = make(kind, log=log, callbacks=[], max_duration=length, batch_size=5, **saving)
     dist.all_reduce, HostCopies.take = all_reduce, taken  # type: ignore[method-assign]
     try:
         trainer.fit()
     finally:
         dist.all_reduce, HostCopies.take = reduce, take  # type: ignore[method-assign]
-    state = sum(p.numel() * p.element_size() for p in trainer.model.parameters()) * 3
-    return {
-        "calls": dict(calls),
-        "copied": copied[:1],
-        "whole": state,
-        "steps": trainer.timer.batch,
-    }
+    whole = sum(p.numel() * p.element_size() for p in trainer.model.parameters()) * 3
+    return {"calls": dict(calls), "copied": copied, "whole": whole}
+
+
+def refusal(work: Callable[[], object]) -> str:
+    """Return the error of `work`."""
+    try:
+        work()
+    except StrettoError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing is refused"
+
+
+def refused() -> list[Callable[[], object]]:
+    """Return what does not fit a mesh of 2 x 2."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))["dp_shard"]
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    def trainer(model: nn.Module, **more: Any) -> Trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Trainer(
+            model, Data(), optimizer=optimizer, loss=loss, max_duration="1ep", batch_size=8, **more
+        )
+
+    def sharded(over: Any) -> nn.Module:
+        model = make_model()
+        fully_shard(model, mesh=over)
+        return model
+
+    return [
+        lambda: trainer(make_model(), mesh=mesh),
+        lambda: trainer(make_model(), mesh=mesh, strategy=Ddp()),
+        lambda: trainer(sharded(half), mesh=whole),
+        lambda: trainer(sharded(mesh["dp"])),
+        lambda: trainer(make_model(), mesh=half),
+        lambda: trainer(make_model(), mesh=Mesh(mesh, data=("other",))),
+        lambda: trainer(make_model(), mesh=mesh["tp"]),
+    ]
 
 
 def main(out: Path, jobs: list[str]) -> None:
@@ -188,6 +225,16 @@ def main(out: Path, jobs: list[str]) -> None:
             made = make(kind, stop=(int(rest[0]), 3))
             made[0].fit()
             found[job] = result(*made)
+        elif what == "idle":
+            made = make(kind, batch_size="0sp:3 30sp:11", idle_ranks=True)
+            made[0].fit()
+            found[job] = result(*made)
+        elif what == "few":
+            found[job] = refusal(
+                lambda kind=kind: make(kind, batch_size="0sp:11 30sp:3 60sp:2")[0].fit()
+            )
+        elif what == "refused":
+            found[job] = [refusal(one) for one in refused()]
         elif what == "cut":
             cut(kind, out / kind)
         elif what == "resume":
@@ -195,7 +242,9 @@ def main(out: Path, jobs: list[str]) -> None:
             made[0].fit(resume=out / rest[0])
             found[job] = result(*made)
         else:
-            found[job] = counted(kind, out / f"{what}-{kind}", saves=what == "save")
+            folder = out / "-".join((what, kind, *rest))
+            every = f"{rest[1]}ba" if len(rest) > 1 else None
+            found[job] = counted(kind, folder, int(rest[0]), every)
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     out.mkdir(exist_ok=True)
     (out / f"{world_size}-{rank}.json").write_text(json.dumps(found))

@@ -209,11 +209,8 @@ class MicroGradients:
             before = self._aside.setdefault(id(parameter), gradient)
             if before is gradient:
                 continue
-            if (
-                before.is_sparse
-                or gradient.is_sparse
-                or getattr(before, "placements", None) != getattr(gradient, "placements", None)
-            ):
+            places = [getattr(one, "placements", None) for one in (before, gradient)]
+            if before.is_sparse or gradient.is_sparse or places[0] != places[1]:
                 self._aside[id(parameter)] = before + gradient
             else:
                 into.append(local_part(before))

@@ -156,6 +156,8 @@ class Loop:
     """Whether a callback listens to single batches."""
     _may_stop: bool = False
     """Whether a callback of some rank may stop several ranks after any batch."""
+    _has_callbacks: bool = False
+    """Whether a callback of some rank may stop several ranks between batches."""
     _has_skipped: bool = False
     """Whether the last step has left the weights as they were."""
 
@@ -194,7 +196,8 @@ class Loop:
                 self._agree_to_stop()
             if due or after.epoch != before.epoch or len(self.recorder.pending) >= MOST_PENDING:
                 self._after_batch(due, before, after)
-                self._agree_to_stop()
+                if self._has_callbacks:
+                    self._agree_to_stop()
                 before = after
         self._end(before)
 
@@ -205,8 +208,10 @@ class Loop:
         self._shows = bool(self.events.listeners("on_gradient"))
         several = self.ranks.world_size > 1
         self._is_alone = not (several or self.stepper.measures)
-        stops, listens = self.ranks.agree((self.run.stop_reason is not None, self._listens))
+        own = (self.run.stop_reason is not None, self._listens, bool(self.run.callbacks))
+        stops, listens, callbacks = self.ranks.agree(own)
         self._may_stop = several and listens > 0
+        self._has_callbacks = callbacks > 0
         if stops:
             self._stop_together()
 
@@ -312,7 +317,8 @@ class Loop:
 
     def _settle(self) -> None:
         """Check, before anything is made of the weights, what is known of the steps only now."""
-        if self.ranks.world_size == 1 and not self.stepper.is_checked_late:
+        is_known = self.ranks.world_size == 1 or not self.stepper.may_skip
+        if is_known and not self.stepper.is_checked_late:
             return
         bad, skipped = self.ranks.agree((not self.stepper.settle(), self._has_skipped))
         if bad:

@@ -27,7 +27,7 @@ from stretto.distributed.logged import MicroLoss
 from stretto.distributed.strategy import Strategy
 from stretto.errors import StrettoError, TrainingError, first_line
 from stretto.noise import NoiseMeter, NoiseSums
-from stretto.runtime import TrainStep
+from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.gradients import local_part, scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
 from stretto.runtime.step import Info
@@ -241,6 +241,11 @@ class Stepper:
         is_known = self.meter is not None and self.meter.has_finite_gradient
         losses = list(map(_LOSS, gradient.losses))
         return self._check.passes(losses, is_gradient_known=is_known)
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether an update may leave the weights as they were."""
+        return self.scaler is not None or not isinstance(self._step, SupervisedStep)
 
     @property
     def is_checked_late(self) -> bool:
