@@ -109,7 +109,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         lambda: read("model.safetensors", lambda text: text[:-1] + b"\1"),
     ),
     ("checkpoint-no-tensor", lambda: open_checkpoint(written()).tensor("model", "bias")),
-    ("checkpoint-no-part", lambda: open_checkpoint(written()).part("model", "weight", Box((1, 0), (2, 9)))),
+    (
+        "checkpoint-no-part",
+        lambda: open_checkpoint(written()).part("model", "weight", Box((1, 0), (2, 9))),
+    ),
     ("checkpoint-folder", in_the_way),
     ("checkpoint-group", lambda: write({"my model": {}})),
     ("checkpoint-sparse", lambda: write({"model": {"weight": WEIGHT.to_sparse()}})),

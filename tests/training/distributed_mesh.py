@@ -160,7 +160,7 @@ def counted(kind: str, folder: Path, batches: int, every: str | None) -> dict[st
         copied.append(sum((w.local if isinstance(w, Shard) else w).nbytes for w in named))
         return take(self, tensors)
 
-    saving = {"folder": folder, "checkpoint": Checkpointing(every)} if every else {}
+    saving: dict[str, Any] = {"folder": folder, "checkpoint": Checkpointing(every)} if every else {}
     log = Logging("2ep", console=False)
     length = f"{batches}ba"
     trainer, _ = make(kind, log=log, callbacks=[], max_duration=length, batch_size=5, **saving)

@@ -85,14 +85,14 @@ def test_noise_is_that_of_as_many_data_ranks(
             assert ours == pytest.approx(theirs, rel=1e-10)
 
 
-@pytest.mark.parametrize(("rank", "kind"), enumerate(KINDS))
+@pytest.mark.parametrize(("rank", "kind"), list(enumerate(KINDS)))
 def test_one_rank_stops_all_after_the_same_batch(
     found: dict[int, Found], rank: int, kind: str
 ) -> None:
     assert [one[f"stop:{kind}:{rank}"]["batch"] for one in found[4]] == [3, 3, 3, 3]
 
 
-@pytest.mark.parametrize(("kind", "saved"), product(("one", *KINDS), repeat=2))
+@pytest.mark.parametrize(("kind", "saved"), list(product(("one", *KINDS), repeat=2)))
 def test_every_mesh_resumes_from_every_other(
     found: dict[int, Found], kind: str, saved: str
 ) -> None:
@@ -118,9 +118,10 @@ def test_a_step_takes_one_small_all_reduce(found: dict[int, Found], ranks: int, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_save_takes_one_more(found: dict[int, Found], kind: str) -> None:
-    """Saves after batches 3, 6, 9, 12 and 14, or 4, 8, 12 and 14."""
+    """Of 8 bytes, for 5 saves and 4; those of 16 wait for the disk, which is slower than a step."""
     many, fewer = (found[4][0][f"count:{kind}:14:{every}"]["calls"] for every in (3, 4))
-    assert sum(many.values()) - sum(fewer.values()) <= 2  # a save may have to wait for the disk
+    assert many["8"] - fewer["8"] == 1
+    assert many["128"] == fewer["128"]
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "tpfsdp"])

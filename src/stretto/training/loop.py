@@ -292,8 +292,8 @@ class Loop:
             signals = measured.signals(step.num_samples)
             return Shared(gradient.tokens, None, is_finite, saving, signals)
         values = self.run.loader.extent | self.run.hyperparameters.values()
-        tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
-        tokens, units = self.ranks.counted((tokens, gradient.units))
+        own_tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
+        tokens, units = self.ranks.counted((own_tokens, gradient.units))
         own = StepSums(
             tokens,
             units,
