@@ -182,6 +182,11 @@ def refusal(work: Callable[[], object]) -> str:
     return "nothing is refused"
 
 
+def few(kind: str) -> Callable[[], object]:
+    """Return a run with a stage of fewer samples than ranks."""
+    return lambda: make(kind, batch_size="0sp:11 30sp:3 60sp:2")[0].fit()
+
+
 def refused() -> list[Callable[[], object]]:
     """Return what does not fit a mesh of 2 x 2."""
     from torch.distributed.fsdp import fully_shard
@@ -230,9 +235,7 @@ def main(out: Path, jobs: list[str]) -> None:
             made[0].fit()
             found[job] = result(*made)
         elif what == "few":
-            found[job] = refusal(
-                lambda kind=kind: make(kind, batch_size="0sp:11 30sp:3 60sp:2")[0].fit()
-            )
+            found[job] = refusal(few(kind))
         elif what == "refused":
             found[job] = [refusal(one) for one in refused()]
         elif what == "cut":
