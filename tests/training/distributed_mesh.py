@@ -184,7 +184,7 @@ def refusal(work: Callable[[], object]) -> str:
 
 def few(kind: str) -> Callable[[], object]:
     """Return a run with a stage of fewer samples than ranks."""
-    return lambda: make(kind, batch_size="0sp:11 30sp:3 60sp:2")[0].fit()
+    return lambda: make(kind, batch_size="0sp:11 30sp:3 60sp:2")[0].fit()  # noqa: PLW0108  made when called
 
 
 def refused() -> list[Callable[[], object]]:
