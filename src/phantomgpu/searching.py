@@ -18,7 +18,6 @@ from phantomgpu.report import Report
 from phantomgpu.running import Session, command_of
 
 Trial = Callable[[int], Report]
-MOST = 1 << 20
 
 
 @final
@@ -49,7 +48,7 @@ def search(
     steps: int = 3,
     argument: str | None = None,
     smallest: int = 1,
-    largest: int = MOST,
+    largest: int = 1 << 20,
     multiple: int = 1,
     powers: bool = False,
     args: Sequence[Any] = (),
@@ -193,9 +192,9 @@ def _guess(
         return math.isqrt(low * most)
     if allocated <= low and low - good[-2] > 1:
         return low + 1
-    if allocated <= low:  # and yet the next one did fit: the line is wrong
-        allocated = 2 * low if is_open else most
-    return (low + min(allocated, most) + 1) // 2
+    # If the next one did fit and yet there is no room, the line is wrong.
+    top = allocated if allocated > low else 2 * low if is_open else most
+    return (low + min(top, most) + 1) // 2
 
 
 @contextmanager

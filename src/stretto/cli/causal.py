@@ -46,7 +46,7 @@ class CausalModel(NamedTuple):
             model = _build(self.file, dtype, length)
             name, count = type(model).__name__, sum(p.numel() for p in model.parameters())
             if checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+                model.activation_checkpointing_enable({"use_reentrant": False})
             if self.lora is not None:
                 peft = import_optional("peft", "huggingface")
                 kind = peft.LoraConfig(

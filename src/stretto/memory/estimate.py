@@ -7,10 +7,10 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,8 +32,6 @@ Category = Literal[
     "other",  # other memory from before the step, such as a teacher in the loss function
 ]
 
-T = TypeVar("T")
-
 
 class Estimate(NamedTuple):
     """The moments of a step at which its tensors take the most bytes."""
@@ -42,9 +40,6 @@ class Estimate(NamedTuple):
     """Samples of the micro-batch."""
     by_phase: Mapping[str, Mapping[Category, int]]
     """The bytes at the peak of `forward`, `backward` and `optimizer`, by category."""
-    by_module: Mapping[str, int]
-    """The bytes at the highest peak, by the module in whose forward pass they were allocated; "" is
-    everything else."""
 
     @property
     def phase(self) -> str:
@@ -127,7 +122,7 @@ class Estimator:
             with self._mode, torch.compiler.set_stance("force_eager"), _uncollected():
                 batch = mapped(self._fake, self._make_batch(size))
                 trace = _Trace(self._step, batch)
-                with trace.watching(self._step.model), trace:
+                with trace:
                     self._step.run(batch, enter=trace.enter)
                 return trace.estimate(size)
         except StrettoError:
@@ -150,7 +145,6 @@ class _Block(NamedTuple):
 
     bytes: int
     phase: str
-    module: str
 
 
 @final
@@ -165,7 +159,7 @@ class _Trace(TorchDispatchMode):
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._changes: list[tuple[int, bool, str]] = []
         """A block, whether it is freed, and the phase."""
-        self._phase, self._modules = "before", [""]
+        self._phase = "before"
         self._add_all(step.step.parameters, "parameters")
         self._add_all(step.model.parameters(), "parameters")
         self._add_all(step.model.buffers(), "buffers")
@@ -201,40 +195,17 @@ class _Trace(TorchDispatchMode):
             total += -self._blocks[index].bytes if is_freed else self._blocks[index].bytes
             peaks[phase] = max(peaks.get(phase, (0, 0)), (total, -number))
         peaks.pop("before", None)
-        by_phase = {
-            phase: self._sums(when, lambda index: self._categories.get(index, "temporaries"))
-            for phase, (_, when) in peaks.items()
-        }
-        _, highest = max(peaks.values())
-        return Estimate(size, by_phase, self._sums(highest, lambda i: self._blocks[i].module))
+        return Estimate(size, {phase: self._sums(when) for phase, (_, when) in peaks.items()})
 
-    def _sums(self, when: int, kind: Callable[[int], T]) -> dict[T, int]:
-        """Return the bytes that are live after change number `-when`, by kind of block."""
+    def _sums(self, when: int) -> dict[Category, int]:
+        """Return the bytes that are live after change number `-when`, by category."""
         past = self._changes[: 1 - when]
         live = {index for index, is_freed, _ in past if not is_freed}
         live -= {index for index, is_freed, _ in past if is_freed}
-        sums: Counter[T] = Counter()
+        sums: Counter[Category] = Counter()
         for index in sorted(live):
-            sums[kind(index)] += self._blocks[index].bytes
+            sums[self._categories.get(index, "temporaries")] += self._blocks[index].bytes
         return dict(sums)
-
-    @contextlib.contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Note which module of a model runs."""
-        hooks: list[Any] = []
-        for name, module in model.named_modules():
-            enter = _entering(self._modules, name or type(module).__name__)
-            hooks.append(module.register_forward_pre_hook(enter))
-            hooks.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _leave(self, _module: nn.Module, _arguments: Any, _result: Any) -> None:
-        if len(self._modules) > 1:
-            self._modules.pop()
 
     def _begin_backward(self) -> None:
         """What is live of the forward pass is saved for the backward pass."""
@@ -259,7 +230,7 @@ class _Trace(TorchDispatchMode):
                 return
             self._free(key)  # its memory was replaced, by resize_ or set_
         index = len(self._blocks)
-        self._blocks.append(_Block(count, self._phase, self._modules[-1]))
+        self._blocks.append(_Block(count, self._phase))
         self._changes.append((index, False, self._phase))
         self._live[key] = index, weakref.ref(storage, lambda _: self._free(key))
 
@@ -267,13 +238,6 @@ class _Trace(TorchDispatchMode):
         known = self._live.pop(key, None)
         if known is not None:
             self._changes.append((known[0], True, self._phase))
-
-
-def _entering(modules: list[str], name: str) -> Callable[[nn.Module, Any], None]:
-    def enter(_module: nn.Module, _arguments: Any) -> None:
-        modules.append(name)
-
-    return enter
 
 
 @contextlib.contextmanager
