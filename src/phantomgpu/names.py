@@ -35,7 +35,7 @@ def follow(spans: list[tuple[int, str]]) -> None:
         del module, args
         name = stack.pop() if stack else ""
         for tensor in output if isinstance(output, tuple | list) else [output]:
-            node = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+            node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
             if node is not None and "phantomgpu" not in node.metadata:  # the innermost module's
                 node.metadata["phantomgpu"] = name
                 node.register_prehook(lambda _: change(name))

@@ -206,6 +206,15 @@ class StrettoError(Exception):
         return "\n".join(map(str, self.messages))
 
     @property
+    def code(self) -> str:
+        """The short name of this kind of error, a heading of the troubleshooting page.
+
+        >>> TimeError().code, CheckpointError().code
+        ('time', 'checkpoint')
+        """
+        return type(self).__name__.removesuffix("Error").lower()
+
+    @property
     def messages(self) -> tuple[Message, ...]:
         """All that is wrong: one message, or one for each mistake of a run file."""
         return self.args

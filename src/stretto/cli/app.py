@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -17,6 +21,11 @@ from stretto.errors import Argument, ConfigError, StrettoError
 def _local(folder: Path | None) -> Path | None:
     """Refuse a URL as a folder."""
     return None if folder is None else local_path(folder, "use", ConfigError)
+
+
+def _all_local(folders: list[Path]) -> list[Path]:
+    """Refuse URLs as folders."""
+    return [local_path(folder, "use", ConfigError) for folder in folders]
 
 
 def _option(help: str, metavar: str | None = None, **more: Any) -> Any:  # noqa: A002  as typer's
@@ -38,16 +47,28 @@ _RunFile: TypeAlias = Annotated[
     ),
 ]
 _Plot: TypeAlias = Annotated[Path | None, _option("Draw it as PNG, SVG or PDF.", "FILE")]
+_Html: TypeAlias = Annotated[Path | None, _option("Write a page for a browser.", "FILE.html")]
 _Unit: TypeAlias = Annotated[
     str | None, _option("The unit of the picture's axis; by default it is chosen.", _UNITS)
 ]
 _AsJson: TypeAlias = Annotated[bool, _flag("--json", "Print JSON.")]
 
+_EVERYWHERE = (
+    "With every command: --quiet prints only errors and warnings; --traceback shows where an error "
+    "was raised. Exit codes: 0 done; 1 done, but something differs or was not saved; 2 an error; "
+    "130 and 143 stopped by a signal."
+)
+
+
+def _examples(*commands: str) -> str:
+    """Return the last lines of a command's help."""
+    return "\n\n".join(["Examples:", *(f"  stretto {command}" for command in commands)])
+
+
 app = typer.Typer(
     name="stretto",
-    epilog="Errors are one line; add --traceback anywhere to see where one was raised.",
+    epilog=_EVERYWHERE,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -71,7 +92,13 @@ def stretto(
     """Train PyTorch models with a batch size that changes, on one exact clock."""
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "train",
+        "train run.yaml optimizer.lr=1e-3 --folder runs/a",
+        "train runs/a/run.yaml --resume latest",
+    )
+)
 def train(
     run_file: _RunFile = None,
     *,
@@ -83,17 +110,31 @@ def train(
         _option(
             "Resume from a checkpoint: the newest in the folder if there is one (auto), the "
             "newest (latest), or this one.",
-            "auto|latest|PATH",
+            "auto|latest|PATH|URL",
         ),
     ] = None,
+    unpickle: Annotated[
+        bool,
+        _flag(
+            "--unpickle",
+            "Resume from the weights of a torch.distributed.checkpoint, which can run any code.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, _flag("--json", "Print the results as JSON, and all else to stderr.")
+    ] = False,
 ) -> None:
     """Train as a run file says; with torchrun, on all its processes."""
     from stretto.cli import training
 
-    training.train(run_file or [], folder, resume)
+    training.train(run_file or [], folder, resume, unpickle=unpickle, as_json=as_json)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "plan run.yaml", "plan run.yaml batch_size=256 --plot plan.png", "plan --against runs/a"
+    )
+)
 def plan(
     run_file: _RunFile = None,
     *,
@@ -103,6 +144,7 @@ def plan(
     ] = False,
     plot: _Plot = None,
     unit: _Unit = None,
+    html: _Html = None,
     against: Annotated[
         Path | None,
         _option(
@@ -114,13 +156,20 @@ def plan(
 ) -> None:
     """Show what a run will do, without running it."""
     from stretto.cli import planning as verb
+    from stretto.cli.terminal import chart, progress
     from stretto.config.plans import build_run, plan_of, prepare_run
 
+    if html is not None:
+        others = {"--json": as_json, "--batches": batches, "--plot": plot, "--against": against}
+        verb.refuse(others, why="--html writes a page", instead="leave one of them out")
+        verb.write_page(html, run_file or [])
+        return
     config = verb.read_arguments(run_file or [], folder=against)
     if against is not None:
         config = verb.as_it_ran(config, against)
-    run = build_run(config)
-    prepared = prepare_run(config, run)
+    with progress("reading the data"):
+        run = build_run(config)
+        prepared = prepare_run(config, run)
     if prepared.decided_between is not None:
         verb.refuse(
             {"--plot": plot, "--against": against, "--batches": batches},
@@ -154,9 +203,18 @@ def plan(
         verb.print_json(planned.to_json())
     else:
         typer.echo(planned.table())
+        if sys.stdout.isatty():
+            typer.echo(f"\n{chart(planned)}")
 
 
-@app.command("find-batch-size")
+@app.command(
+    "find-batch-size",
+    epilog=_examples(
+        "find-batch-size run.yaml",
+        "find-batch-size run.yaml --gpu h100 --world-size 8,64",
+        "find-batch-size --model config.json --sequence-length 4096 --gpu h100",
+    ),
+)
 def find_batch_size(
     run_file: _RunFile = None,
     *,
@@ -203,32 +261,78 @@ def find_batch_size(
     ] = None,
     multiple_of: Annotated[int, typer.Option(help="Only multiples of this.")] = 1,
     power_of_two: Annotated[bool, _flag("--power-of-two", "Only powers of two.")] = False,
+    model: Annotated[
+        Path | None,
+        _option("A config.json of Hugging Face transformers, instead of a run file.", "FILE"),
+    ] = None,
+    sequence_length: Annotated[
+        str | None, _option("Of --model: tokens of a sequence; several make a table.", "N[,N...]")
+    ] = None,
+    checkpointing: Annotated[
+        bool | None,
+        typer.Option(help="Of --model: whether blocks are computed again; by default, a row each."),
+    ] = None,
+    lora: Annotated[int | None, _option("Of --model: the rank of LoRA (peft).", "RANK")] = None,
+    optimizer: Annotated[
+        str | None, _option("Of --model; by default adamw.", "adamw|sgd|adafactor|adamw8bit")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        _option("Of --model: fp32 with bf16 autocast (the default), or all in bf16.", "fp32|bf16"),
+    ] = None,
     plot: _Plot = None,
     as_json: _AsJson = False,
 ) -> None:
     """Find the largest micro-batch that a run has memory for, on this device or another."""
     from stretto.cli import finding as verb
     from stretto.cli.planning import print_json, read_arguments
+    from stretto.cli.terminal import progress
 
     if plot is not None:
         from stretto.report.drawing import check_format
 
         check_format(plot)
-    answer = verb.find(
-        read_arguments(run_file or []),
-        world_size=world_size,
-        micro_batch_size=micro_batch_size,
-        shard=shard,
-        maximum=maximum,
-        method=method,
-        device_memory=device_memory,
-        gpu=gpu,
-        context=context,
-        margin=margin,
-        minimum=minimum,
-        multiple_of=multiple_of,
-        power_of_two=power_of_two,
-    )
+    asked: dict[str, Any] = {
+        "world_size": world_size,
+        "shard": shard,
+        "maximum": maximum,
+        "method": method,
+        "device_memory": device_memory,
+        "gpu": gpu,
+        "context": context,
+        "margin": margin,
+        "minimum": minimum,
+        "multiple_of": multiple_of,
+        "power_of_two": power_of_two,
+    }
+    of_model = {
+        "--sequence-length": sequence_length,
+        "--checkpointing": checkpointing,
+        "--lora": lora,
+        "--optimizer": optimizer,
+        "--weights": weights,
+    }
+    of_file = {"a run file": run_file or None, "--micro-batch-size": micro_batch_size}
+    for name, value in (of_model if model is None else of_file).items():
+        if value is not None:
+            raise ConfigError.cannot(
+                f"use {name} {'without' if model is None else 'with'} --model",
+                why="a run file says how it trains, and --model with its options another training",
+                instead="leave one of the two out",
+            )
+    with progress("finding the batch size"):
+        if model is None:
+            config = read_arguments(run_file or [])
+            answer = verb.find(config, micro_batch_size=micro_batch_size, **asked)
+        else:
+            from stretto.cli.causal import CausalModel
+
+            answer = verb.find_causal(
+                CausalModel(model, optimizer or "adamw", weights or "fp32", lora),
+                sequence_length=sequence_length,
+                checkpointing=checkpointing,
+                **asked,
+            )
     if as_json:
         print_json(answer.plain)
     else:
@@ -242,38 +346,75 @@ def find_batch_size(
         typer.echo(f"drew {plot}", err=True)
 
 
-@app.command()
+@app.command(epilog=_examples("report runs/a", "report runs/a runs/b --html page.html"))
 def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.", callback=_local),
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_FOLDER...",
+            help="Folders of runs; or a report of 'phantomgpu run --json', with --html.",
+            callback=_all_local,
+        ),
     ],
     *,
+    as_json: _AsJson = False,
+    html: _Html = None,
     plot: _Plot = None,
     unit: _Unit = None,
 ) -> None:
-    """Show what a run has done."""
+    """Show what runs have done."""
+    from stretto.report import page
     from stretto.report.run import read_metrics, run_table
 
-    typer.echo(run_table(read_metrics(folder), folder))
-    if plot is None:
+    if html is not None:
+        if len(paths) == 1 and paths[0].is_file():
+            shown = page.memory_payload(paths[0])
+        else:
+            shown = page.payload(map(page.read, paths))
+        page.write(html, shown)
+        typer.echo(f"wrote {html}", err=True)
         return
-    from stretto.cli.planning import read_arguments
-    from stretto.config.plans import build_run, plan_of, prepare_run
-    from stretto.errors import PlanError
-    from stretto.report.pictures import draw_run
+    found = {folder: read_metrics(folder) for folder in paths}
+    if as_json:
+        from stretto.cli.planning import print_json
 
-    config = read_arguments([], folder=folder)
-    run = build_run(config)
-    try:
-        plan = plan_of(config, prepare_run(config, run))
-    except PlanError:
-        plan = None  # the batch sizes were decided during the run
-    draw_run(folder, plot, horizon=run.horizon, plan=plan, unit=unit)
-    typer.echo(f"\ndrew {plot}")
+        records = [{"folder": str(folder), **asdict(one)} for folder, one in found.items()]
+        print_json(records if len(paths) > 1 else records[0])
+        return
+    typer.echo("\n\n".join(run_table(one, folder) for folder, one in found.items()))
+    if plot is not None:
+        from stretto.report.pictures import draw_run
+
+        if len(paths) > 1:
+            why = "a picture shows one run"
+            raise ConfigError.bad(
+                "--plot", str(plot), why, "write --html to lay runs over each other"
+            )
+        draw_run(paths[0], plot, unit=unit)
+        typer.echo(f"drew {plot}", err=True)
 
 
-@app.command()
+@app.command(epilog=_examples("watch", "watch runs/a --port 8400"))
+def watch(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="A folder of runs, or the folder of one run.", callback=_local
+        ),
+    ] = Path("runs"),
+    *,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port on 127.0.0.1.")] = 8377,
+) -> None:
+    """Show runs in a browser while they run."""
+    from stretto.report.page.watch import HOST, serve
+
+    typer.echo(f"watching {folder} at http://{HOST}:{port}/  (end with Ctrl+C)")
+    serve(folder, port)
+
+
+@app.command(
+    epilog=_examples("inspect runs/a", "inspect runs/a/checkpoints/checkpoint-000000000640 --json")
+)
 def inspect(
     path: Annotated[
         Path,
@@ -289,6 +430,7 @@ def inspect(
     from stretto.checkpoint.folder import candidates
     from stretto.checkpoint.manifest import read_errors
     from stretto.cli.planning import print_json
+    from stretto.cli.terminal import progress
     from stretto.errors import CheckpointError
     from stretto.training.checkpointing.resuming import FOLDER
 
@@ -301,7 +443,8 @@ def inspect(
             why="the run has no checkpoint",
             instead="write 'checkpoint: {every: 1ep}' in the run file to keep some",
         )
-    found = [describe(one) for one in paths]
+    with progress("reading the checkpoints"):
+        found = [describe(one) for one in paths]
     if as_json:
         records = [one.to_json() for one in found]
         print_json(records if len(paths) > 1 else records[0])
@@ -309,6 +452,46 @@ def inspect(
         typer.echo("\n\n".join(map(str, found)))
     if not all(one.is_whole for one in found):
         raise SystemExit(1)
+
+
+@app.command(
+    epilog=_examples("export runs/a weights --to hf", "export runs/a weights-dcp --to dcp")
+)
+def export(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint, or the folder of a run for its newest.",
+            callback=_local,
+        ),
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder to create.", callback=_local)
+    ],
+    *,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="hf|dcp",
+            help="Hugging Face's safetensors, or torch.distributed.checkpoint.",
+        ),
+    ],
+    as_json: _AsJson = False,
+) -> None:
+    """Write the weights of a checkpoint in another format."""
+    from stretto.checkpoint import export_weights
+    from stretto.cli.planning import print_json
+    from stretto.cli.terminal import progress
+    from stretto.training.checkpointing.resuming import FOLDER, newest_of
+
+    with progress("exporting"):
+        path = newest_of(path) if (path / FOLDER).is_dir() else path
+        export_weights(path, folder, to)
+    if as_json:
+        print_json({"checkpoint": str(path), "folder": str(folder), "format": to})
+    else:
+        typer.echo(f"wrote the weights of {path} to {folder}")
 
 
 _ARGUMENTS = {
@@ -325,7 +508,12 @@ def as_option(argument: Argument) -> str:
     return _ARGUMENTS.get(argument.name, str(argument))
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "convert 0.1dur --to ep --max-duration 90ep",
+        "convert 2Btok --to ba --tokens 1000000 --samples 2000 --batch-size 32",
+    )
+)
 def convert(
     time: Annotated[str, typer.Argument(help="A time such as 0.1dur, 90ep or 2Btok.")],
     *,
@@ -337,8 +525,9 @@ def convert(
     drop_last: Annotated[
         bool, _flag("--drop-last", "Drop an epoch's last, smaller batch.")
     ] = False,
+    as_json: _AsJson = False,
 ) -> None:
-    """Convert a time to another unit: stretto convert 0.1dur --to ep --max-duration 90ep."""
+    """Convert a time to another unit."""
     from stretto.errors import ConversionError
     from stretto.timing import convert as convert_time
 
@@ -354,10 +543,10 @@ def convert(
         )
     except ConversionError as error:
         raise error.recast(ConversionError, word=as_option) from error
-    typer.echo(str(found))
+    typer.echo(json.dumps({"time": str(found)}) if as_json else str(found))
 
 
-@app.command()
+@app.command(epilog=_examples("schema > run.schema.json"))
 def schema() -> None:
     """Print the JSON Schema of run files, for editors."""
     from stretto.cli.planning import print_json
@@ -368,8 +557,10 @@ def schema() -> None:
 
 TRACEBACK = "--traceback"
 """Shows where an error was raised; works anywhere on the command line."""
+QUIET = "--quiet"
+"""Prints only errors and warnings; works anywhere on the command line."""
 MISUSE = 2
-"""Exit code for wrong input, as for unknown options."""
+"""Exit code for errors, as for unknown options."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -380,17 +571,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     warnings.formatwarning = _one_line
     given = list(sys.argv[1:] if arguments is None else arguments)
-    shows_traceback = TRACEBACK in given
+    kept = [one for one in given if one not in {TRACEBACK, QUIET}]
     try:
-        app([one for one in given if one != TRACEBACK], prog_name="stretto")
+        with ExitStack() as stack:
+            if QUIET in given:
+                nothing = stack.enter_context(Path(os.devnull).open("w"))
+                stack.enter_context(redirect_stdout(nothing))
+            app(kept, prog_name="stretto")
     except StrettoError as error:
-        if shows_traceback:
+        if TRACEBACK in given:
             raise
         from stretto.config.yaml import as_key
 
         in_keys = error.recast(StrettoError, word=as_key)
         text = "\n".join([str(in_keys), *getattr(error, "__notes__", ())])
-        typer.secho(f"Error: {text}", err=True, fg=typer.colors.RED)
+        typer.secho(f"Error [{error.code}]: {text}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None
 
 

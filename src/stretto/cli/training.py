@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from rich.console import Console
 
-from stretto._location import LEDGER, local_path
+from stretto._location import local_path
 from stretto.cli.planning import (
-    PLAN,
-    RUN_FILE,
     add_working_folder,
     packaged_run_file,
+    print_json,
     split_arguments,
 )
+from stretto.cli.terminal import progress
 from stretto.config.run import RunConfig, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override
 from stretto.errors import ConfigError
 from stretto.planning import UnknownSizes, bound_of
+from stretto.run_folder import LEDGER, RUN_FILE, replace_file
 from stretto.timing import TimeUnit
 from stretto.training import Callback
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
@@ -38,55 +40,76 @@ RUNS = Path("runs")
 """The folder of runs without a named folder."""
 
 
-def train(arguments: Sequence[str], folder: Path | None, resume: str | None) -> None:
-    """Train; print an introduction and a summary."""
-    add_working_folder()
-    named, overrides = split_arguments(arguments)
-    path = named or unnamed_run_file(folder or overridden_folder(overrides), resume)
-    config = read_run_file(path, overrides)
-    console = Console(highlight=False)
-    is_first = os.environ.get("RANK", "0") == "0"
-    notes = Notes(config)
-    if config.log.console is None:
-        config = config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
-    folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
-    trainer = notes.trainer = build_trainer(config, folder=folder, callbacks=[notes])
-    found = None if resume is None else trainer.resume(resume)
-    if is_first:
-        for line in introduce(trainer, path, found):
-            console.print(line, markup=False, soft_wrap=True)
-    trainer.fit(on_signal="return")
-    if is_first:
-        for line in summarise(trainer, notes):
-            console.print(line, markup=False, soft_wrap=True)
+def train(
+    arguments: Sequence[str],
+    folder: Path | None,
+    resume: str | None,
+    *,
+    unpickle: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Train; print an introduction and a summary, or the results as JSON."""
+    if as_json:
+        with redirect_stdout(sys.stderr):
+            trainer, notes = _train(arguments, folder, resume, unpickle=unpickle)
+        if notes.is_first:
+            print_json(results(trainer, notes))
+    else:
+        trainer, _ = _train(arguments, folder, resume, unpickle=unpickle)
     if trainer.unsaved is not None:
         raise SystemExit(1)
     if trainer.stop_reason is not None:
         raise SystemExit(exit_code(trainer.stop_reason))
 
 
+def _train(
+    arguments: Sequence[str], folder: Path | None, resume: str | None, *, unpickle: bool
+) -> tuple[Trainer, Notes]:
+    add_working_folder()
+    named, overrides = split_arguments(arguments)
+    path = named or unnamed_run_file(folder or overridden_folder(overrides), resume)
+    config = read_run_file(path, overrides)
+    console = Console(highlight=False)
+    notes = Notes(config)
+    if config.log.console is None:
+        config = config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
+    folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
+    with progress("building the run"):
+        trainer = notes.trainer = build_trainer(config, folder=folder, callbacks=[notes])
+    with progress("resuming"):
+        found = None if resume is None else trainer.resume(resume, unpickle=unpickle)
+    if notes.is_first:
+        for line in introduce(trainer, path, found):
+            console.print(line, markup=False, soft_wrap=True)
+    trainer.fit(on_signal="return")
+    if notes.is_first:
+        for line in summarise(trainer, notes):
+            console.print(line, markup=False, soft_wrap=True)
+    return trainer, notes
+
+
 @final
 class Notes(Callback):
-    """Writes the run file and the plan to the run folder; keeps results for the summary."""
+    """Writes the run file to the run folder; keeps results for the summary."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self.is_first = os.environ.get("RANK", "0") == "0"
         self.trainer: Trainer | None = None
         self.metrics: dict[str, Mapping[str, float]] = {}
         self.checkpoint: Path | None = None
 
     def on_fit_start(self, run: Run) -> None:
-        """Write the whole run file and the plan, once the folder is known to be this run's.
+        """Write the whole run file, once the folder is known to be this run's.
 
         Raises:
             ConfigError: the folder cannot be written to.
         """
         if not run.is_first_rank or run.folder is None or self.trainer is None:
             return
-        plan = self.trainer.plan
         try:
-            _replace(run.folder / RUN_FILE, dump_run_file(resolved(self._config, self.trainer)))
-            _replace(run.folder / PLAN, json.dumps(plan and plan.to_json(), indent=1) + "\n")
+            text = dump_run_file(resolved(self._config, self.trainer))
+            replace_file(run.folder / RUN_FILE, text)
         except OSError as error:
             raise ConfigError.cannot(
                 f"keep the run in {run.folder}",
@@ -103,13 +126,6 @@ class Notes(Callback):
         """Keep the path."""
         del run
         self.checkpoint = path
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file; a full disk or a kill leaves the old one."""
-    unfinished = file.with_name(file.name + ".tmp")
-    unfinished.write_text(text, "utf-8")
-    unfinished.replace(file)
 
 
 def choose_folder(config: RunConfig, stem: str, folder: Path | None, *, resumes: bool) -> Path:
@@ -228,7 +244,24 @@ def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
             yield f"to resume:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
     if trainer.plan is not None and trainer.plan.is_exact:
         yield f"as planned?  stretto plan --against {folder}"
-    yield f"to see it:  stretto report {folder} --plot {folder}/run.png"
+    yield f"to see it:  stretto report {folder} --html {folder}/run.html"
+
+
+def results(trainer: Trainer, notes: Notes) -> dict[str, object]:
+    """Return what a script wants to know after a run."""
+    at = trainer.timer.timestamp
+    return {
+        "folder": str(trainer.folder),
+        "finished": trainer.stop_reason is None,
+        "stop_reason": trainer.stop_reason,
+        "batch": at.batch,
+        "sample": at.sample,
+        "token": at.token,
+        "seconds": at.run_nanoseconds / 1e9,
+        "metrics": {name: dict(metrics) for name, metrics in notes.metrics.items()},
+        "checkpoint": None if notes.checkpoint is None else str(notes.checkpoint),
+        "skipped_steps": trainer.skipped_steps,
+    }
 
 
 def position(trainer: Trainer) -> str:

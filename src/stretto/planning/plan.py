@@ -226,6 +226,7 @@ def plan_prepared(
     base: Mapping[str, float] | None = None,
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
+    idle_ranks: bool = False,
 ) -> Plan:
     """Return the plan of a run that `bind_run` has bound.
 
@@ -239,6 +240,7 @@ def plan_prepared(
         base: what the schedules' factors multiply; by default, 1.
         tracks_tokens: whether the data can count the tokens of a batch.
         resume_at: where a run resumes; earlier stages are not checked.
+        idle_ranks: whether a batch may have fewer samples than there are ranks.
 
     Raises:
         PlanError: as `plan` does.
@@ -263,9 +265,16 @@ def plan_prepared(
         )
         for stage in sizes.stages
     )
-    for stage in stages:
-        if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample:
-            check_stage(stage, even=even, is_coupled=run.bound_policy.is_coupled)
+    ahead = [
+        stage
+        for stage in stages
+        if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample
+    ]
+    least = min((stage.size for stage in ahead), default=world_size)
+    for stage in ahead:
+        check_stage(
+            stage, even=even, is_coupled=run.bound_policy.is_coupled, least=least, idle=idle_ranks
+        )
     return Plan(
         horizon=horizon,
         sizes=sizes,
@@ -330,6 +339,34 @@ def to_record(plan: Plan) -> dict[str, object]:
         ],
         "warnings": list(plan.warnings),
     }
+
+
+POINTS = 2_000
+"""Most batches whose hyper-parameters `plan_record` and pictures show."""
+
+
+def plan_record(plan: Plan) -> dict[str, object]:
+    """Return `to_record` with the hyper-parameters at up to 2,000 batches, for pictures."""
+    curve: dict[str, object] = {}
+    if plan.num_batches is not None:
+        numbers = batches_to_show(plan, plan.num_batches)
+        values = [plan.values_at(number) for number in numbers]
+        at = [plan.timestamp_at_batch(number) for number in numbers]
+        curve = {
+            "batch": [one.batch for one in at],
+            "sample": [one.sample for one in at],
+            "token": [one.token for one in at],
+            "values": {name: [row[name] for row in values] for name in (values or [{}])[0]},
+        }
+    return to_record(plan) | {"curve": curve}
+
+
+def batches_to_show(plan: Plan, count: int) -> Sequence[int]:
+    """Return batches spread evenly over a run of `count`, and the first of each stage."""
+    if count <= POINTS:
+        return range(count)
+    spread = {number * (count - 1) // (POINTS - 1) for number in range(POINTS)}
+    return sorted(spread | {stage.first.batch for stage in plan.stages[:POINTS]})
 
 
 def clock(horizon: Horizon, timestamp: Timestamp | None) -> dict[str, int | str] | None:

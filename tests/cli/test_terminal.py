@@ -1,0 +1,102 @@
+"""What every command has: examples, --quiet, --json, exit codes, progress, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from stretto.cli.app import app, main
+from stretto.cli.terminal import progress
+
+Stretto = Callable[..., Any]
+COMMAND: Any = get_command(app)
+VERBS = sorted(COMMAND.commands)
+
+
+def examples(verb: str) -> list[list[str]]:
+    """The example command lines of a verb's help."""
+    lines = (COMMAND.commands[verb].epilog or "").splitlines()
+    return [shlex.split(line) for line in lines if line.strip().startswith("stretto")]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_are_command_lines(verb: str) -> None:
+    found = examples(verb)
+    assert found
+    for name, first, *arguments in found:
+        assert (name, first) == ("stretto", verb)
+        given = arguments[: arguments.index(">")] if ">" in arguments else arguments
+        COMMAND.commands[verb].make_context(verb, given)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_prints_json(verb: str) -> None:
+    options = {name for one in COMMAND.commands[verb].params for name in one.opts}
+    assert verb in {"schema", "watch"} or "--json" in options
+
+
+def test_quiet_prints_only_errors(stretto: Stretto, project: Path) -> None:
+    assert stretto("plan", "run.yaml", "--quiet") == (0, "", "")
+    said = stretto("--quiet", "convert", "1q", "--to", "ep")
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("Error [time]: ")
+
+
+def test_training_as_json(stretto: Stretto, project: Path) -> None:
+    said = stretto("train", "run.yaml", "--folder", "a", "--json")
+    record = json.loads(said.out)
+    assert (record["finished"], record["sample"], record["folder"]) == (True, 80, "a")
+    assert record["metrics"]["validation"]["entropy"] == 3.25
+    assert Path(record["checkpoint"]).is_dir()
+    assert "trained 2ep" in said.err
+
+
+def test_time_as_json(stretto: Stretto) -> None:
+    said = stretto("convert", "0.1dur", "--to", "ep", "--max-duration", "90ep", "--json")
+    assert json.loads(said.out) == {"time": "9ep"}
+
+
+def test_progress_of_slow_work(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("counting", after=0.01, every=60):
+        sleep(0.2)
+    with progress("nothing"):
+        pass
+    assert capsys.readouterr().err == "counting (0 s) ...\n"
+
+
+def test_completes_verbs(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("_STRETTO_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "stretto pl")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == ["plan"]
+
+
+def test_a_chart_on_a_terminal(project: Path) -> None:
+    reader, writer = pty.openpty()
+    command = [sys.executable, "-m", "stretto", "plan", "run.yaml"]
+    process = subprocess.Popen(command, stdout=writer)
+    os.close(writer)
+    text = b""
+    try:
+        while chunk := os.read(reader, 4096):
+            text += chunk
+    except OSError:  # Linux says so at the end
+        pass
+    os.close(reader)
+    assert process.wait() == 0
+    last = text.decode().split("\n\n")[-1] if b"\n\n" in text else text.decode()
+    assert "▁" in last
+    assert "4 to 16" in last
