@@ -203,10 +203,12 @@ class Run:
         import torch
 
         sys.__excepthook__(kind, error, trace)
-        if issubclass(kind, torch.OutOfMemoryError) or "no room for NCCL" in str(error):
-            self.problem = {"problem": str(error)}
-            self.finish("does not fit", DOES_NOT_FIT)
         self.problem = {"problem": f"{kind.__name__}: {error}"}
+        cause: BaseException | None = error
+        while cause is not None:  # frameworks wrap it
+            if isinstance(cause, torch.OutOfMemoryError) or "no room for NCCL" in str(cause):
+                self.finish("does not fit", DOES_NOT_FIT)
+            cause = cause.__cause__ or cause.__context__
         self.finish("failed", 1)
 
     def ended(self) -> None:

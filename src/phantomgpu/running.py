@@ -196,7 +196,8 @@ class Session:
         if result["status"] == "cannot run":
             raise SetupNeededError(result["problem"])
         if result["status"] == "fits" and code:
-            result |= {"status": "failed", "problem": f"it ended with exit code {code}"}
+            status = "does not fit" if result.get("out_of_memory") else "failed"
+            result |= {"status": status, "problem": f"it ended with exit code {code}"}
         return build_report(
             result,
             gpu=self.name,

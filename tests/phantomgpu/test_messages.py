@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 import phantomgpu
-from phantomgpu import NotSupportedError, standins
+from phantomgpu import NotSupportedError, child, standins
 from phantomgpu.cli import app, exit_code, warn
 from phantomgpu.report import build_report
+from phantomgpu.running import Session
 
 
 @pytest.mark.parametrize(("system", "name"), [("darwin", "macOS"), ("win32", "Windows")])
@@ -87,3 +89,30 @@ def test_nothing_private_of_torch_but_these() -> None:
         assert name in text
     for name in ("torch._dynamo", "_python_dispatch", "torch._ops", "_gpu_trace"):
         assert name not in text
+
+
+@pytest.mark.parametrize(("number", "status"), [(0, "failed"), (1, "does not fit")])
+def test_a_caught_out_of_memory_error_explains_an_exit_code(
+    number: int, status: str, tmp_path: Path
+) -> None:
+    result = {"status": "fits", "out_of_memory": number}
+    (tmp_path / "run-000000-1.json").write_text(json.dumps(result))
+    assert Session("h100", None).report(tmp_path, "run", 1).status == status
+
+
+@pytest.mark.parametrize("cuda", ["'12.6'", "None"])
+def test_a_torch_for_another_cuda_names_the_setup(
+    cuda: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "torch"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "lib" / "libtorch_cuda.so").touch()
+    (folder / "__init__.py").touch()
+    text = f"from typing import Optional\n__version__ = '2.13.0+x'\ncuda: Optional[str] = {cuda}\n"
+    (folder / "version.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(standins, "check_system", lambda: None)
+    monkeypatch.setenv("PHANTOMGPU_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(phantomgpu.SetupNeededError, match="setup") as caught:
+        child._find_cuda_torch()
+    assert ("12.6" in str(caught.value)) == ("12.6" in cuda)

@@ -250,6 +250,62 @@ def test_one_rank_of_many() -> None:
 SHARDED = (("ddp", 2), ("fsdp", 2), ("fsdp", 64))
 
 
+def on_the_host(backend: str) -> None:
+    import torch
+    from torch import distributed as dist
+
+    dist.init_process_group(backend)
+    world = dist.get_world_size()
+    three = torch.full((4,), 3.0)
+    dist.all_reduce(three)
+    gathered = [torch.zeros(4) for _ in range(world)]
+    dist.all_gather(gathered, three)
+    assert gathered[-1].tolist() == [3.0] * 4
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, "one")
+    assert objects == ["one"] * world
+    dist.barrier()
+    group = dist.new_group(backend="gloo")
+    dist.all_reduce(three, group=group, async_op=True).wait()
+    dist.monitored_barrier(group)
+    train(8)
+
+
+@pytest.mark.parametrize(("backend", "buffers"), [("gloo", 0), ("cpu:gloo,cuda:nccl", 688 << 20)])
+def test_collectives_of_gloo_need_no_other_rank(backend: str, buffers: int) -> None:
+    report = run(on_the_host, backend, ranks=8)
+    assert report.fits, report.problem
+    assert report.nccl == buffers
+
+
+def wrapped() -> None:
+    import torch
+
+    try:
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        raise ValueError("no") from error
+
+
+def test_a_wrapped_error_is_still_out_of_memory() -> None:
+    assert run(wrapped).status == "does not fit"
+
+
+def test_memory_over_time_holds_the_peak() -> None:
+    report = run(train, 512)
+    columns = [one["bytes"] for one in report.timeline["categories"]]
+    totals = [sum(sizes) for sizes in zip(*columns, strict=True)]
+    at = {mark["text"]: mark["at"] for mark in report.timeline["marks"]}
+    assert totals[at["peak"]] == max(totals) == report.peak_allocated
+    assert {"backward", "optimizer step"} <= set(at)
+
+
+def test_modules_are_named_in_backward_too() -> None:
+    places = run(train, 1 << 14, modules=True).places
+    assert {"0", "1", "2"} & set(places)
+    assert "backward" not in places
+
+
 def meshed(kind: str) -> None:
     """Train with the Trainer on a mesh of all ranks."""
     import torch

@@ -70,20 +70,11 @@ int ncclCommSplit(struct communicator *from, int colour, int key, struct communi
   return colour < 0 ? 0 : make(to, 1, 0, from->buffers);
 }
 
-int ncclCommCount(struct communicator *from, int *ranks) {
-  *ranks = from->ranks;
-  return 0;
-}
+int ncclCommCount(struct communicator *from, int *to) { return *to = from->ranks, 0; }
 
-int ncclCommUserRank(struct communicator *from, int *rank) {
-  *rank = from->rank;
-  return 0;
-}
+int ncclCommUserRank(struct communicator *from, int *to) { return *to = from->rank, 0; }
 
-int ncclCommCuDevice(struct communicator *from, int *device) {
-  *device = from->device;
-  return 0;
-}
+int ncclCommCuDevice(struct communicator *from, int *to) { return *to = from->device, 0; }
 
 int ncclCommGetAsyncError(void *from, int *error) { return *error = 0; }
 

@@ -95,6 +95,13 @@ int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *pr
   return *count = 0;
 }
 
+/* Total, free, used: of the device that this thread uses. */
+int nvmlDeviceGetMemoryInfo(void *device, size_t *to) {
+  cuMemGetInfo_v2(to + 1, to);
+  to[2] = to[0] - to[1];
+  return 0;
+}
+
 /* 3: not supported. Without it, torch shares memory between processes as files. */
 int nvmlDeviceGetGpuFabricInfoV(void *device, void *information) { return 3; }
 #endif

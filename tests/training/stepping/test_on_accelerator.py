@@ -23,6 +23,7 @@ pytestmark = pytest.mark.phantom
 
 @pytest.fixture(autouse=True)
 def _no_limit() -> Iterator[None]:
+    gc.collect()  # what a failed test before left would give room when it goes
     torch.cuda.empty_cache()
     warm_up()
     yield
