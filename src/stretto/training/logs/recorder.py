@@ -198,7 +198,7 @@ class Recorder:
             plan = self._run.plan
         except PlanError:
             plan = None
-        replace_file(folder / PLAN, json.dumps(plan and plan_record(plan), indent=1) + "\n")
+        replace_file(folder / PLAN, json.dumps(plan and plan_record(plan)) + "\n")
         self._files[EVENTS], self._attempt = open_events(folder / EVENTS)
         self._begin_attempt(at, done)
 
