@@ -57,6 +57,9 @@ class Cluster:
                     "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
                     "OMP_NUM_THREADS": "1",
                     "PYTHONWARNINGS": "ignore",
+                    # With it, a node that joins in a later round waits for an address that no node
+                    # sets (torch 2.13, DynamicRendezvousHandler.next_rendezvous).
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 },
             )
         self.started += 1
