@@ -23,7 +23,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick test-torch test-phantom test-phantomgpu test-adapters chaos lint format types layers docs wheel bench bench-peers golden check clean
+.PHONY: help train test test-quick test-torch test-phantom test-phantomgpu test-adapters chaos lint format types layers docs wheel bench bench-peers golden page check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5
 golden: $(VENV)/.develop  ## rewrite the golden files; read the diff before you commit it
 	STRETTO_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_public_face.py tests/planning/test_table.py
 
+page: $(VENV)/.python  ## take the chart library of the run page from npm (an installation does it, too)
+	$(BIN)/python tools/vendor_uplot.py
+
 check: lint types layers docs wheel test  ## exactly what CI runs
 
 clean:  ## remove the environment and everything that was built
@@ -122,5 +125,5 @@ $(VENV)/.train: $(VENV)/.python pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.develop: $(VENV)/.python pyproject.toml $(CONSTRAINTS)
 	@echo "installing stretto and its development tools into $(VENV) (a minute or two, once)"
-	@$(INSTALL) --editable '.[dev,docs,mlflow,plot,sklearn,tensorboard]'
+	@$(INSTALL) --editable '.[dev,docs,mlflow,plot,sklearn,tensorboard,watch]'
 	@touch $@ $(VENV)/.train

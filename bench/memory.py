@@ -1,8 +1,9 @@
-"""The largest batch for a GPU that is not here: what the phantom answers, and the estimate.
+"""The largest batch for a GPU that is not here: what the phantom answers.
 
-Run `python bench/memory.py` (about 20 minutes; `--quick`: three of them). Each answer of the
-phantom was run: three steps of that size fit, and the next larger size that was tried did not.
-Results are saved in `bench/results/memory.json` and `.txt`. `phantomgpu setup` comes first.
+Run `python bench/memory.py` (an hour; `--quick`: three families). Three optimizer steps of each
+answer have run, and the next larger size ran out of memory. Results are added to
+`bench/results/memory.json` and `.txt` one by one, and what is there is not asked again.
+`--estimate` also asks for estimates. `phantomgpu setup` comes first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from stretto.errors import FitError
-from stretto.memory import find_batch_size, phantom
+from stretto.memory import Answer, find_batch_size, phantom
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.families
 
@@ -27,13 +29,14 @@ from tests.families.cuda_more import MORE
 
 RESULTS = Path(__file__).parent / "results"
 QUICK = ("MLP, SGD, mse", "GPT, bf16, dropout, clipping", "LSTM")
+HEAD = f"{'':45} {'GiB':>4} {'fits':>9} {'does not':>9} {'trials':>6} {'CPU s':>6} estimate"
 
 
-def ask(family: CudaFamily, memory: int) -> dict[str, Any]:
-    """Return what the phantom and the estimate answer for so many GiB."""
-    torch.manual_seed(0)
-    row: dict[str, Any] = {"memory": memory}
-    for method in ("phantom", "estimate"):
+def ask(family: CudaFamily, memory: int, methods: tuple[str, ...]) -> dict[str, Any]:
+    """Return what the phantom, and the estimate, answer for so many GiB."""
+    row: dict[str, Any] = {}
+    for method in methods:
+        torch.manual_seed(0)
         before, start = os.times(), time.perf_counter()
         try:
             answer = find_batch_size(
@@ -45,54 +48,83 @@ def ask(family: CudaFamily, memory: int) -> dict[str, Any]:
                 margin=0,
                 method=method,
             )
-        except FitError as error:
-            row[method] = {"refused": error.message.why[-300:]}
+        except (FitError, ImportError) as error:
+            row[method] = {"refused": str(error)[-400:]}
             continue
-        after = os.times()
+        if method == "phantom":
+            check(answer)
         row[method] = {
             "size": answer.size,
             "too_large": answer.too_large,
             "peak": answer.peak,
-            "processor_seconds": round(sum(after[:4]) - sum(before[:4]), 2),
-            "seconds": round(time.perf_counter() - start, 2),
+            "trials": answer.cost.phantom_steps,
+            "out_of_memory": answer.cost.num_out_of_memory,
+            "processor_seconds": round(sum(os.times()[:4]) - sum(before[:4]), 1),
+            "seconds": round(time.perf_counter() - start, 1),
         }
     return row
 
 
-def line(name: str, row: dict[str, Any]) -> str:
+def check(answer: Answer) -> None:
+    """Refuse an answer that was not run, or whose next size did not run out of memory."""
+    assert answer.size in answer.peaks
+    assert answer.too_large == answer.size + 1
+    assert answer.too_large not in answer.peaks
+    assert answer.cost.num_out_of_memory == answer.cost.phantom_steps - len(answer.peaks) > 0
+
+
+def line(row: dict[str, Any]) -> str:
     """Return a row of the table."""
-    found, guess = row["phantom"], row["estimate"]
+    found, guess = row["phantom"], row.get("estimate", {})
+    start = f"{row['name']:45} {row['memory']:>4}"
     if "refused" in found:
-        return f"{name:45} {row['memory']:>4}  refused: {found['refused'].splitlines()[-1]}"
-    ratio = f"{guess['size'] / found['size']:.2f}" if "size" in guess else "refused"
+        return f"{start} refused: {found['refused'].splitlines()[-1]}"
+    ratio = f"{guess['size'] / found['size']:.2f}" if "size" in guess else ""
     return (
-        f"{name:45} {row['memory']:>4} {found['size']:>9,} {found['too_large'] or 0:>9,} "
-        f"{found['processor_seconds']:>7} {ratio:>8}"
-    )
+        f"{start} {found['size']:>9,} {found['too_large']:>9,} {found['trials']:>6} "
+        f"{found['processor_seconds']:>6} {ratio:>8}"
+    ).rstrip()
+
+
+def known() -> list[dict[str, Any]]:
+    """Return the rows that are there."""
+    file = RESULTS / "memory.json"
+    rows: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    return rows
+
+
+def save(row: dict[str, Any], order: list[tuple[str, int]]) -> None:
+    """Add a row, in the order of the families."""
+    rows = sorted([*known(), row], key=lambda one: order.index((one["name"], one["memory"])))
+    (RESULTS / "memory.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (RESULTS / "memory.txt").write_text("\n".join([HEAD, *map(line, rows)]) + "\n")
 
 
 def main() -> None:
-    """Ask about every family."""
+    """Ask about every family, first with the least memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--only", default="", help="names with this pattern")
+    parser.add_argument("--estimate", action="store_true")
     options = parser.parse_args()
     missing = phantom.missing()
     if missing is not None:
         parser.exit(0, f"skipped: {missing}\n")
-    print(f"{'':45} {'GiB':>4} {'fits':>9} {'does not':>9} {'CPU s':>7} {'estimate':>8}")
-    rows, lines = [], []
-    for name, family in {**FAMILIES, **MORE}.items():
-        if (options.quick and name not in QUICK) or options.only not in name:
+    methods = ("phantom", "estimate") if options.estimate else ("phantom",)
+    families = {**FAMILIES, **MORE}
+    order = [(name, memory) for name, one in families.items() for memory in one.memories]
+    asked = sorted(order, key=lambda one: families[one[0]].memories.index(one[1]))
+    print(HEAD, flush=True)
+    for name, memory in asked:
+        if (options.quick and name not in QUICK) or not re.search(options.only, name):
             continue
-        for memory in family.memories[: 1 if options.quick else 2]:
-            row = ask(family, memory)
-            rows.append({"name": name, **row})
-            lines.append(line(name, row))
-            print(lines[-1], flush=True)
-    if not options.quick and not options.only:
-        (RESULTS / "memory.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (RESULTS / "memory.txt").write_text("\n".join(lines) + "\n")
+        there = [(one["name"], one["memory"]) for one in known()]
+        if not options.quick and (name, memory) in there:
+            continue
+        row = {"name": name, "memory": memory, **ask(families[name], memory, methods)}
+        print(line(row), flush=True)
+        if not options.quick:
+            save(row, order)
 
 
 if __name__ == "__main__":

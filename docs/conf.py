@@ -49,7 +49,9 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!stretto\.).*"), (r"py:.*", r"stretto\.\w
 # `stretto.training` exports what `stretto.settings` defines, and both are described.
 suppress_warnings = ["ref.python"]
 # Adapters are described without the frameworks that they adapt.
-autodoc_mock_imports = ["accelerate", "composer", "lightning", "transformers"]
+autodoc_mock_imports = [
+    *("accelerate", "composer", "lightning", "ray", "torchtitan", "transformers", "tyro")
+]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True

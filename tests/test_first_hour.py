@@ -1,4 +1,4 @@
-"""The first hour of a newcomer: clone, look at the plan, change a line, train, kill, resume, look."""
+"""The first hour of a newcomer: plan, change a line, train, kill, resume, look at it."""
 
 from __future__ import annotations
 

@@ -64,6 +64,25 @@ ADAPTERS = {
     "torchtune": Adapter(
         packages=("torchao==0.15.0", "torchtune==0.6.1"), tests=("test_torchtune.py",)
     ),
+    # torchtitan 0.3.0 pins datasets<4.8, and so an old fsspec: its other requirements, itself
+    # without.
+    "torchtitan": Adapter(
+        packages=(
+            "datasets==5.2.0",
+            "einops==0.8.2",
+            "pillow",
+            "spmd_types==0.2.3",
+            "tensorboard",
+            "tokenizers",
+            "torch_checkpointing==0.1.1",
+            "torchdata==0.11.0",
+            "triton",
+            "tyro==1.0.17",
+        ),
+        tests=("test_torchtitan.py",),
+        without_dependencies=("torchtitan==0.3.0",),
+    ),
+    "ray": Adapter(packages=("ray[train]==2.60.0",), tests=("test_ray.py",)),
 }
 
 

@@ -25,6 +25,8 @@ assert (home / "py.typed").exists() and (home / "__init__.pyi").exists()
 (found,) = [d for d in importlib.metadata.distributions(path=[sys.argv[1]])]
 assert found.version == stretto.__version__
 assert "licenses/LICENSE" in " ".join(map(str, found.files))
+page = home / "report" / "page"
+assert (page / "page.html").exists() and (page / "uplot" / "LICENSE").exists(), "no run page"
 for name in stretto.__all__:
     getattr(stretto, name)
 import phantomgpu

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
@@ -57,19 +57,12 @@ class _TorchFinder(MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         del path, target
-        if name != "torch":
+        if name != "torch" or name in sys.modules:
             return None
-        sys.meta_path.remove(self)
-        try:
+        with _reported(self.settings):
             spec = _find_cuda_torch()
-            if spec is None or spec.origin is None or spec.loader is None:
-                return None
-            folder = standins.build(Path(spec.origin).parent)
-            os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
-            library = standins.load(folder)
-        except PhantomError as error:
-            _leave(CANNOT_RUN, {"status": "cannot run", "problem": str(error)}, self.settings)
-        spec.loader = _Then(spec.loader, self.settings, library)
+        if spec is not None and spec.loader is not None:  # `importlib.util.find_spec` may ask, too
+            spec.loader = _Then(spec.loader, self.settings)
         return spec
 
 
@@ -89,7 +82,8 @@ def _find_cuda_torch() -> importlib.machinery.ModuleSpec | None:
             f"cannot run: torch {version} is installed without CUDA code; run `phantomgpu setup` "
             "once (it downloads the CUDA build of that version, about 530 MB)"
         )
-    sys.path.insert(0, str(made))
+    if str(made) not in sys.path:
+        sys.path.insert(0, str(made))
     return importlib.machinery.PathFinder.find_spec("torch")
 
 
@@ -103,15 +97,29 @@ def _version(folder: Path) -> str:
 class _Then(Loader):
     """Runs a module as its own loader does, and starts the run behind it."""
 
-    def __init__(self, loader: Loader, settings: Settings, library: Any) -> None:
-        self.loader, self.settings, self.library = loader, settings, library
+    def __init__(self, loader: Loader, settings: Settings) -> None:
+        self.loader, self.settings = loader, settings
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        assert module.__file__
+        with _reported(self.settings):
+            folder = standins.build(Path(module.__file__).parent)
+            library = standins.load(folder)
+        os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
         self.loader.exec_module(module)
-        Run(self.settings, self.library).start()
+        Run(self.settings, library).start()
+
+
+@contextlib.contextmanager
+def _reported(settings: Settings) -> Iterator[None]:
+    """End the process, with a report, where a phantom is not possible."""
+    try:
+        yield
+    except PhantomError as error:
+        _leave(CANNOT_RUN, {"status": "cannot run", "problem": str(error)}, settings)
 
 
 class Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,7 @@ def search(
     smallest: int = 1,
     largest: int = MOST,
     multiple: int = 1,
+    powers: bool = False,
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
     seen: Callable[[int, Report], None] | None = None,
@@ -68,6 +70,7 @@ def search(
         smallest: The first number that is tried.
         largest: The last one.
         multiple: Only multiples of this are tried.
+        powers: Only powers of two are tried.
         args: Further arguments of the function.
         kwargs: Keyword arguments of the function.
         seen: Called with each number and its report.
@@ -80,14 +83,20 @@ def search(
     settings = Settings("", steps=steps, ranks=ranks)
     trials: dict[int, Report] = {}
 
+    def number_of(index: int) -> int:
+        return 1 << index if powers else index * multiple
+
     def fits(number: int, trial: Trial) -> bool:
-        if number not in trials:
-            trials[number] = trial(number)
-            if seen is not None:
-                seen(number, trials[number])
-            if trials[number].status == "failed":
-                raise RunFailedError(f"the run with {number} failed: {trials[number].problem}")
+        trials[number] = trial(number)
+        if seen is not None:
+            seen(number, trials[number])
+        if trials[number].status == "failed":
+            raise RunFailedError(f"the run with {number} failed: {trials[number].problem}")
         return trials[number].fits
+
+    def peaks(index: int) -> tuple[int, int]:
+        report = trials[number_of(index)]
+        return report.peak_allocated, report.peak_reserved
 
     with ExitStack() as stack:
         command = stack.enter_context(command_of(script, args, kwargs))
@@ -102,49 +111,91 @@ def search(
                 return session.start(numbered, settings, None, None, quiet=True)
 
         found = bisect(
-            lambda index: fits(index * multiple, trial),
-            lambda index: trials[index * multiple].peak_reserved,
+            lambda index: fits(number_of(index), trial),
+            peaks,
             session.memory - session.context,
-            first=-(-smallest // multiple),
-            last=largest // multiple,
+            first=(smallest - 1).bit_length() if powers else -(-smallest // multiple),
+            last=largest.bit_length() - 1 if powers else largest // multiple,
+            farthest=(lambda index: index + 5) if powers else (lambda index: 32 * index),
         )
-    return Answer(None if found is None else found * multiple, trials)
+    return Answer(None if found is None else number_of(found), trials)
 
 
 def bisect(
     fits: Callable[[int], bool],
-    reserved: Callable[[int], int],
+    used: Callable[[int], tuple[int, int]],
     available: int,
     *,
     first: int,
     last: int,
+    farthest: Callable[[int], int] = lambda index: 32 * index,
 ) -> int | None:
-    """Return the largest index that fits, or None.
+    """Return the largest index that fits, or None. It was tried, and so was the next one.
 
-    After two that fit, the next guess is where a line through their memory meets the limit.
+    Peaks are nearly a line of the index. So two small indices say where to look.
 
-    >>> bisect(lambda n: n <= 37, lambda n: 10 + n, 47, first=1, last=1000)
+    >>> bisect(lambda n: n <= 37, lambda n: (10 + n, 10 + n), 47, first=1, last=1000)
     37
+
+    Args:
+        fits: Tries an index.
+        used: Returns the peaks, allocated and reserved, of an index that fits.
+        available: The most that can be reserved.
+        first: The smallest index.
+        last: The largest index.
+        farthest: Returns the largest that may be tried after an index that fits.
     """
-    if not fits(first):
-        return None
-    low, high, before = first, last + 1, None
-    halve = False
-    while high - low > 1:
-        is_open = high > last
-        guess = min(2 * low if before is None else 4 * low, last) if is_open else (low + high) // 2
-        if before is not None and not halve:
-            slope = (reserved(low) - reserved(before)) / (low - before)
-            line = low + int((available - reserved(low)) / slope) if slope > 0 else high
-            guess = max(low + 1, line) if line < high else guess
-        size = high - low
+    start = max(first, min(2, last))  # batch normalisation refuses a single sample
+    if not fits(start):
+        return next((index for index in range(start - 1, first - 1, -1) if fits(index)), None)
+    good, high = [start], last + 1
+    while high - good[-1] > 1:
+        most = min(high - 1, farthest(good[-1]))
+        guess = _guess(good, most, used, available, is_open=high > last)
         if fits(guess):
-            before, low = low, guess
+            good.append(guess)
         else:
             high = guess
-        # A line helps little where memory grows by jumps: then halve.
-        halve = not is_open and high - low > size // 2
-    return low
+    return good[-1]
+
+
+def _guess(
+    good: list[int],
+    most: int,
+    used: Callable[[int], tuple[int, int]],
+    available: int,
+    *,
+    is_open: bool,
+) -> int:
+    """Return an index above the largest that fits, up to `most`.
+
+    The allocator frees what it caches before it runs out of memory. So an index whose reserved
+    bytes would reach the limit usually fits, and one whose allocated bytes would does not.
+
+    Args:
+        good: The indices that fit, ascending.
+        most: The largest index that may be returned.
+        used: Returns the peaks of an index that fits.
+        available: The most that can be reserved.
+        is_open: Whether none was tried that does not fit.
+    """
+    low = good[-1]
+    base = next((index for index in reversed(good) if 2 * index <= low), None)
+    if base is None:
+        return min(2 * low, most) if is_open else (low + most + 1) // 2
+    allocated, reserved = (
+        low + (available - now) * (low - base) // (now - then) if now > then else most
+        for now, then in zip(used(low), used(base), strict=True)
+    )
+    if is_open and reserved > low + low // 50:
+        return min(reserved, most)
+    if not is_open and most >= 4 * low:
+        return math.isqrt(low * most)
+    if allocated <= low and low - good[-2] > 1:
+        return low + 1
+    if allocated <= low:  # and yet the next one did fit: the line is wrong
+        allocated = 2 * low if is_open else most
+    return (low + min(allocated, most) + 1) // 2
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Folders that a run is kept in or read from, which are no URLs; and the names of their files."""
+"""Folders that a run is kept in or read from, which are no URLs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from pathlib import Path
 
 from stretto.errors import StrettoError, cannot, shown
 
-METRICS = "metrics.jsonl"
-"""Lines of losses, evaluations and the clock."""
-LEDGER = "ledger.csv"
-"""A line for each batch: `LEDGER_COLUMNS`, then the hyper-parameters."""
-LEDGER_COLUMNS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
 # `pathlib` makes one slash of two; a drive of Windows has one letter.
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)", re.DOTALL)
+
+
+def url_of(path: str | Path) -> str | None:
+    """Return a path as a URL, if it is one.
+
+    >>> url_of("s3://bucket/run"), url_of("runs/a")
+    ('s3://bucket/run', None)
+    """
+    found = _URL.match(str(path))
+    if found is None or "://" in str(path):
+        return found and str(path)
+    return f"{found['scheme']}://{found['rest']}"  # `pathlib` made one slash of two
 
 
 def local_path(path: str | Path, what: str, error: type[StrettoError]) -> Path:

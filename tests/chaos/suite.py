@@ -40,7 +40,7 @@ MOST_KILLS = 8
 """Kills of one run; then it may end."""
 KINDS = {"moment": 5, "operation": 4, "power cut": 2}
 """How a process is killed, and how often one way against the others."""
-WALL_CLOCK = {"sec", "samples_per_second", "tokens_per_second"}
+WALL_CLOCK = {"sec", "samples_per_second", "tokens_per_second", "memory_peak_bytes"}
 """Keys of a line of metrics that no two runs have in common."""
 
 
@@ -247,7 +247,9 @@ def _metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines()
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    wall = rows[0].index("sec")
+    return [",".join(row[:wall] + row[wall + 1 :]) for row in rows]
 
 
 def setting_of(folder: Path) -> str:

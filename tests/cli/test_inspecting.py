@@ -60,3 +60,26 @@ def test_the_folder_in_which_one_is_can_be_inspected(
     stretto("train", "run.yaml", "--folder", "a", "max_duration=1ep")
     monkeypatch.chdir("a/checkpoints/checkpoint-000000000040")
     assert ": whole\n" in stretto("inspect", ".").out
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns that there is one process
+def test_weights_go_to_other_formats_and_back(stretto: Stretto) -> None:
+    from safetensors.torch import load_file
+
+    stretto("train", "run.yaml", "--folder", "a")
+    newest = Path("a/checkpoints/checkpoint-000000000080/model.safetensors")
+    assert stretto("export", "a", "hf", "--to", "hf").code == 0
+    found, saved = load_file("hf/model.safetensors"), load_file(newest)
+    assert found.keys() == saved.keys()
+    assert all(bool((found[name] == saved[name]).all()) for name in saved)
+    assert stretto("export", newest.parent, "dcp", "--to", "dcp").code == 0
+    assert stretto("export", "a", "dcp", "--to", "dcp").code == 2
+    assert stretto("export", "a", "new", "--to", "onnx").code == 2
+    refused = stretto("train", "run.yaml", "--folder", "b", "--resume", "dcp")
+    assert refused.code == 2
+    assert "unpickle" in refused.err
+    zero = ("optimizer.lr=0", "checkpoint.every=1ep")
+    done = stretto("train", "run.yaml", "--folder", "b", "--resume", "dcp", "--unpickle", *zero)
+    assert done.code == 0, done.err
+    again = load_file("b/checkpoints/checkpoint-000000000080/model.safetensors")
+    assert all(bool((again[name] == saved[name]).all()) for name in saved)

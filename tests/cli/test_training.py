@@ -30,7 +30,8 @@ def test_trains_plans_and_reports(stretto: Stretto) -> None:
     assert ", entropy 3.2500" in said.out
     folder = Path("runs/run")
     assert {path.name for path in folder.iterdir()} == {
-        "run.yaml", "plan.json", "metrics.jsonl", "ledger.csv", "checkpoints", "run.lock",
+        "run.yaml", "plan.json", "metrics.jsonl", "ledger.csv", "events.jsonl", "checkpoints",
+        "run.lock",
     }  # fmt: skip
     assert json.loads((folder / "plan.json").read_text())["num_batches"] == 11
     assert read_run_file(folder / "run.yaml").data.num_samples == 40
@@ -51,10 +52,12 @@ def test_trains_plans_and_reports(stretto: Stretto) -> None:
     assert other.out.startswith("the run left its plan:\n  batch 0: size 4, planned 8\n")
 
     reported = stretto("report", folder, "--plot", "run.svg")
-    assert reported.code == 0
+    assert (reported.code, reported.err) == (0, "drew run.svg\n")
     assert "validation/entropy: 3.2500 throughout" in reported.out
-    assert reported.out.endswith("drew run.svg\n")
     assert Path("run.svg").read_text().startswith("<?xml")
+    reported = stretto("report", folder, "--html", "run.html")
+    assert (reported.code, reported.err) == (0, "wrote run.html\n")
+    assert Path("run.html").read_text().startswith("<!doctype html>")
 
 
 def test_prints_plain_lines_where_there_is_no_terminal(stretto: Stretto) -> None:
@@ -313,7 +316,9 @@ def test_what_fails_after_an_error_is_told_with_it(stretto: Stretto) -> None:
     )
     said = stretto("train", "run.yaml", "callbacks=[{target: cli_faulty:Faulty}]")
     assert said.code == 2
-    assert said.err == ("Error [training]: cannot go on\nand Faulty.on_fit_end failed: ValueError: nor end\n")
+    assert said.err == (
+        "Error [training]: cannot go on\nand Faulty.on_fit_end failed: ValueError: nor end\n"
+    )
 
 
 def test_an_error_names_keys_where_python_names_arguments(stretto: Stretto) -> None:

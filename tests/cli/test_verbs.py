@@ -64,6 +64,21 @@ def test_convert(arguments: str, answer: str, stretto: Stretto) -> None:
     assert stretto("convert", *arguments.split()) == (0, f"{answer}\n", "")
 
 
+def test_plans_are_laid_over_each_other_on_a_page(stated: Path, stretto: Stretto) -> None:
+    Path("other.yaml").write_text(stated.read_text())
+    said = stretto("plan", stated, "other.yaml", "micro_batch_size=2", "--html", "plans.html")
+    assert (said.code, said.out, said.err) == (0, "", "wrote plans.html\n")
+    text = Path("plans.html").read_text().partition('id="data">')[2].partition("</script>")[0]
+    runs = json.loads(text)["runs"]
+    assert [(run["name"], run["kind"]) for run in runs] == [("stated", "plan"), ("other", "plan")]
+    assert ["micro batch size", "2"] in runs[1]["facts"]
+    for change in (BY_NOISE, "max_duration=1h"):
+        refused = stretto("plan", stated, change, "--html", "plans.html")
+        assert refused.code == 2
+        assert "cannot use --html" in refused.err
+    assert stretto("plan", stated, "--json", "--html", "plans.html").code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -18,7 +18,7 @@ from stretto.config.yaml import Source, parse_yaml
 from stretto.planning import plan
 from stretto.report.drawing import check_format
 from stretto.report.ledger import compare
-from stretto.report.pictures import plan_curves
+from stretto.report.pictures import draw_plan
 from stretto.report.run import read_metrics
 from stretto.timing import Horizon
 
@@ -203,8 +203,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         convert, "0.1dur", to="ba", max_duration="90ep", batch_size=128)),
     # pictures and reports
     ("config-picture-ending", lambda: check_format(Path("plan.gif"))),
-    ("config-picture-tokens", lambda: plan_curves(plan(Horizon("40sp"), 8), "tok")),
-    ("config-picture-end", lambda: plan_curves(plan(Horizon("10m"), 8))),
+    ("config-picture-tokens", lambda: draw_plan(plan(Horizon("40sp"), 8), Path("a.png"), unit="tok")),
+    ("config-picture-end", lambda: draw_plan(plan(Horizon("10m"), 8), Path("a.png"))),
     ("config-report-absent", lambda: read_metrics(Path("runs/a"))),
     ("config-report-broken", written("metrics.jsonl", json.dumps({"loss": 1}) + "\n",
                                      lambda: read_metrics(Path()))),

@@ -8,7 +8,8 @@ import pytest
 
 from stretto.errors import DataError
 from stretto.planning import Plan, plan
-from stretto.report.ledger import FIRST, compare, decided_sizes, read_ledger
+from stretto.report.ledger import FIRST, compare
+from stretto.run_folder import read_ledger
 from stretto.schedules import Linear
 from stretto.timing import Horizon
 
@@ -41,14 +42,6 @@ def test_reads_counts_and_values(tmp_path: Path) -> None:
         "micro_batches": 1,
     }  # fmt: skip
     assert rows[1].values == {"lr": pytest.approx(0.08)}
-
-
-def test_a_batch_that_an_epoch_cuts_is_of_the_size_in_force(tmp_path: Path) -> None:
-    write_ledger(tmp_path, make_plan())
-    rows = list(read_ledger(tmp_path))
-    assert [row.counts["size"] for row in rows] == [8, 8, 4, 16, 4]
-    assert decided_sizes(rows) == [8, 8, 8, 16, 16]
-    assert decided_sizes(rows[2:]) == [4, 16, 16]
 
 
 def test_agrees_with_the_run_that_follows_it(tmp_path: Path) -> None:

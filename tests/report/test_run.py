@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from stretto.errors import DataError
-from stretto.report.ledger import read_ledger
 from stretto.report.run import MAX_ROWS, read_metrics, run_table
+from stretto.run_folder import read_ledger
 
 CLOCK = {"ep": 0.5, "ba": 10, "sp": 80, "tok": 0, "dur": 0.25, "sec": 75.0}
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from stretto.distributed import Ddp
+from stretto.run_folder import read_ledger
 from stretto.training import Callback, Evaluation, Run, Trainer
 
 
@@ -91,7 +92,7 @@ def run(folder: Path) -> dict[str, Any]:
         "weights": torch.cat([one.detach().flatten() for one in model.parameters()]).tolist(),
         "metrics": [{key: line[key] for key in keys if key in line} for line in metrics],
         "noise": heard.noise,
-        "ledger": (folder / "ledger.csv").read_text(),
+        "ledger": repr(list(read_ledger(folder))),
     }
 
 

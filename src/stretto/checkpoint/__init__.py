@@ -8,6 +8,7 @@ from stretto.checkpoint.folder import (
     keep,
     latest_good,
 )
+from stretto.checkpoint.formats import export_weights, load_dcp_weights
 from stretto.checkpoint.optimizer import pack_optimizer, unpack_optimizer
 from stretto.checkpoint.reading import (
     Checkpoint,
@@ -53,8 +54,10 @@ __all__ = [
     "checkpoints",
     "describe",
     "encode_records",
+    "export_weights",
     "finish_checkpoint",
     "keep",
+    "load_dcp_weights",
     "load_weights",
     "latest_good",
     "open_checkpoint",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,8 @@ from stretto.checkpoint.reading import open_or_damage, with_retries
 from stretto.checkpoint.writing import UNFINISHED, delete_checkpoint, remove
 from stretto.errors import CheckpointError
 
-NAME = re.compile(r"checkpoint-\d{12,}-[0-9a-f]{16}")
-"""The name of a copy. It ends with the time, so that nothing is ever overwritten."""
+NAME = re.compile(r"checkpoint-\d{12,}-[0-9a-f]{8}")
+"""The name of a copy. It ends with random digits, so that nothing is ever overwritten."""
 
 
 class Store(Protocol):
@@ -37,11 +38,11 @@ class Store(Protocol):
         """Return the names of whole copies; of one position, the one written last is last."""
         ...
 
-    def open(self, name: str, folder: Path) -> None:
-        """Put the files of a copy into `folder`, which exists and is empty."""
+    def open(self, name: str, file: str, target: Path) -> None:
+        """Write one file of a copy to `target`; raise `FileNotFoundError` if it is missing."""
 
-    def delete(self, name: str) -> None:
-        """Remove a copy, or what is left of one."""
+    def keep(self, names: Collection[str]) -> None:
+        """Delete all other copies, and what is left of unfinished ones."""
 
 
 @final
@@ -49,7 +50,8 @@ class UrlStore:
     """A folder that fsspec can reach: `s3://bucket/run`, `gs://...`, or a path.
 
     The manifest is the last file that is written and the first that is deleted, so what has one is
-    whole. Objects are only put, never renamed.
+    whole. Objects are only put, never renamed or overwritten. Endpoints and keys come from the
+    configuration of fsspec, such as the environment variable `FSSPEC_S3`.
 
     >>> import tempfile
     >>> store = UrlStore(tempfile.mkdtemp())
@@ -58,54 +60,71 @@ class UrlStore:
 
     Args:
         url: where; the package for its protocol (such as `s3fs`) must be installed.
-        **options: passed on to the file system, such as `endpoint_url`.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs
 
-        self._files, self._root = url_to_fs(url, **options)
-        self._url = url
+        self._files, self._root = url_to_fs(url)
+        self.url = url
 
     def write(self, name: str, folder: Path) -> None:
-        """Put the files of a checkpoint, the manifest last; remove what was left half-way."""
-        self._files.makedirs(f"{self._root}/{name}", exist_ok=True)
+        """Put the files of a checkpoint, the manifest last."""
         for file in sorted(folder.iterdir(), key=lambda file: file.name == MANIFEST):
-            self._files.put_file(str(file), f"{self._root}/{name}/{file.name}")
-        for other, is_whole in self._found().items():
-            if not is_whole and position_of(other) <= position_of(name):
-                self.delete(other)
+            target = f"{self._root}/{name}/{file.name}"
+            try:
+                self._files.put_file(str(file), target)
+            except FileNotFoundError:  # a file system that has folders
+                self._files.makedirs(f"{self._root}/{name}", exist_ok=True)
+                self._files.put_file(str(file), target)
 
     def list(self) -> list[str]:
         """Return the names of copies that have a manifest."""
-        whole = [name for name, is_whole in self._found().items() if is_whole]
-        return sorted(whole, key=lambda name: (position_of(name), name))
+        whole = [name for name, files in self._found().items() if MANIFEST in files]
+        positions = Counter(map(position_of, whole))
 
-    def _found(self) -> dict[str, bool]:
-        """Return for each copy whether it has a manifest."""
+        def age(name: str) -> tuple[int, Any, str]:
+            position = position_of(name)
+            manifest = f"{self._root}/{name}/{MANIFEST}"
+            is_only = positions[position] == 1
+            return position, None if is_only else self._files.modified(manifest), name
+
+        return sorted(whole, key=age)
+
+    def open(self, name: str, file: str, target: Path) -> None:
+        """Get one file of a copy."""
+        self._files.get_file(f"{self._root}/{name}/{file}", str(target))
+
+    def keep(self, names: Collection[str]) -> None:
+        """Delete all other copies, the manifest of each first."""
+        for name, files in self._found().items():
+            if name not in names:
+                for file in sorted(files, key=lambda file: file != MANIFEST):
+                    self._files.rm_file(f"{self._root}/{name}/{file}")
+
+    def _found(self) -> dict[str, set[str]]:
+        """Return the files of each copy, whole or not.
+
+        Raises:
+            Exception: the folder cannot be reached. `exists` would say that it is not there.
+        """
         self._files.invalidate_cache()
-        copies: dict[str, bool] = {}
-        # `find` raises if the folder cannot be reached; `exists` would say that it is not there.
-        for path in self._files.find(self._root):
+        try:
+            walk = self._files.walk(self._root, on_error="raise")
+            paths = [f"{folder}/{name}" for folder, _, names in walk for name in names]
+        except FileNotFoundError:
+            # An empty folder or no bucket: `find` raises for the second.
+            paths = self._files.find(self._root)
+        copies: dict[str, set[str]] = {}
+        for path in paths:
             folder, _, file = str(path).rpartition("/")
             name = folder.rpartition("/")[2]
             if NAME.fullmatch(name):
-                copies[name] = copies.get(name, False) or file == MANIFEST
+                copies.setdefault(name, set()).add(file)
         return copies
 
-    def open(self, name: str, folder: Path) -> None:
-        """Get the files of a copy."""
-        for path in self._files.find(f"{self._root}/{name}"):
-            self._files.get_file(path, str(folder / path.rpartition("/")[2]))
-
-    def delete(self, name: str) -> None:
-        """Remove a copy, its manifest first."""
-        paths = self._files.find(f"{self._root}/{name}")
-        for path in sorted(paths, key=lambda path: not path.endswith(f"/{MANIFEST}")):
-            self._files.rm_file(path)
-
     def __repr__(self) -> str:
-        return f"UrlStore({self._url!r})"
+        return f"UrlStore({self.url!r})"
 
 
 def position_of(name: str) -> int:
@@ -168,6 +187,17 @@ def latest_good(folder: Path, *, sleep: Callable[[float], None] = time.sleep) ->
         CheckpointError: all are damaged; or one has a newer format or cannot be read.
     """
     bad: list[str] = []
+    return chosen(newest_whole(folder, bad, sleep=sleep), folder, bad)
+
+
+def newest_whole(
+    folder: Path, bad: list[str], *, sleep: Callable[[float], None] = time.sleep
+) -> Path | None:
+    """Return the newest intact checkpoint in `folder`; add what is wrong with newer ones to `bad`.
+
+    Raises:
+        CheckpointError: one has a newer format or cannot be read.
+    """
     with read_errors(folder):
         found = with_retries(lambda: candidates(folder), sleep)
     for path in reversed(found):
@@ -177,17 +207,26 @@ def latest_good(folder: Path, *, sleep: Callable[[float], None] = time.sleep) ->
             except DamagedError as damage:
                 bad.append(f"{path.name} is damaged: {damage}")
                 continue
-        for why in bad:
-            message = f"in {folder}, {why}; {path.name} is used instead"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
         return path
-    if bad:
+    return None
+
+
+def chosen(path: Path | None, place: object, bad: Sequence[str]) -> Path | None:
+    """Return the checkpoint to resume from, with a warning for each newer one that is damaged.
+
+    Raises:
+        CheckpointError: all are damaged.
+    """
+    if path is None and bad:
         raise CheckpointError.cannot(
-            f"resume from a checkpoint in {folder}",
+            f"resume from a checkpoint in {place}",
             why="; ".join(bad),
             instead="restore one from a copy or name another checkpoint; delete them to start over",
         )
-    return None
+    for why in bad:
+        message = f"in {place}, {why}; {path and path.name} is used instead"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return path
 
 
 def keep(folder: Path, newest: int = 3, also: Iterable[Path] = ()) -> None:

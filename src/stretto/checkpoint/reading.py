@@ -89,6 +89,10 @@ class CheckpointReader:
         """Return the shape of a whole tensor."""
         return self._entry(group, name).shape
 
+    def num_bytes(self, group: str, name: str) -> int:
+        """Return the bytes of a whole tensor."""
+        return self._entry(group, name).num_bytes
+
     def entries(self, group: str) -> tuple[TensorEntry, ...]:
         """Return the stored tensors of a group; shared memory is stored once."""
         return tuple(self._entries.get(group, {}).values())

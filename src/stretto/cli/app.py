@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -20,6 +21,11 @@ from stretto.errors import Argument, ConfigError, StrettoError
 def _local(folder: Path | None) -> Path | None:
     """Refuse a URL as a folder."""
     return None if folder is None else local_path(folder, "use", ConfigError)
+
+
+def _all_local(folders: list[Path]) -> list[Path]:
+    """Refuse URLs as folders."""
+    return [local_path(folder, "use", ConfigError) for folder in folders]
 
 
 def _option(help: str, metavar: str | None = None, **more: Any) -> Any:  # noqa: A002  as typer's
@@ -41,6 +47,7 @@ _RunFile: TypeAlias = Annotated[
     ),
 ]
 _Plot: TypeAlias = Annotated[Path | None, _option("Draw it as PNG, SVG or PDF.", "FILE")]
+_Html: TypeAlias = Annotated[Path | None, _option("Write a page for a browser.", "FILE.html")]
 _Unit: TypeAlias = Annotated[
     str | None, _option("The unit of the picture's axis; by default it is chosen.", _UNITS)
 ]
@@ -103,9 +110,16 @@ def train(
         _option(
             "Resume from a checkpoint: the newest in the folder if there is one (auto), the "
             "newest (latest), or this one.",
-            "auto|latest|PATH",
+            "auto|latest|PATH|URL",
         ),
     ] = None,
+    unpickle: Annotated[
+        bool,
+        _flag(
+            "--unpickle",
+            "Resume from the weights of a torch.distributed.checkpoint, which can run any code.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, _flag("--json", "Print the results as JSON, and all else to stderr.")
     ] = False,
@@ -113,7 +127,7 @@ def train(
     """Train as a run file says; with torchrun, on all its processes."""
     from stretto.cli import training
 
-    training.train(run_file or [], folder, resume, as_json=as_json)
+    training.train(run_file or [], folder, resume, unpickle=unpickle, as_json=as_json)
 
 
 @app.command(
@@ -130,6 +144,7 @@ def plan(
     ] = False,
     plot: _Plot = None,
     unit: _Unit = None,
+    html: _Html = None,
     against: Annotated[
         Path | None,
         _option(
@@ -144,6 +159,11 @@ def plan(
     from stretto.cli.terminal import chart, progress
     from stretto.config.plans import build_run, plan_of, prepare_run
 
+    if html is not None:
+        others = {"--json": as_json, "--batches": batches, "--plot": plot, "--against": against}
+        verb.refuse(others, why="--html writes a page", instead="leave one of them out")
+        verb.write_page(html, run_file or [])
+        return
     config = verb.read_arguments(run_file or [], folder=against)
     if against is not None:
         config = verb.as_it_ran(config, against)
@@ -280,42 +300,70 @@ def find_batch_size(
         typer.echo(f"drew {plot}", err=True)
 
 
-@app.command(epilog=_examples("report runs/a", "report runs/a --plot run.png"))
+@app.command(epilog=_examples("report runs/a", "report runs/a runs/b --html page.html"))
 def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.", callback=_local),
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_FOLDER...",
+            help="Folders of runs; or a report of 'phantomgpu run --json', with --html.",
+            callback=_all_local,
+        ),
     ],
     *,
     as_json: _AsJson = False,
+    html: _Html = None,
     plot: _Plot = None,
     unit: _Unit = None,
 ) -> None:
-    """Show what a run has done."""
+    """Show what runs have done."""
+    from stretto.report import page
     from stretto.report.run import read_metrics, run_table
 
-    metrics = read_metrics(folder)
+    if html is not None:
+        if len(paths) == 1 and paths[0].is_file():
+            shown = page.memory_payload(paths[0])
+        else:
+            shown = page.payload(map(page.read, paths))
+        page.write(html, shown)
+        typer.echo(f"wrote {html}", err=True)
+        return
+    found = {folder: read_metrics(folder) for folder in paths}
     if as_json:
         from stretto.cli.planning import print_json
 
-        print_json({"training": metrics.training, "evaluations": metrics.evaluations})
-    else:
-        typer.echo(run_table(metrics, folder))
-    if plot is None:
+        records = [{"folder": str(folder), **asdict(one)} for folder, one in found.items()]
+        print_json(records if len(paths) > 1 else records[0])
         return
-    from stretto.cli.planning import read_arguments
-    from stretto.config.plans import build_run, plan_of, prepare_run
-    from stretto.errors import PlanError
-    from stretto.report.pictures import draw_run
+    typer.echo("\n\n".join(run_table(one, folder) for folder, one in found.items()))
+    if plot is not None:
+        from stretto.report.pictures import draw_run
 
-    config = read_arguments([], folder=folder)
-    run = build_run(config)
-    try:
-        plan = plan_of(config, prepare_run(config, run))
-    except PlanError:
-        plan = None  # the batch sizes were decided during the run
-    draw_run(folder, plot, horizon=run.horizon, plan=plan, unit=unit)
-    typer.echo(f"\ndrew {plot}")
+        if len(paths) > 1:
+            why = "a picture shows one run"
+            raise ConfigError.bad(
+                "--plot", str(plot), why, "write --html to lay runs over each other"
+            )
+        draw_run(paths[0], plot, unit=unit)
+        typer.echo(f"drew {plot}", err=True)
+
+
+@app.command(epilog=_examples("watch", "watch runs/a --port 8400"))
+def watch(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="A folder of runs, or the folder of one run.", callback=_local
+        ),
+    ] = Path("runs"),
+    *,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port on 127.0.0.1.")] = 8377,
+) -> None:
+    """Show runs in a browser while they run."""
+    from stretto.report.page.watch import HOST, serve
+
+    typer.echo(f"watching {folder} at http://{HOST}:{port}/  (end with Ctrl+C)")
+    serve(folder, port)
 
 
 @app.command(
@@ -358,6 +406,46 @@ def inspect(
         typer.echo("\n\n".join(map(str, found)))
     if not all(one.is_whole for one in found):
         raise SystemExit(1)
+
+
+@app.command(
+    epilog=_examples("export runs/a weights --to hf", "export runs/a weights-dcp --to dcp")
+)
+def export(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint, or the folder of a run for its newest.",
+            callback=_local,
+        ),
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder to create.", callback=_local)
+    ],
+    *,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="hf|dcp",
+            help="Hugging Face's safetensors, or torch.distributed.checkpoint.",
+        ),
+    ],
+    as_json: _AsJson = False,
+) -> None:
+    """Write the weights of a checkpoint in another format."""
+    from stretto.checkpoint import export_weights
+    from stretto.cli.planning import print_json
+    from stretto.cli.terminal import progress
+    from stretto.training.checkpointing.resuming import FOLDER, newest_of
+
+    with progress("exporting"):
+        path = newest_of(path) if (path / FOLDER).is_dir() else path
+        export_weights(path, folder, to)
+    if as_json:
+        print_json({"checkpoint": str(path), "folder": str(folder), "format": to})
+    else:
+        typer.echo(f"wrote the weights of {path} to {folder}")
 
 
 _ARGUMENTS = {

@@ -17,11 +17,8 @@ from stretto.config.run import RunConfig, read_run_file
 from stretto.config.yaml import parse_override
 from stretto.errors import PlanError
 from stretto.planning import Plan
-
-RUN_FILE = "run.yaml"
-"""The name of the run file in each run folder."""
-PLAN = "plan.json"
-"""The name of the plan there."""
+from stretto.planning.plan import plan_record
+from stretto.run_folder import PLAN, RUN_FILE, read_json
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -69,6 +66,39 @@ def read_arguments(arguments: Sequence[str], *, folder: Path | None = None) -> R
     return read_run_file(path or default, overrides)
 
 
+def write_page(page: Path, arguments: Sequence[str]) -> None:
+    """Write the page of one or several plans, laid over each other.
+
+    Args:
+        page: the file.
+        arguments: run files, then `key=value` for what changes in all of them.
+
+    Raises:
+        ConfigError: the page cannot be written, or a run file is wrong.
+        PlanError: a run has no plan.
+    """
+    from stretto.config.plans import build_run
+    from stretto.report.page import payload, plan_data, write
+
+    named = [one for one in arguments if "=" not in one or _is_file(one)]
+    overrides = [one for one in arguments if one not in named]
+    plans = []
+    for arguments_of_one in [[name, *overrides] for name in named] or [overrides]:
+        config = read_arguments(arguments_of_one)
+        prepared = prepare_run(config, build_run(config))
+        if prepared.decided_between is not None:
+            why = "its batch sizes are decided during the run"
+            refuse({"--html": page}, why=why, instead="see 'stretto report RUN_FOLDER --html FILE'")
+        planned = plan_of(config, prepared)
+        if planned.end is None:
+            why = f"only the run can tell when {planned.horizon.max_duration} have passed"
+            refuse({"--html": page}, why=why, instead="say max_duration in 'ep', 'ba' or 'sp'")
+        name = Path(arguments_of_one[0]).stem if named else packaged_run_file().stem
+        plans.append(plan_data(name, plan_record(planned)))
+    write(page, payload(plans))
+    typer.echo(f"wrote {page}", err=True)
+
+
 def print_json(value: object) -> None:
     """Print a value as JSON."""
     typer.echo(json.dumps(value, indent=2))
@@ -99,9 +129,8 @@ def refuse(options: Mapping[str, object], *, why: str, instead: str) -> None:
 
 def as_it_ran(config: RunConfig, folder: Path) -> RunConfig:
     """Fill in the ranks and the micro-batch size of a run, from the plan in its folder."""
-    try:
-        kept = json.loads((folder / PLAN).read_text("utf-8")) or {}
-    except (OSError, ValueError):
+    kept = read_json(folder / PLAN)
+    if not isinstance(kept, dict):
         return config
     found = {"world_size": kept.get("world_size")} if config.world_size is None else {}
     if config.micro_batch_size == "auto":

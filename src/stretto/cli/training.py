@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -14,10 +13,8 @@ from typing import TYPE_CHECKING, final
 
 from rich.console import Console
 
-from stretto._location import LEDGER, local_path
+from stretto._location import local_path
 from stretto.cli.planning import (
-    PLAN,
-    RUN_FILE,
     add_working_folder,
     packaged_run_file,
     print_json,
@@ -29,6 +26,7 @@ from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override
 from stretto.errors import ConfigError
 from stretto.planning import UnknownSizes, bound_of
+from stretto.run_folder import LEDGER, RUN_FILE, replace_file
 from stretto.timing import TimeUnit
 from stretto.training import Callback
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
@@ -43,16 +41,21 @@ RUNS = Path("runs")
 
 
 def train(
-    arguments: Sequence[str], folder: Path | None, resume: str | None, *, as_json: bool = False
+    arguments: Sequence[str],
+    folder: Path | None,
+    resume: str | None,
+    *,
+    unpickle: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Train; print an introduction and a summary, or the results as JSON."""
     if as_json:
         with redirect_stdout(sys.stderr):
-            trainer, notes = _train(arguments, folder, resume)
+            trainer, notes = _train(arguments, folder, resume, unpickle=unpickle)
         if notes.is_first:
             print_json(results(trainer, notes))
     else:
-        trainer, _ = _train(arguments, folder, resume)
+        trainer, _ = _train(arguments, folder, resume, unpickle=unpickle)
     if trainer.unsaved is not None:
         raise SystemExit(1)
     if trainer.stop_reason is not None:
@@ -60,7 +63,7 @@ def train(
 
 
 def _train(
-    arguments: Sequence[str], folder: Path | None, resume: str | None
+    arguments: Sequence[str], folder: Path | None, resume: str | None, *, unpickle: bool
 ) -> tuple[Trainer, Notes]:
     add_working_folder()
     named, overrides = split_arguments(arguments)
@@ -74,7 +77,7 @@ def _train(
     with progress("building the run"):
         trainer = notes.trainer = build_trainer(config, folder=folder, callbacks=[notes])
     with progress("resuming"):
-        found = None if resume is None else trainer.resume(resume)
+        found = None if resume is None else trainer.resume(resume, unpickle=unpickle)
     if notes.is_first:
         for line in introduce(trainer, path, found):
             console.print(line, markup=False, soft_wrap=True)
@@ -87,7 +90,7 @@ def _train(
 
 @final
 class Notes(Callback):
-    """Writes the run file and the plan to the run folder; keeps results for the summary."""
+    """Writes the run file to the run folder; keeps results for the summary."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -97,17 +100,16 @@ class Notes(Callback):
         self.checkpoint: Path | None = None
 
     def on_fit_start(self, run: Run) -> None:
-        """Write the whole run file and the plan, once the folder is known to be this run's.
+        """Write the whole run file, once the folder is known to be this run's.
 
         Raises:
             ConfigError: the folder cannot be written to.
         """
         if not run.is_first_rank or run.folder is None or self.trainer is None:
             return
-        plan = self.trainer.plan
         try:
-            _replace(run.folder / RUN_FILE, dump_run_file(resolved(self._config, self.trainer)))
-            _replace(run.folder / PLAN, json.dumps(plan and plan.to_json(), indent=1) + "\n")
+            text = dump_run_file(resolved(self._config, self.trainer))
+            replace_file(run.folder / RUN_FILE, text)
         except OSError as error:
             raise ConfigError.cannot(
                 f"keep the run in {run.folder}",
@@ -124,13 +126,6 @@ class Notes(Callback):
         """Keep the path."""
         del run
         self.checkpoint = path
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file; a full disk or a kill leaves the old one."""
-    unfinished = file.with_name(file.name + ".tmp")
-    unfinished.write_text(text, "utf-8")
-    unfinished.replace(file)
 
 
 def choose_folder(config: RunConfig, stem: str, folder: Path | None, *, resumes: bool) -> Path:
@@ -249,7 +244,7 @@ def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
             yield f"to resume:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
     if trainer.plan is not None and trainer.plan.is_exact:
         yield f"as planned?  stretto plan --against {folder}"
-    yield f"to see it:  stretto report {folder} --plot {folder}/run.png"
+    yield f"to see it:  stretto report {folder} --html {folder}/run.html"
 
 
 def results(trainer: Trainer, notes: Notes) -> dict[str, object]:

@@ -46,6 +46,9 @@ class Logged:
     def __bool__(self) -> bool:
         return bool(self._values)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
     def add(
         self, name: str, value: float | Tensor, *, reduce: Reduce = "mean", weight: float = 1.0
     ) -> None:

@@ -19,17 +19,17 @@ class Cost(NamedTuple):
     fake_steps: int = 0
     """Sizes that were estimated."""
     phantom_steps: int = 0
-    """Sizes that were run on the phantom."""
+    """Sizes that were run on the phantom, three steps each."""
     real_steps: int = 0
     num_samples: int = 0
     """Samples in real steps."""
     num_out_of_memory: int = 0
-    """Real steps that ran out of memory."""
+    """Sizes that ran out of memory, on the phantom or in real steps."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
         return (
-            f"{self.fake_steps} estimates, {self.phantom_steps} steps on the phantom, "
+            f"{self.fake_steps} estimates, {self.phantom_steps} sizes on the phantom, "
             f"{self.real_steps} real ones with {samples_text(self.num_samples)}, "
             f"{self.num_out_of_memory} out of memory, {self.seconds:.2g} s"
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, final, get_args
 
+from phantomgpu import Report
 from stretto.data import move_batch
 from stretto.errors import FitError, samples_text, shown
 from stretto.memory import phantom
@@ -319,17 +320,20 @@ class _Finder:
             answer = self.estimated(limit, ALLOWANCE, partial(share_of, question))
             return replace(answer, outside=outside)
         reserve = margin_of(MARGIN_OF_PHANTOM if self.margin is None else self.margin, limit.bytes)
-        peaks: dict[int, int] = {}
+        trials: dict[int, Report] = {}
 
         def work() -> Found:
-            found, seen = phantom.ask(
+            found, reports = phantom.ask(
                 question, self.step, self.batch, self.sizes, limit.bytes - reserve
             )
-            peaks.update(seen)
+            trials.update(reports)
             return found
 
         found = self._agreed(work)
-        self.cost = self.cost._replace(phantom_steps=len(peaks))
+        peaks = {size: one.peak_reserved for size, one in trials.items() if one.fits}
+        self.cost = self.cost._replace(
+            phantom_steps=len(trials), num_out_of_memory=len(trials) - len(peaks)
+        )
         answer = self._answer(found, "phantom", limit, reserve, peaks)
         return replace(answer, outside=outside)
 

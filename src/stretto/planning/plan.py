@@ -332,6 +332,34 @@ def to_record(plan: Plan) -> dict[str, object]:
     }
 
 
+POINTS = 2_000
+"""Most batches whose hyper-parameters `plan_record` and pictures show."""
+
+
+def plan_record(plan: Plan) -> dict[str, object]:
+    """Return `to_record` with the hyper-parameters at up to 2,000 batches, for pictures."""
+    curve: dict[str, object] = {}
+    if plan.num_batches is not None:
+        numbers = batches_to_show(plan, plan.num_batches)
+        values = [plan.values_at(number) for number in numbers]
+        at = [plan.timestamp_at_batch(number) for number in numbers]
+        curve = {
+            "batch": [one.batch for one in at],
+            "sample": [one.sample for one in at],
+            "token": [one.token for one in at],
+            "values": {name: [row[name] for row in values] for name in (values or [{}])[0]},
+        }
+    return to_record(plan) | {"curve": curve}
+
+
+def batches_to_show(plan: Plan, count: int) -> Sequence[int]:
+    """Return batches spread evenly over a run of `count`, and the first of each stage."""
+    if count <= POINTS:
+        return range(count)
+    spread = {number * (count - 1) // (POINTS - 1) for number in range(POINTS)}
+    return sorted(spread | {stage.first.batch for stage in plan.stages[:POINTS]})
+
+
 def clock(horizon: Horizon, timestamp: Timestamp | None) -> dict[str, int | str] | None:
     """Return the counts of a timestamp, and the exact epoch and fraction of the run as times."""
     if timestamp is None:

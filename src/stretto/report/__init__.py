@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from stretto.report.ledger import Comparison, Difference, LedgerRow, compare, read_ledger
-from stretto.report.pictures import draw_plan, draw_run
+from stretto.report.ledger import Comparison, Difference, compare
+from stretto.report.pictures import draw_plan
 from stretto.report.run import RunMetrics, read_metrics, run_table
+from stretto.run_folder import LedgerRow, read_ledger
 
 __all__ = [
     "Comparison",
@@ -13,7 +14,6 @@ __all__ = [
     "RunMetrics",
     "compare",
     "draw_plan",
-    "draw_run",
     "read_ledger",
     "read_metrics",
     "run_table",

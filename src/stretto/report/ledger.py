@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,22 +9,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, final
 
-from stretto._location import LEDGER, LEDGER_COLUMNS
 from stretto.planning import Plan, PlannedBatch
-from stretto.report.run import plain_lines, unreadable
+from stretto.run_folder import LEDGER, LedgerRow, read_ledger, unreadable
 
 FIRST = 10
 """The most differences that a comparison lists."""
-
-
-class LedgerRow(NamedTuple):
-    """One batch of a run."""
-
-    counts: Mapping[str, int]
-    """The clock before it (`batch`, `epoch`, `sample`, `token`), its `size` and `tokens` over all
-    ranks, and its `micro_batches` on one rank."""
-    values: Mapping[str, float]
-    """The hyper-parameters."""
 
 
 class Difference(NamedTuple):
@@ -70,42 +58,6 @@ class Comparison:
             f"the first {self.batches:,} of {self.planned:,} batches as planned {what}; "
             "the run is not at its end"
         )
-
-
-def read_ledger(folder: Path) -> Iterator[LedgerRow]:
-    """Yield every batch of the run in `folder`.
-
-    Raises:
-        DataError: there is no ledger, or it is invalid.
-    """
-    path = folder / LEDGER
-    try:
-        rows = csv.DictReader(plain_lines(path))
-        names = [name for name in rows.fieldnames or () if name not in LEDGER_COLUMNS]
-        if not set(LEDGER_COLUMNS) <= set(rows.fieldnames or ()):
-            raise unreadable(path, "its first line does not name the columns of a ledger")
-        for number, row in enumerate(rows, 2):
-            try:
-                counts = {name: int(row[name]) for name in LEDGER_COLUMNS}
-                yield LedgerRow(counts, {name: float(row[name]) for name in names})
-            except (TypeError, ValueError):
-                raise unreadable(path, f"line {number} is not a batch") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        why = getattr(error, "strerror", None) or "it is not a text of rows"
-        raise unreadable(path, why.lower()) from None
-
-
-def decided_sizes(rows: Sequence[LedgerRow]) -> list[int]:
-    """Return the decided size of each batch; a cut batch has the size of the previous one.
-
-    A change of size in a batch that is cut is not visible in the ledger.
-    """
-    sizes: list[int] = []
-    for row, after in zip_longest(rows, rows[1:]):
-        size, is_last = row.counts["size"], after is None
-        is_cut = is_last or after.counts["epoch"] != row.counts["epoch"]
-        sizes.append(max(size, sizes[-1]) if is_cut and sizes else size)
-    return sizes
 
 
 def compare(plan: Plan, folder: Path) -> Comparison:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
-from stretto._location import METRICS, local_path
-from stretto.batching.policy import as_float
-from stretto.errors import DataError
-
-_LONGEST_LINE = 1 << 20
-CLOCK = ("ep", "ba", "sp", "tok", "dur", "sec")
-"""The units of time on each line."""
+from stretto.run_folder import METRICS, metrics_lines, unreadable
 
 
 @final
@@ -60,8 +52,7 @@ def read_metrics(folder: Path) -> RunMetrics:
     Raises:
         DataError: there are no metrics, or a line is not valid.
     """
-    folder = local_path(folder, "read the run in", DataError)
-    lines = list(_lines(folder / METRICS))
+    lines = list(metrics_lines(folder))
     if not lines:
         raise unreadable(folder / METRICS, "it holds no line yet")
     training = tuple(line for line in lines if "loss" in line)
@@ -69,58 +60,6 @@ def read_metrics(folder: Path) -> RunMetrics:
     if not (training or evaluations):
         raise unreadable(folder / METRICS, "no line of it holds a loss")
     return RunMetrics(training, evaluations)
-
-
-def _lines(path: Path) -> Iterator[dict[str, float]]:
-    try:
-        for number, text in enumerate(plain_lines(path), 1):
-            line = _parsed(text)
-            if line is not None:
-                yield line
-            elif text.endswith("\n"):
-                raise unreadable(path, f"line {number} is not a line of metrics")
-    except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None)
-        raise unreadable(path, said.lower() if said else "it is not UTF-8 text") from None
-
-
-def plain_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a plain file.
-
-    Raises:
-        OSError: it is another kind of file, such as a pipe, which may never end; or a line is
-            longer than a run writes.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(0, "It is not a plain file")
-    with path.open(encoding="utf-8", newline="") as file:
-        while text := file.readline(_LONGEST_LINE):
-            if len(text) == _LONGEST_LINE:
-                raise OSError(0, f"A line has more than {_LONGEST_LINE - 1:,} characters")
-            yield text
-
-
-def _parsed(text: str) -> dict[str, float] | None:
-    try:
-        line: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict) or not all(name in line for name in CLOCK):
-        return None
-    # Values that are not finite were written as null.
-    numbers = {
-        name: math.nan if value is None else as_float(value)
-        for name, value in line.items()
-        if value is None or isinstance(value, (int, float))
-    }
-    return numbers if all(math.isfinite(numbers.get(name, math.nan)) for name in CLOCK) else None
-
-
-def unreadable(path: Path, why: str) -> DataError:
-    """Return the error for a file of a run that cannot be read."""
-    return DataError.cannot(
-        f"read {path}", why=why, instead="name the folder of a run, such as runs/default"
-    )
 
 
 MAX_ROWS = 24

@@ -244,3 +244,26 @@ def _trim_heap() -> None:
     # glibc keeps what was freed below the top of its heap; other C libraries have no such call.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has used so far.
+
+    Of an accelerator, those of tensors in torch's allocator; else the resident set size.
+
+    >>> peak_memory(torch.device("cpu")) > 1 << 20
+    True
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "xpu":
+        return torch.xpu.max_memory_allocated(device)
+    with contextlib.suppress(OSError, ValueError, IndexError):  # no such file outside of Linux
+        text = Path("/proc/self/status").read_text("utf-8")
+        return int(text.partition("VmHWM:")[2].split()[0]) << 10
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak << 10
+    return 0

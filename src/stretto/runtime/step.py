@@ -184,6 +184,8 @@ class SupervisedStep(TrainStep):
         self._clip_norm = clip_norm
         self._optimizer = optimizer
         self._clipped = [] if clip_norm is None else self.parameters
+        self.measures_norm = False
+        """Whether the next update returns the norm of a gradient that is not clipped, too."""
         if precision == "fp16":
             self.scaler = torch.amp.GradScaler(device or self.device.type)
 
@@ -208,10 +210,13 @@ class SupervisedStep(TrainStep):
         return loss
 
     def update(self) -> Info:
-        """Clip and step; return the norm of the gradient if it is clipped."""
+        """Clip and step; return the norm of the gradient if it is clipped or asked for."""
         if self.scaler is not None:
             return self._scaled_update(self.scaler)
-        info = _NOTHING if self._clip_norm is None else self._clip(self._clip_norm)
+        if self._clip_norm is not None:
+            info = self._clip(self._clip_norm)
+        else:
+            info = self._measured(1.0) if self.measures_norm else _NOTHING
         self._optimizer.step()
         return info
 
@@ -246,6 +251,13 @@ class SupervisedStep(TrainStep):
         norm = nn.utils.clip_grad_norm_(self._clipped, most)
         return {"grad_norm": norm.full_tensor() if hasattr(norm, "full_tensor") else norm}
 
+    def _measured(self, scale: float) -> Info:
+        """Return the norm of the gradient; nothing if it is sparse or sharded."""
+        gradients = [one.grad for one in self.parameters if one.grad is not None]
+        if not all(type(one) is Tensor and one.layout is torch.strided for one in gradients):
+            return _NOTHING
+        return {"grad_norm": nn.utils.get_total_norm(gradients) / scale} if gradients else _NOTHING
+
     def _scaled_update(self, scaler: torch.amp.GradScaler) -> Info:
         if all(parameter.grad is None for parameter in self.parameters):
             return _NOTHING  # all is frozen: the scaler refuses to step without a gradient
@@ -253,6 +265,8 @@ class SupervisedStep(TrainStep):
         if self._clip_norm is not None:
             scaler.unscale_(self._optimizer)
             info = self._clip(self._clip_norm)
+        elif self.measures_norm:
+            info = self._measured(scale)
         scaler.step(self._optimizer)
         scaler.update()
         return info if scaler.get_scale() >= scale else self.SKIPPED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,6 +157,8 @@ class Loop:
     """Whether a callback listens to single batches."""
     _may_stop: bool = False
     """Whether a callback of some rank may stop several ranks after any batch."""
+    _wants_norm: bool = True
+    """Whether the next update measures the norm of the gradient: once for each line of metrics."""
     _has_skipped: bool = False
     """Whether the last step has left the weights as they were."""
 
@@ -205,7 +208,10 @@ class Loop:
         self._shows = bool(self.events.listeners("on_gradient"))
         several = self.ranks.world_size > 1
         self._is_alone = not (several or self.stepper.measures)
-        stops, listens = self.ranks.agree((self.run.stop_reason is not None, self._listens))
+        own = (self.run.stop_reason is not None, self._listens, "grad_norm" in self.run.logged)
+        stops, listens, has_norm = self.ranks.agree(own)
+        self._wants_norm = not has_norm
+        self.stepper.retry.on_fall_back = self._note_fall_back
         self._may_stop = several and listens > 0
         if stops:
             self._stop_together()
@@ -255,12 +261,13 @@ class Loop:
         if shared.is_finite:
             if self._shows:
                 self.stepper.show(partial(self.events.tell, "on_gradient", step))
-            info = self.stepper.update()
+            info = self.stepper.update(measures_norm=self._wants_norm)
         self._has_skipped = info is None
         if info is None:
             self._skip(step, is_finite=shared.is_finite)
         else:
             run.skipped.in_a_row = 0
+            self._wants_norm = False
             for name, value in info.items():
                 run.log(name, value)
         return gradient, info, shared
@@ -277,7 +284,14 @@ class Loop:
         if not is_finite and self.non_finite == "stop":
             raise not_finite(step.timestamp, is_late=self.stepper.is_checked_late)
         self.stepper.clear()
+        why = "the update left the weights as they were, as an overflow of the loss scale does"
+        why = why if is_finite else "a loss or gradient was not finite"
+        self.recorder.event("skipped_step", step.timestamp, f"skipped step: {why}")
         self.run.skipped.add(step.timestamp)
+
+    def _note_fall_back(self, at: Timestamp, before: int, now: int) -> None:
+        text = f"out of memory with micro-batches of {before:,}; repeated with {now:,}"
+        self.recorder.event("out_of_memory", at, text, before=before, now=now)
 
     def _agree(self, step: Step, gradient: Gradient) -> Shared:
         """Exchange what ranks know about the step, in one all-reduce."""
@@ -366,7 +380,12 @@ class Loop:
         self.signal = self._received()  # one that came too late to stop the run counts, too
 
     def _log(self) -> None:
-        record = self.recorder.log(self.run.timer.timestamp, self.run.loader.log_values())
+        record = self.recorder.log(
+            self.run.timer.timestamp,
+            self.run.loader.log_values(),
+            micro_batch_size=self.stepper.retry.largest_piece(self.run.step),
+        )
+        self._wants_norm = True
         self.run.logged_units = self.recorder.units
         self.events.tell("on_log", record)
 
@@ -374,9 +393,19 @@ class Loop:
         """Run one evaluation and log its metrics."""
         evaluator.measured_at = self.run.timer.batch
         self.events.tell("on_evaluation_start", evaluator.name)
+        start = time.monotonic()
         metrics = self.recorder.paused(evaluator.measure)
+        seconds = round(time.monotonic() - start, 3)
         named = {f"{evaluator.name}/{name}": value for name, value in metrics.items()}
         self.recorder.write({**self.run.clock(), **named})
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self.recorder.event(
+            "evaluation",
+            self.run.timer.timestamp,
+            f"evaluation {evaluator.name}: {shown}",
+            name=evaluator.name,
+            seconds=seconds,
+        )
         self.events.tell("on_evaluation_end", evaluator.name, named)
         return named
 

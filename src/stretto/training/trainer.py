@@ -18,11 +18,11 @@ from stretto._location import local_path
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike, as_rule, awaits_maximum
 from stretto.batching.following import followed_metric, metrics_of
 from stretto.batching.seesaw import Coupling, paired
-from stretto.checkpoint import checkpoint_path
+from stretto.checkpoint import checkpoint_path, load_dcp_weights
 from stretto.data import DataSpec, StepLoader
 from stretto.distributed.ranks import Plain, Ranks, plain
 from stretto.distributed.strategy import Strategy, strategy_for
-from stretto.errors import PlanError, TrainingError
+from stretto.errors import CheckpointError, PlanError, TrainingError
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
 from stretto.planning import Plan, bind_run
 from stretto.planning.bind import check_tokens
@@ -354,6 +354,8 @@ class Trainer:
             else None,
             config=ChainMap({"folder": folder}, given),
         )
+        if self.fitting is not None and self.fitting.peak is not None:
+            recorder.facts["predicted_memory_bytes"] = self.fitting.peak
         self._setup = Setup(run, self._settings, self._built)
         parts = parts_of(
             step,
@@ -507,10 +509,11 @@ class Trainer:
             folder.callback(self._leave)
             if self.loader.spec.is_map_style:  # what is iterated would have to begin anew
                 held.callback(self.loader.close)
-            held.callback(loop.recorder.close)
+            held.push(loop.recorder.close)
             held.callback(loop.saver.close)
             self.run.take_back()
-            open_run(folder, self.folder, loop.recorder, self.timer.timestamp, self._ranks)
+            at, store = self.timer.timestamp, loop.saver.store
+            open_run(folder, self.folder, loop.recorder, at, self._ranks, store=store)
             held.enter_context(loop.interrupts)
             self.model.train()
             loop.stepper.clear()  # a gradient from before is no part of the first batch
@@ -533,16 +536,18 @@ class Trainer:
             record |= self._loop.evaluate(evaluator)
         return record
 
-    def resume(self, path: str | Path = "latest") -> Path | None:
+    def resume(self, path: str | Path = "latest", *, unpickle: bool = False) -> Path | None:
         """Continue from a checkpoint. Every rank must call it.
 
-        Of the run's own checkpoints the newest whole one is used; one that is damaged is renamed,
-        with a warning.
+        The newest whole checkpoint of the folder and of `Checkpointing(upload=)` is used, with a
+        warning for each newer one that is damaged. What cannot be reached is an error.
 
         Args:
-            path: `"auto"`: the newest, or none if there is none; `"latest"`: the newest (of
-                `Checkpointing(upload=)` if the folder has none); else the path of a checkpoint, or
-                of the folder of another run.
+            path: `"auto"`: the newest, or none if there is none; `"latest"`: the newest; else the
+                path of a checkpoint, the folder of another run, or the address that another run
+                uploads to, such as `"s3://bucket/run"`.
+            unpickle: read the weights, and nothing else, of a folder of
+                `torch.distributed.checkpoint`. Its pickle can run any code: trust where it is from.
 
         Returns:
             What was resumed from; None if `"auto"` finds nothing.
@@ -553,18 +558,29 @@ class Trainer:
                 writes to that.
         """
         self._describe(self.run.prepared.policy)
-        found = find_checkpoint(path, self.folder, self._ranks, self._loop.saver.store)
-        if found is None:
-            if not self.timer.batch:
+        if unpickle:
+            folder = local_path(path, "resume from", CheckpointError)
+            unused = load_dcp_weights(self.model, folder)
+            self.changes = (
+                f"weights: those of {folder}; all else begins anew",
+                *(f"{name}: not used" for name in unused),
+            )
+            return folder
+        store = self._loop.saver.store
+        with find_checkpoint(path, self.folder, self._ranks, store) as found:
+            if found is not None:
+                self._restore(found)
+            elif not self.timer.batch:
                 self._loop.recorder.start_over()
-            return None
-        saver = self._loop.saver
-        dropped = saver.restore(found)
+        return found
+
+    def _restore(self, found: Path) -> None:
+        dropped = self._loop.saver.restore(found)
         self._loop.stepper.resumed_from = found
         self.changes = (*self._setup.changes, *dropped)
+        self._loop.recorder.resumed = found, self.changes
         self._refusal = None
         self.run.plan  # noqa: B018  making it checks the stages that are still to come
-        return found
 
     def _refused(self) -> PlanError | None:
         """Return why there is no plan.

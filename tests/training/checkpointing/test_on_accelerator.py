@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.training.numbered import BATCH_SIZE, NUM_SAMPLES, NumberedRun
 
-from stretto.report.ledger import read_ledger
+from stretto.run_folder import read_ledger
 from stretto.training import Callback, Checkpointing
 
 pytestmark = pytest.mark.phantom
@@ -21,7 +21,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.training.numbered import NumberedRun
-from stretto.report.ledger import read_ledger
+from stretto.run_folder import read_ledger
 from stretto.training import Callback, Checkpointing, Stepping
 
 class Kill(Callback):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 
 from stretto.checkpoint import UrlStore
 from stretto.checkpoint.folder import position_of
+from stretto.data import Step
 from stretto.errors import CheckpointError, TrainingError
-from stretto.training import Checkpointing
-from stretto.training.checkpointing.upload import fetch_newest
+from stretto.run import Run
+from stretto.training import Callback, Checkpointing
+from stretto.training.checkpointing.upload import Uploader, fetch_newer
 
 Make = Callable[..., Any]
 
@@ -27,6 +31,7 @@ class Faulty:
         self.inner = UrlStore(str(url))
         self.url = url
         self.is_broken = True
+        self.may_delete = True
         self.may_write = threading.Event()
         self.may_write.set()
 
@@ -42,11 +47,13 @@ class Faulty:
     def list(self) -> list[str]:
         return self.inner.list()
 
-    def open(self, name: str, folder: Path) -> None:
-        self.inner.open(name, folder)
+    def open(self, name: str, file: str, target: Path) -> None:
+        self.inner.open(name, file, target)
 
-    def delete(self, name: str) -> None:
-        self.inner.delete(name)
+    def keep(self, names: Collection[str]) -> None:
+        if not self.may_delete:
+            raise PermissionError("delete")
+        self.inner.keep(names)
 
 
 def positions(store: Any) -> list[int]:
@@ -73,7 +80,9 @@ def test_a_run_goes_on_from_its_copies_on_another_machine(problem: Make, tmp_pat
     kept = positions(UrlStore(url))
     assert len(kept) == 2
     shutil.rmtree(tmp_path / "here")
-    UrlStore(url).delete(UrlStore(url).list()[-1])  # the one of the end
+    names = UrlStore(url).list()
+    assert all(re.fullmatch(r"checkpoint-\d{12}-[0-9a-f]{8}", name) for name in names)
+    UrlStore(url).keep(names[:1])  # not the one of the end
     second = trainer("20ba", "there")
     found = second.resume("auto")
     assert found == tmp_path / "there" / "checkpoints" / f"checkpoint-{kept[0]:012d}"
@@ -83,22 +92,125 @@ def test_a_run_goes_on_from_its_copies_on_another_machine(problem: Make, tmp_pat
     assert not list((tmp_path / "there" / "checkpoints").glob("*.upload"))
 
 
-def test_a_folder_with_checkpoints_of_its_own_is_not_given_others(
-    problem: Make, tmp_path: Path
-) -> None:
-    url, settings = str(tmp_path / "bucket"), {"max_duration": "12ba"}
-    problem().trainer(
-        folder=tmp_path / "a", checkpoint=Checkpointing("6ba", upload=url), **settings
-    ).fit()
-    own = problem().trainer(folder=tmp_path / "b", checkpoint=Checkpointing("4ba"), **settings)
-    own.fit()
-    shutil.rmtree(sorted((tmp_path / "b" / "checkpoints").iterdir())[-1])
-    again = problem().trainer(
-        folder=tmp_path / "b", checkpoint=Checkpointing("4ba", upload=url), **settings
-    )
+def run(problem: Make, folder: Path, *, url: Any, to: str = "12ba", every: str = "6ba") -> Any:
+    settings = Checkpointing(every, upload=url)
+    return problem().trainer(folder=folder, max_duration=to, checkpoint=settings)
+
+
+def drop_newest(folder: Path) -> None:
+    shutil.rmtree(sorted((folder / "checkpoints").glob("checkpoint-*"))[-1])
+
+
+def test_the_newest_of_both_places_is_resumed(problem: Make, tmp_path: Path) -> None:
+    url, folder = str(tmp_path / "bucket"), tmp_path / "a"
+    run(problem, folder, url=url).fit()
+    again = run(problem, folder, url=url)
+    again.resume("auto")
+    assert again.timer.batch == 12
+    assert not list((folder / "checkpoints").glob("*.old1"))  # its copy is equal, so not fetched
+    drop_newest(folder)
+    again = run(problem, folder, url=url)
+    again.resume("latest")
+    assert again.timer.batch == 12
+    UrlStore(url).keep(UrlStore(url).list()[:1])
+    again = run(problem, folder, url=url)
+    again.resume("auto")
+    assert again.timer.batch == 12
+
+
+def test_of_one_position_the_last_written_is_resumed(problem: Make, tmp_path: Path) -> None:
+    url = str(tmp_path / "bucket")
+    run(problem, tmp_path / "a", url=url).fit()
+    later = run(problem, tmp_path / "b", url=url, every="7ba")
+    later.resume(sorted((tmp_path / "a" / "checkpoints").iterdir())[0])
+    file = tmp_path / "b" / "checkpoints"
+    time.sleep(1.1)  # a checkpoint keeps the second in which it was written
+    later.fit()
+    newest = sorted(file.glob("checkpoint-*"))[-1]
+    again = run(problem, tmp_path / "a", url=url)
     found = again.resume("auto")
     assert found is not None
-    assert again.timer.batch == 8
+    assert (found / "manifest.json").read_text() == (newest / "manifest.json").read_text()
+    assert list((tmp_path / "a" / "checkpoints").glob("*.old1"))
+
+
+def test_another_run_resumes_from_an_address(problem: Make, tmp_path: Path) -> None:
+    url = str(tmp_path / "bucket")
+    first = run(problem, tmp_path / "a", url=url)
+    first.fit()
+    for folder in (None, tmp_path / "b"):
+        settings = {} if folder is None else {"folder": folder, "checkpoint": "6ba"}
+        other = problem().trainer(max_duration="12ba", **settings)
+        other.resume(f"file://{url}")
+        assert other.timer.batch == 12
+        assert torch.equal(weights(other), weights(first))
+    assert not list(tmp_path.glob("b/fetched-*"))
+    with pytest.raises(CheckpointError, match="none"):
+        problem().trainer().resume(f"file://{tmp_path}/nothing")
+    with pytest.raises(CheckpointError, match="fsspec"):
+        problem().trainer().resume("nosuch://bucket/run")
+
+
+def test_a_new_run_does_not_delete_the_copies_of_another(problem: Make, tmp_path: Path) -> None:
+    url = str(tmp_path / "bucket")
+    run(problem, tmp_path / "a", url=url).fit()
+    with pytest.raises(TrainingError, match="address"):
+        run(problem, tmp_path / "b", url=url).fit()
+    assert len(UrlStore(url).list()) == 2
+
+
+def test_what_cannot_be_deleted_is_tried_next_time(problem: Make, tmp_path: Path) -> None:
+    store = Faulty(tmp_path / "bucket")
+    store.is_broken = store.may_delete = False
+    settings = Checkpointing("2ba", keep=1, upload=store)
+    trainer = problem().trainer(folder=tmp_path / "a", max_duration="6ba", checkpoint=settings)
+    with pytest.warns(RuntimeWarning, match="delete"):
+        trainer.fit()
+    assert trainer.unsaved is None
+    assert len(store.list()) > 1
+    half = tmp_path / "bucket" / "checkpoint-000000000008-00000000"
+    half.mkdir()
+    (half / "state.json").touch()
+    store.may_delete = True
+    longer = problem().trainer(folder=tmp_path / "a", max_duration="8ba", checkpoint=settings)
+    longer.fit(resume="auto")
+    assert positions(store) == [longer.timer.sample]
+    assert not (half / "state.json").exists()
+
+
+def test_a_checkpoint_that_is_complete_when_an_error_ends_the_run_is_uploaded(
+    problem: Make, tmp_path: Path
+) -> None:
+    class Break(Callback):
+        def on_batch_end(self, run: Run, step: Step) -> None:
+            if step.timestamp.batch == 2:
+                raise ArithmeticError("mine")
+
+    settings = Checkpointing("2ba", upload=str(tmp_path / "bucket"))
+    trainer = problem().trainer(folder=tmp_path / "a", checkpoint=settings, callbacks=[Break()])
+    with pytest.raises(ArithmeticError):
+        trainer.fit()
+    assert positions(UrlStore(str(tmp_path / "bucket"))) == [16]
+    assert trainer.unsaved is None
+
+
+def test_the_end_waits_only_so_long(problem: Make, tmp_path: Path) -> None:
+    run(problem, tmp_path / "a", url=None).fit()
+    path = next((tmp_path / "a" / "checkpoints").iterdir())
+    store = Faulty(tmp_path / "bucket")
+    store.is_broken = False
+    store.may_write.clear()
+    uploader = Uploader(store, 1, patience=0.05)
+    uploader.submit(path, ())
+    with pytest.warns(RuntimeWarning, match=path.name):
+        uploader.close()
+    shutil.rmtree(path)  # `keep` deletes it meanwhile
+    store.may_write.set()
+    for _ in range(400):
+        if uploader.missing is None:
+            break
+        time.sleep(0.05)
+    assert len(store.list()) == 1
 
 
 def test_what_fails_is_said_and_training_goes_on(problem: Make, tmp_path: Path) -> None:
@@ -123,14 +235,19 @@ def test_the_newest_that_waits_replaces_an_older_one(problem: Make, tmp_path: Pa
     store = Faulty(tmp_path / "bucket")
     store.is_broken = False
     store.may_write.clear()
+
+    class Release(Callback):
+        def on_fit_end(self, run: Run) -> None:
+            store.may_write.set()  # training has waited for no copy
+
     settings = Checkpointing("2ba", keep=9, upload=store)
-    trainer = problem().trainer(folder=tmp_path / "a", max_duration="12ba", checkpoint=settings)
-    threading.Timer(1.0, store.may_write.set).start()
+    trainer = problem().trainer(
+        folder=tmp_path / "a", max_duration="12ba", checkpoint=settings, callbacks=[Release()]
+    )
     trainer.fit()
     assert trainer.unsaved is None
-    found = positions(store)
-    assert found[-1] == trainer.timer.sample
-    assert len(found) < 6
+    assert positions(store)[-1] == trainer.timer.sample
+    assert len(positions(store)) == 2
 
 
 def test_a_damaged_copy_is_not_used(problem: Make, tmp_path: Path) -> None:
@@ -140,10 +257,15 @@ def test_a_damaged_copy_is_not_used(problem: Make, tmp_path: Path) -> None:
     newest = UrlStore(str(url)).list()[-1]
     file = next((url / newest).glob("model*"))
     file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+    other = run(problem, tmp_path / "b", url=str(url))
     with pytest.warns(RuntimeWarning, match="damaged"):
-        found = fetch_newest(UrlStore(str(url)), tmp_path / "b")
+        found = other.resume("auto")
     assert found is not None
-    assert position_of(f"{found.name}-0") < position_of(newest)
+    assert position_of(found.name) < position_of(newest)
+    for file in url.rglob("state.json"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="damaged"):  # it does not begin anew
+        run(problem, tmp_path / "c", url=str(url)).resume("auto")
 
 
 def test_a_store_that_is_not_there_is_an_error_before_the_run(
@@ -154,8 +276,18 @@ def test_a_store_that_is_not_there_is_an_error_before_the_run(
             problem().trainer(folder=tmp_path, checkpoint=Checkpointing("6ba", upload=wrong))
 
     class Gone(Faulty):
-        def list(self) -> list[str]:
-            raise ConnectionError("no route")
+        is_gone = False
 
+        def list(self) -> list[str]:
+            if self.is_gone:
+                raise RuntimeError("no route")
+            return super().list()
+
+    store = Gone(tmp_path / "bucket")
+    trainer = run(problem, tmp_path / "a", url=store)
+    store.is_gone = True
+    for asked in ("auto", "latest"):
+        with pytest.raises(CheckpointError, match="route"):
+            trainer.resume(asked)
     with pytest.raises(CheckpointError, match="route"):
-        fetch_newest(Gone(tmp_path), tmp_path)
+        fetch_newer(store, tmp_path, None, [])

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec
 from stretto.errors import TrainingError
+from stretto.run_folder import Appender
 from stretto.training import Callback, Checkpointing, Evaluation, Loading, Logging
-from stretto.training.logs.loggers import Appender
 
 Make = Callable[..., Any]
 

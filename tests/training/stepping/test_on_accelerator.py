@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from stretto.errors import TrainingError
-from stretto.report.ledger import read_ledger
+from stretto.run_folder import read_ledger
 from stretto.training import Callback, Checkpointing, Trainer
 
 pytestmark = pytest.mark.phantom

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec
 from stretto.errors import DataError, TrainingError
-from stretto.report.ledger import read_ledger
+from stretto.run_folder import read_ledger
 from stretto.training import Callback, Checkpointing, Loading, Stepping, Trainer
 from stretto.training.stepping.retry import Retry
 

@@ -144,10 +144,11 @@ class Saver:
         if self._ranks.agree((error is not None,))[0]:
             if is_begun:
                 abandon_checkpoint(path)
-            self._report(error)
+            self._report(error, timestamp)
             return earlier
         self._job = _Job(
             path=path,
+            at=timestamp,
             staged=staged,
             records=records,
             rank=self._ranks.rank,
@@ -199,7 +200,7 @@ class Saver:
             return None
         if total.failed:
             self._job = None
-            self._report(job.end())
+            self._report(job.end(), job.at)
         elif total.finished:
             self._job = None
             job.end()
@@ -227,7 +228,7 @@ class Saver:
             if error is None and job.progress().finished:
                 self._note_whole(job)
             else:
-                self._report(error)
+                self._report(error, job.at)
         self._copies.release()
         if self._uploader is not None:
             self._uploader.close()
@@ -235,11 +236,14 @@ class Saver:
     def _note_whole(self, job: _Job) -> None:
         self.saved_at, self.failure = job.sample, None
         self._best.confirm(job.sample)
+        text = f"checkpoint {job.path.name} is written"
+        self._recorder.event("checkpoint", job.at, text, path=job.path.name)
         if self._uploader is not None and self.folder is not None:
             self._uploader.submit(job.path, self._best.paths(self.folder))
 
-    def _report(self, error: Exception | None) -> None:
+    def _report(self, error: Exception | None, at: Timestamp) -> None:
         self.failure = str(error) if error is not None else "another rank could not write"
+        self._recorder.event("checkpoint_failed", at, f"no checkpoint: {self.failure}")
         if error is not None:
             warnings.warn(f"{error}; training goes on", RuntimeWarning, stacklevel=4)
 
@@ -251,6 +255,8 @@ class _Job:
 
     path: Path
     """Its final path."""
+    at: Timestamp
+    """The clock that it is of."""
     staged: Staged | None
     """The tensors that this rank writes; None: nothing."""
     records: str

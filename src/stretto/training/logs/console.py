@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
+from stretto.run_folder import CLOCK
 from stretto.timing import Time, TimeUnit
-from stretto.training.logs.loggers import CLOCK_KEYS, Record
+from stretto.training.logs.loggers import Record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -153,7 +154,7 @@ def _by_evaluation(record: Record) -> dict[str, dict[str, float]]:
     """The metrics of a line by the name of their evaluation."""
     found: dict[str, dict[str, float]] = {}
     for key, value in record.items():
-        if key not in CLOCK_KEYS:
+        if key not in CLOCK:
             name, _, metric = key.partition("/")
             found.setdefault(name, {})[metric] = value
     return found

@@ -1,9 +1,7 @@
-"""Loggers, and files of lines that survive a crash."""
+"""Loggers: where lines of metrics go besides the run folder."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -12,88 +10,10 @@ from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 from stretto._optional import import_optional
 from stretto.errors import first_line
-
-_LONGEST_LINE = 1 << 20
-"""Bytes, and more than a line of metrics or of the ledger has."""
-
-
-@final
-class Appender:
-    """Appends text to a file; text that cannot be written is kept for later.
-
-    >>> lines = Appender(Path("lines.txt"))
-    >>> lines.add("one ")
-    >>> lines.close()
-    >>> Path("lines.txt").read_text()
-    'one '
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
-        self.waiting = bytearray()
-        """What is not written yet."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the file is empty and no text is waiting."""
-        return not (self.waiting or self._file.tell())
-
-    def add(self, text: str) -> None:
-        """Add text, which the next flush writes."""
-        self.waiting += text.encode()
-
-    def flush(self) -> None:
-        """Write everything to the operating system.
-
-        Raises:
-            OSError: not all of it could be written; the rest is kept.
-        """
-        while self.waiting:
-            del self.waiting[: self._file.write(self.waiting)]
-
-    def close(self) -> None:
-        """Flush and close the file.
-
-        Raises:
-            OSError: not all could be written; the rest is lost.
-        """
-        try:
-            self.flush()
-        finally:
-            self._file.close()
-
-
-def cut_back(path: Path, length: int | None, batch: int) -> str | None:
-    """Truncate a file to `length` and to complete lines; return what it lacks, if anything.
-
-    Args:
-        path: the file. A missing file or a device counts as empty.
-        length: None keeps every complete line.
-        batch: the batch after which the file had that length.
-    """
-    size = path.stat().st_size if path.is_file() else 0
-    end = size if length is None else min(size, length)
-    if size:
-        with path.open("r+b") as file:
-            start = max(0, end - _LONGEST_LINE)
-            file.seek(start)
-            end = start + file.read(end - start).rfind(b"\n") + 1
-            file.truncate(end)
-    if length is not None and end < length:
-        return (
-            f"lacks {length - end:,} of the {length:,} bytes it had when the checkpoint "
-            f"was written; lines from before batch {batch} are missing"
-        )
-    return "ends in half a line, which is cut off" if length is None and end < size else None
-
+from stretto.run_folder import CLOCK
 
 Record: TypeAlias = Mapping[str, float]
 """One line of metrics: the clock in every unit (`ep ba sp tok dur sec`) and what was measured."""
-
-CLOCK_KEYS = ("ep", "ba", "sp", "tok", "dur", "sec")
 
 
 @runtime_checkable
@@ -195,7 +115,7 @@ class TensorBoardLogger:
     def log(self, record: Record) -> None:
         """Write every measured value of the line at its sample."""
         for key, value in record.items():
-            if key not in CLOCK_KEYS:
+            if key not in CLOCK:
                 self._writer.add_scalar(key, value, int(record["sp"]))
 
     def flush(self) -> None:
@@ -297,7 +217,7 @@ class MLflowLogger:
     def log(self, record: Record) -> None:
         """Send every measured value of the line at its sample; `lr@group` is called `lr/group`."""
         step = int(record["sp"])
-        named = ((_mlflow_name(key), one) for key, one in record.items() if key not in CLOCK_KEYS)
+        named = ((_mlflow_name(key), one) for key, one in record.items() if key not in CLOCK)
         measured = {name: value for name, value in named if step > self._sent.get(name, -1)}
         if measured:
             self._mlflow.log_metrics(measured, step=step)
@@ -341,13 +261,3 @@ def _id_file(config: Mapping[str, Any], service: str) -> Path | None:
     """Return the file that keeps the id under which a service knows the run."""
     folder = config.get("folder")
     return Path(folder) / f"{service}-run-id.txt" if folder else None
-
-
-def json_line(record: Record) -> str:
-    r"""Return a line of metrics as JSON; a value that is not finite becomes null.
-
-    >>> json_line({"sp": 4096, "loss": float("nan")})
-    '{"sp": 4096, "loss": null}\n'
-    """
-    clean = {key: value if math.isfinite(value) else None for key, value in record.items()}
-    return json.dumps(clean) + "\n"

@@ -1,7 +1,8 @@
-"""Lines of metrics, and a ledger with a line for every batch."""
+"""Lines of metrics, a ledger with a line for every batch, and events."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import warnings
@@ -9,23 +10,36 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from stretto._location import LEDGER, LEDGER_COLUMNS, METRICS
 from stretto.distributed.logged import MicroLoss, Sums
-from stretto.errors import CheckpointError, TrainingError
+from stretto.distributed.ranks import as_text
+from stretto.errors import CheckpointError, PlanError, TrainingError, first_line
+from stretto.planning.plan import plan_record
 from stretto.run import Run
+from stretto.run_folder import (
+    EVENTS,
+    LEDGER,
+    LEDGER_COLUMNS,
+    METRICS,
+    PLAN,
+    Appender,
+    EventKind,
+    cut_back,
+    event_line,
+    json_line,
+    ledger_end,
+    ledger_names,
+    open_events,
+    replace_file,
+)
+from stretto.runtime.out_of_memory import peak_memory
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.checkpointing.records import set_aside, unwritable
 from stretto.training.logs.console import ConsoleLogger
-from stretto.training.logs.loggers import (
-    Appender,
-    Guarded,
-    Logger,
-    cut_back,
-    json_line,
-)
+from stretto.training.logs.loggers import Guarded, Logger
 
 FILES = (METRICS, LEDGER)
+"""Those that a resume cuts back."""
 MOST_PENDING = 256
 """Batches that are kept before they are recorded: reading a loss waits for the device."""
 
@@ -114,9 +128,21 @@ class Recorder:
         self._files: dict[str, Appender] = {}
         self._lengths: Mapping[str, int] | None = None
         """How much to keep of each file; None: they must be new."""
+        self._order: list[int | None] | None = None
+        """Which of a batch's values each column of the ledger is, if an earlier attempt has
+        written its first line; None: all, in order."""
         self._is_full = False
         self._throughput = Throughput(Timestamp())
         self._size: int | None = None
+        self._decided: int | None = None
+        """The last decided size."""
+        self._attempt = 1
+        self._follows_run = run.prepared.decided_between is not None
+        """Whether batch sizes are decided during the run."""
+        self.facts: dict[str, Any] = {}
+        """What the first event of an attempt says of the run, besides its settings."""
+        self.resumed: tuple[Path, Sequence[str]] | None = None
+        """The checkpoint that the next attempt goes on from, and what has changed since."""
 
     @property
     def is_waiting(self) -> bool:
@@ -134,7 +160,7 @@ class Recorder:
         self._throughput = Throughput(timestamp)
         if self._folder is not None:
             try:
-                self._open_files(self._folder, timestamp.batch)
+                self._open_files(self._folder, timestamp)
             except OSError as error:
                 raise unwritable(self._folder, error) from error
         arguments = ("start", dict(self._config), timestamp.sample)
@@ -142,9 +168,10 @@ class Recorder:
         if self.console is not None:
             self.console.show(self._run.clock(timestamp))
 
-    def _open_files(self, folder: Path, batch: int) -> None:
+    def _open_files(self, folder: Path, at: Timestamp) -> None:
         """Open the files, cut back to where the checkpoint left them; say what they lack."""
         folder.mkdir(parents=True, exist_ok=True)
+        done = ledger_end(folder)
         sizes = {one.name: one.stat().st_size for one in self.files if one.exists()}
         if self._lengths is None and sizes.get(LEDGER):
             raise TrainingError.cannot(
@@ -157,13 +184,78 @@ class Recorder:
             length = lengths.get(path.name)
             if length == 0 and sizes.get(path.name):
                 set_aside(path)
-            elif missing := cut_back(path, length, batch):
+            elif missing := cut_back(path, length, at.batch):
                 warnings.warn(f"{path} {missing}", RuntimeWarning, stacklevel=2)
             self._files[path.name] = Appender(path)
+        columns = (*LEDGER_COLUMNS, *self._run.hyperparameters.values())
         if self._files[LEDGER].is_empty:
-            columns = (*LEDGER_COLUMNS, *self._run.hyperparameters.values())
             self._files[LEDGER].add(",".join(columns) + "\n")
+            self._order = None
+        else:
+            self._order = _order(columns, ledger_names(folder))
         self._lengths = {}
+        try:
+            plan = self._run.plan
+        except PlanError:
+            plan = None
+        replace_file(folder / PLAN, json.dumps(plan and plan_record(plan), indent=1) + "\n")
+        self._files[EVENTS], self._attempt = open_events(folder / EVENTS)
+        self._begin_attempt(at, done)
+
+    def _begin_attempt(self, at: Timestamp, done: tuple[int, int] | None) -> None:
+        """Write the event of a start or a resume."""
+        run, (path, changes) = self._run, self.resumed or (None, ())
+        self.resumed = None
+        batches, samples = done or (at.batch, at.sample)
+        again = {"batches": max(batches - at.batch, 0), "samples": max(samples - at.sample, 0)}
+        text = "start" if not at.batch else f"resume at batch {at.batch:,}"
+        text += f" from {path.name}" if path else ""
+        text += f"; {again['batches']:,} batches are done again" if again["batches"] else ""
+        text += "".join(f"; changed: {one}" for one in changes)
+        parameters = sum(one.numel() for one in run.model.parameters())
+        facts = {
+            "model": f"{type(run.model).__name__}, {parameters:,} parameters",
+            "max_duration": str(run.horizon.max_duration),
+            "batch_size": as_text(run.prepared.policy),
+            "ranks": run.ranks.world_size,
+            "device": run.ranks.device.type,
+            **self.facts,
+        }
+        self.event(
+            "resume" if at.batch or path else "start",
+            at,
+            text,
+            resumed_from=None if path is None else str(path),
+            changes=list(changes),
+            done_again=again,
+            facts=facts,
+        )
+
+    def event(
+        self, kind: EventKind, at: Timestamp, text: str, *, ago: float = 0.0, **more: Any
+    ) -> None:
+        """Write an event at once, on rank 0.
+
+        Args:
+            kind: what has happened.
+            at: the clock there.
+            text: the same in one line.
+            ago: how many seconds ago it was.
+            more: values of the event, as JSON keeps them.
+        """
+        if EVENTS not in self._files:
+            return
+        self._files[EVENTS].add(
+            event_line(
+                kind,
+                self._run.clock(at),
+                text,
+                attempt=self._attempt,
+                utc=time.time() - ago,
+                **more,
+            )
+        )
+        self._try(EVENTS)
 
     def record(self) -> None:
         """Record the batches that are pending, and read their losses."""
@@ -175,31 +267,45 @@ class Recorder:
         pending, self.pending = self.pending, []
         if not pending:
             return
-        self._size = pending[-1].batch_size
-        lines, each = [], self._run.horizon.tokens_per_sample or 0
-        for at, size, _, _, after, num_micro_batches, values in pending:
+        lines, each, order = [], self._run.horizon.tokens_per_sample or 0, self._order
+        for at, size, decided, _, after, num_micro_batches, values in pending:
             # The clock also passes over what `last_batch="drop"` leaves out after the batch.
             tokens = after.token - at.token - (after.sample - at.sample - size) * each
             self._throughput.add(size, tokens)
-            shown = ",".join(map(repr, map(float, values)))
-            lines.append(
-                f"{at.batch},{at.epoch},{at.sample},{at.token},{size},"
-                f"{tokens},{num_micro_batches},{shown}\n"
+            line = (
+                f"{at.batch},{at.epoch},{at.sample},{at.token},{size},{tokens},"
+                f"{num_micro_batches},{at.run_nanoseconds / NANOSECONDS:.6f},{decided},"
+                + ",".join(map(repr, map(float, values)))
             )
+            lines.append(line if order is None else _ordered(line, order))
+            if self._follows_run and decided != self._decided:
+                self._note_size(decided, at)
+        self._size = pending[-1].batch_size
+        lines.append("")
         if LEDGER in self._files:
-            self._files[LEDGER].add("".join(lines))
+            self._files[LEDGER].add("\n".join(lines))
         for one in pending:
             self.loss.add_losses(one.losses)
+
+    def _note_size(self, decided: int, at: Timestamp) -> None:
+        """Write the event of a size that was decided."""
+        before, self._decided = self._decided, decided
+        said = f"batch size {decided:,}" + (f", was {before:,}" if before else "")
+        ago = (self._run.timer.timestamp.run_nanoseconds - at.run_nanoseconds) / NANOSECONDS
+        self.event("decided_size", at, said, ago=ago, size=decided, before=before)
 
     def show_progress(self, timestamp: Timestamp) -> None:
         """Move the bar of the console, if it is time to."""
         if self.console is not None and self.console.is_due:
             self.console.show(self._run.clock(timestamp))
 
-    def log(self, timestamp: Timestamp, values: Mapping[str, float]) -> dict[str, float]:
+    def log(
+        self, timestamp: Timestamp, values: Mapping[str, float], *, micro_batch_size: int = 0
+    ) -> dict[str, float]:
         """Log what was measured since the last call, and `values`. Every rank must call it.
 
-        There must have been a batch.
+        There must have been a batch. The line has the largest `micro_batch_size` of all ranks,
+        unless it is 0, and the largest peak of their memory.
 
         Raises:
             TrainingError: a callback has logged a value by a name that the line has already.
@@ -207,15 +313,26 @@ class Recorder:
         self.record()
         assert self._size is not None, "there is something to log"
         sums, self.loss = self.loss, Sums()
-        total, self.units, any_logged = self._run.ranks.total(
-            (sums.total, sums.weight, bool(self._run.logged))
+        ranks = self._run.ranks
+        own = (sums.total, sums.weight, bool(self._run.logged))
+        # A place for each rank, so that one sum also finds what is largest.
+        largest = [0.0] * (2 * ranks.world_size)
+        largest[ranks.rank], largest[ranks.rank - ranks.world_size] = (
+            peak_memory(ranks.device),
+            micro_batch_size,
         )
+        total, self.units, any_logged, *each = ranks.agree(
+            [*(one * ranks.counts for one in own), *largest]
+        )
+        micro_batch_size = int(max(each[ranks.world_size :]))
         record = {
             **self._run.clock(timestamp),
             "loss": total / self.units if self.units else math.nan,
             "batch_size": self._size,
+            **({"micro_batch_size": micro_batch_size} if micro_batch_size else {}),
             **self._run.hyperparameters.values(),
             **self._throughput.take(timestamp),
+            "memory_peak_bytes": int(max(each[: ranks.world_size])),
         }
         if self._run.skipped_steps:
             record["skipped_steps"] = self._run.skipped_steps
@@ -245,33 +362,39 @@ class Recorder:
     def flush(self) -> None:
         """Write everything that was recorded to the files; what does not fit is kept."""
         self.record()
-        self._try(Appender.flush, "they are kept and training goes on")
+        self._try()
         for logger in self._loggers:
             logger.call("flush")
 
-    def close(self) -> None:
-        """Flush and close everything."""
+    def close(self, _: object, error: BaseException | None, __: object) -> None:
+        """Write why the run stops; flush and close everything."""
         self._collect()  # after a failure of the device, its losses cannot be read
+        if error is not None:
+            text = f"stop: {first_line(error)}"
+        else:
+            text = f"stop: {self._run.stop_reason}" if self._run.stop_reason else "the end"
+        self.event("stop", self._run.timer.timestamp, text)
         self._is_full = False
-        self._try(Appender.close, "they are lost")
+        self._try(is_last=True)
         self._files = {}
         for logger in self._loggers:
             logger.call("close")
         self._loggers = []
 
-    def _try(self, work: Callable[[Appender], None], then: str) -> None:
-        """Do something with every file; warn once if the disk is full."""
+    def _try(self, *names: str, is_last: bool = False) -> None:
+        """Flush files, by default all, or close them; warn once if the disk is full."""
         failure = None
-        for file in self._files.values():
+        for name in names or self._files:
             try:
-                work(file)
+                (Appender.close if is_last else Appender.flush)(self._files[name])
             except OSError as error:
                 failure = error
         if failure is not None and not self._is_full:
             why = (failure.strerror or str(failure)).lower()
-            message = f"cannot write lines of {METRICS} or {LEDGER}: {why}; {then}"
+            then = "they are lost" if is_last else "they are kept and training goes on"
+            message = f"cannot write lines of {', '.join(self._files)}: {why}; {then}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-        self._is_full = failure is not None
+        self._is_full = failure is not None or (bool(names) and self._is_full)
 
     @property
     def files(self) -> list[Path]:
@@ -290,7 +413,7 @@ class Recorder:
         total, weight = self._run.ranks.total((self.loss.total, self.loss.weight))
         logged = self._run.logged.state_dict(self._run.ranks)
         try:
-            if any(one.waiting for one in self._files.values()):
+            if any(self._files[name].waiting for name in FILES if name in self._files):
                 raise OSError(f"{METRICS} and {LEDGER} cannot be written")
             lengths = {file.name: file.stat().st_size for file in self.files}
         except OSError as error:  # the disk is full, or a file was moved
@@ -308,6 +431,7 @@ class Recorder:
         self.loss = Sums("mean", loss["sum"], loss["weight"]) if ranks.is_first else Sums()
         self._run.logged.load_state_dict(state["logged"], ranks)
         self._size, self._lengths = state["size"], state["files"]
+        self._decided = None
 
     def leave_files(self) -> None:
         """Do not continue the files: the checkpoint is of another folder."""
@@ -316,3 +440,22 @@ class Recorder:
     def start_over(self) -> None:
         """Set the files aside: a run without a checkpoint is done once more."""
         self._lengths = dict.fromkeys(FILES, 0)
+
+
+def _order(columns: Sequence[str], present: Sequence[str]) -> list[int | None] | None:
+    """Return which of `columns` each of those in the file is; None: they are the same.
+
+    An earlier attempt, or an older version, may have begun the file.
+    """
+    if tuple(present) == tuple(columns):
+        return None
+    left_out = [name for name in columns if name not in present and name not in LEDGER_COLUMNS]
+    if left_out:
+        message = f"{LEDGER} has no column for {', '.join(left_out)}, which an earlier attempt did "
+        warnings.warn(f"{message}not schedule; it leaves them out", RuntimeWarning, stacklevel=2)
+    return [columns.index(name) if name in columns else None for name in present]
+
+
+def _ordered(line: str, order: Sequence[int | None]) -> str:
+    cells = line.split(",")
+    return ",".join("nan" if index is None else cells[index] for index in order)

@@ -22,6 +22,7 @@ from stretto.errors import DataError, TrainingError
 from stretto.ordering import evenly
 from stretto.runtime.out_of_memory import release_memory
 from stretto.runtime.random_state import device_states, restore_devices
+from stretto.timing import Timestamp
 
 _ALWAYS_COPIED_BYTES = 1 << 20
 """Up to this size a buffer is copied without asking whether it has changed."""
@@ -65,6 +66,8 @@ class Retry:
         """The most samples of a micro-batch in force; None: the whole share of a rank."""
         self.splits = 0
         """How often memory ran out."""
+        self.on_fall_back: Callable[[Timestamp, int, int], None] = lambda *_: None
+        """Called with the clock, the size that ran out of memory, and the next one."""
 
     def pieces(self, step: Step) -> Sequence[MicroBatch]:
         """Return the micro-batches of a step."""
@@ -83,6 +86,12 @@ class Retry:
             pieces.append(self._spec.cut(micro, slice(start, start + size)))
             start += size
         return pieces
+
+    def largest_piece(self, step: Step | None) -> int:
+        """Return the samples of the largest micro-batch of a step on this rank; 0 if unknown."""
+        micro_batches = () if step is None else step.micro_batches
+        sizes = (one.num_samples for one in micro_batches if one.weight)
+        return max((evenly(size, most=self.size)[0] for size in sizes), default=0)
 
     def fall_back(self, step: Step, most: int, message: str, *, clear: Callable[[], None]) -> None:
         """Undo a step that ran out of memory and choose a size below `most`.
@@ -108,6 +117,7 @@ class Retry:
         self.rewind.restore()
         self.size = smaller
         self.splits += 1
+        self.on_fall_back(step.timestamp, most, smaller)
         warnings.warn(
             f"memory ran out in the step at {at} with micro-batches of {most:,}; the step is "
             f"repeated with micro-batches of {smaller:,}, and the batch size does not change",

@@ -27,7 +27,7 @@ from stretto.distributed.logged import MicroLoss
 from stretto.distributed.strategy import Strategy
 from stretto.errors import StrettoError, TrainingError, first_line
 from stretto.noise import NoiseMeter, NoiseSums
-from stretto.runtime import TrainStep
+from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.gradients import scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
 from stretto.runtime.step import Info
@@ -124,6 +124,7 @@ class Stepper:
         is_alone = strategy.averaging == "none"
         self._is_plain = is_alone and self.count is None and not self._is_sum
         """Whether the weights of the loader are final, and there is no other rank."""
+        self._supervised = step if isinstance(step, SupervisedStep) else None
         self._is_warm = False
         self._is_new = True
         """Whether no step was taken yet."""
@@ -297,8 +298,10 @@ class Stepper:
         if gradients:
             torch._foreach_mul_(gradients, factor)  # no public spelling of it
 
-    def update(self) -> Info | None:
+    def update(self, *, measures_norm: bool = False) -> Info | None:
         """Update the weights, clear the gradients and return the step's values for the log.
+
+        `measures_norm` asks a `SupervisedStep` for the norm of the gradient.
 
         None: the weights did not change, because the gradient overflowed under loss scaling.
 
@@ -308,6 +311,8 @@ class Stepper:
         """
         versions = [one._version for one in self._parameters] if self._is_new else None
         had_gradients = self._is_new and self._has_gradients()
+        if self._supervised is not None:
+            self._supervised.measures_norm = measures_norm
         try:
             info: Info | None = self._step.update()
         except Exception as error:

@@ -1,0 +1,5 @@
+"""Run `python -m phantomgpu`."""
+
+from phantomgpu.cli import main
+
+main()

@@ -1,0 +1,123 @@
+"""The run page: one HTML file that shows runs, plans or the memory of a step.
+
+`read` a run folder, make a `payload` of runs, `build` the page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import ConfigError, DataError
+from stretto.report.page.reading import Reader, memory_of, plan_data, read, runs_in
+from stretto.report.page.series import RunData, base64_of, encoded
+
+__all__ = [
+    "Reader",
+    "RunData",
+    "build",
+    "memory_payload",
+    "payload",
+    "plan_data",
+    "read",
+    "runs_in",
+    "write",
+]
+
+VERSION = 1
+_PARTS = {
+    "/*STYLE*/": ("uplot/uPlot.min.css", "page.css"),
+    "/*UPLOT*/": ("uplot/uPlot.iife.min.js",),
+    "/*SCRIPT*/": ("page.js",),
+}
+"""The files for each place in `page.html`."""
+
+
+def payload(runs: Iterable[RunData], *, live: bool = False) -> dict[str, Any]:
+    """Return runs and plans as the page reads them; equal names get a number."""
+    shown, seen = [], Counter[str]()
+    for run in runs:
+        record = encoded(run)
+        seen[run.name] += 1
+        if seen[run.name] > 1:
+            record["name"] = f"{run.name} ({seen[run.name]})"
+        shown.append(record)
+    return {"version": VERSION, "live": live, "kind": "runs", "runs": shown}
+
+
+def memory_payload(path: Path) -> dict[str, Any]:
+    """Return the memory of a step, from a report of `phantomgpu run --json`.
+
+    Raises:
+        DataError: the file is no such report.
+    """
+    try:
+        timeline = memory_of(json.loads(path.read_text("utf-8")))
+        if timeline is None:
+            raise KeyError("timeline")
+        memory = {
+            "title": str(timeline["title"]),
+            "limit_bytes": timeline["limit_bytes"],
+            "peak_bytes": timeline["peak_bytes"],
+            "times": base64_of(timeline["times"]),
+            "categories": [
+                {"name": str(one["name"]), "bytes": base64_of(one["bytes"])}
+                for one in timeline["categories"]
+            ],
+            "marks": list(timeline["marks"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError.cannot(
+            f"read {path}",
+            why=f"it is not the report of a step with its memory ({type(error).__name__}: {error})",
+            instead="write it with 'phantomgpu run --json FILE'",
+        ) from None
+    return {"version": VERSION, "live": False, "kind": "memory", "runs": [], "memory": memory}
+
+
+def build(payload: Mapping[str, Any]) -> str:
+    """Return the page of a payload, as one HTML file that loads nothing.
+
+    Raises:
+        ConfigError: a part of the page is not there.
+    """
+    folder = files("stretto.report.page")
+    texts = {}
+    for place, names in _PARTS.items():
+        try:
+            texts[place] = "\n".join((folder / name).read_text("utf-8") for name in names)
+        except OSError:
+            raise ConfigError.cannot(
+                "build the page",
+                why=f"{' or '.join(names)} is not in {folder}",
+                instead="run 'make uplot', or install a wheel of stretto",
+            ) from None
+    data = json.dumps(payload, allow_nan=False, separators=(",", ":"))
+    texts["{{DATA}}"] = data.replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    # In one pass: what is put in may itself contain the name of a place.
+    template = (folder / "page.html").read_text("utf-8")
+    return re.sub("|".join(map(re.escape, texts)), lambda place: texts[place.group()], template)
+
+
+def write(path: Path, payload: Mapping[str, Any]) -> None:
+    """Write the page of a payload.
+
+    Raises:
+        ConfigError: the file is not named `.html`, or cannot be written.
+    """
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError.bad(
+            "--html", str(path), "it is not the name of a page", "end it in .html"
+        )
+    text = build(payload)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError.bad("--html", str(path), why, "choose another folder") from None

@@ -1,0 +1,843 @@
+"use strict";
+(() => {
+// Units of the axis, in the order of the switch. A row of a run's clock holds one number of each.
+const AXES = [["ba", "batches"], ["sp", "samples"], ["tok", "tokens"], ["ep", "epochs"], ["dur", "fraction"],
+  ["sec", "training time"], ["utc", "clock time"], ["ev", "events of the step"]];
+const TITLES = new Map([["loss", "loss"], ["batch_size", "batch size"], ["accumulation", "accumulation"], ["lr", "learning rate"],
+  ["grad_norm", "gradient norm"], ["noise_scale", "noise scale"], ["memory", "memory"], ["throughput", "throughput"], ["step_memory", "memory of a step"]]);
+const DOUBLING = new Set(["batch_size", "accumulation", "noise_scale"]);  // logarithmic, with powers of two on the axis
+const FROM_ZERO = new Set(["lr", "memory", "throughput", "step_memory"]);
+const DASHES = [[], [9, 4], [2, 3], [12, 4, 2, 4], [5, 2]];  // 5 dashes and 7 colours: 35 runs that differ
+const COLOURS = 7;
+// What happened, by weight: the first kind is what a crowded mark shows, and "grave" ones cross every panel.
+const EVENTS = {out_of_memory: ["✕", "out of memory"], checkpoint_failed: ["!", "checkpoint failed"], resume: ["↻", "resume"],
+  skipped_step: ["∅", "skipped step"], stop: ["■", "stop"], start: ["▶", "start"], decided_size: ["◆", "size decided"],
+  checkpoint: ["▲", "checkpoint"], evaluation: ["○", "evaluation"]};
+const WEIGHTS = Object.keys(EVENTS);
+const GRAVE = new Set(["out_of_memory", "checkpoint_failed", "resume", "skipped_step"]);
+
+// ---- elements: text is only ever text
+const SVG = "http://www.w3.org/2000/svg";
+const byId = id => document.getElementById(id);
+function make(tag, attributes = {}, ...children) {
+  const element = tag === "svg" || tag === "line" ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(name, value);
+    else if (value !== false && value != null) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children);
+  return element;
+}
+function swatch(colour, dash, short = false) {
+  const line = make("line", {x1: 0, x2: short ? 16 : 28, y1: 5, y2: 5, stroke: "currentColor", "stroke-width": 2.5, "stroke-dasharray": dash.join(" ")});
+  return make("svg", {class: `swatch c${colour}${short ? " short" : ""}`, "aria-hidden": "true"}, line);
+}
+
+// ---- data
+function bytes(text) {
+  const characters = atob(text), out = new Uint8Array(characters.length);
+  for (let i = 0; i < out.length; i++) out[i] = characters.charCodeAt(i);
+  return out.buffer;
+}
+function decode(value, Type) {  // base64, {"f64": base64}, or a plain array, whose null is nan
+  if (value == null) return null;
+  if (Array.isArray(value)) return (Type === Float32Array ? Float64Array : Type).from(value, v => v ?? NaN);
+  return typeof value === "string" ? new Type(bytes(value)) : new Float64Array(bytes(value.f64));
+}
+function readSeries(raw) {
+  return {...raw, rows: decode(raw.rows, Uint32Array), values: decode(raw.values, Float32Array),
+    low: decode(raw.low, Float32Array), high: decode(raw.high, Float32Array)};
+}
+function readRun(raw) {
+  const clock = {};
+  for (const [unit] of AXES) if (raw.clock[unit] != null) clock[unit] = decode(raw.clock[unit], Float64Array);
+  const n = Object.values(clock)[0]?.length ?? 0;
+  return {...raw, n, clock, smooth: {}, series: (raw.series ?? []).map(readSeries), events: raw.events ?? [], shown: true, sent: null};
+}
+
+function readMemory(raw) {  // a step on the phantom as a run whose clock counts events, its categories one above the other
+  const clock = {ev: decode(raw.times, Float64Array)}, n = clock.ev.length, rows = Uint32Array.from({length: n}, (_, i) => i);
+  let low = new Float64Array(n);
+  const series = raw.categories.map((category, i) => {
+    const own = decode(category.bytes, Float64Array), high = low.map((v, k) => v + own[k]);
+    const made = {name: category.name, label: category.name, panel: "step_memory", step: true, unit: "bytes", rows, values: high, own, low, high, colour: i % COLOURS};
+    low = high;
+    return made;
+  });
+  const facts = [["peak", quantity(raw.peak_bytes, "bytes")]].concat(raw.limit_bytes == null ? [] : [["memory of the card", quantity(raw.limit_bytes, "bytes")]]);
+  return {name: raw.title, kind: "memory", n, clock, smooth: {}, series, events: (raw.marks ?? []).map(mark => ({row: mark.at, kind: "mark", text: mark.text})),
+    facts, limit: raw.limit_bytes, shown: true};
+}
+
+const unknown = n => new Float64Array(n).fill(NaN);
+function join(first, second) {
+  const Type = first.constructor === second.constructor ? first.constructor : Float64Array, out = new Type(first.length + second.length);
+  out.set(first);
+  out.set(second, first.length);
+  return out;
+}
+
+function appendRows(run, message) {
+  const added = message.clock.ba.length;
+  // A plan's rows lie ahead of the new ones: the server counts rows as it sent them, the page keeps them sorted.
+  const sent = run.sent ?? Int32Array.from({length: run.n}, (_, i) => i);
+  run.sent = join(sent, Int32Array.from({length: added}, (_, i) => run.n + i));
+  for (const unit of new Set([...Object.keys(run.clock), ...Object.keys(message.clock)])) {
+    run.clock[unit] = join(run.clock[unit] ?? unknown(run.n), decode(message.clock[unit], Float64Array) ?? unknown(added));
+  }
+  run.n += added;
+  run.smooth = {};
+  for (const raw of message.series ?? []) {
+    const more = readSeries(raw);
+    more.rows = more.rows.map(row => run.sent[row]);
+    const known = run.series.find(s => s.name === raw.name && s.panel === raw.panel && Boolean(s.planned) === Boolean(raw.planned));
+    if (!known) run.series.push(more);
+    else for (const part of ["low", "high", "values", "rows"]) if (known[part] || more[part])
+      known[part] = join(known[part] ?? unknown(known.rows.length), more[part] ?? unknown(more.rows.length));
+  }
+  run.events.push(...(message.events ?? []).map(event => ({...event, row: run.sent[event.row]})));
+  sortRows(run);
+}
+
+function sortRows(run) {
+  const {ba} = run.clock;
+  if (ba.every((v, i) => i === 0 || v >= ba[i - 1])) return;
+  const order = Int32Array.from({length: run.n}, (_, i) => i).sort((a, b) => ba[a] - ba[b] || a - b), place = new Int32Array(run.n);
+  order.forEach((from, to) => { place[from] = to; });
+  const holds = state.zoom?.run === run.name ? [at(run, "ba", state.zoom.from), at(run, "ba", state.zoom.to)] : null;
+  for (const unit of Object.keys(run.clock)) run.clock[unit] = Float64Array.from(order, row => run.clock[unit][row]);
+  for (const s of run.series) s.rows = s.rows.map(row => place[row]);
+  for (const event of run.events) event.row = place[event.row];
+  run.sent = run.sent.map(row => place[row]);
+  run.smooth = {};
+  if (holds) Object.assign(state.zoom, {from: rowAt(run, "ba", holds[0]), to: rowAt(run, "ba", holds[1])});
+}
+
+// ---- rows and units: the view is kept in rows of one run, so that no switch of the axis changes it
+function smooth(run, unit) {  // the clock without gaps and without steps back
+  if (!run.smooth[unit]) {
+    const out = Float64Array.from(run.clock[unit]);
+    let last = out.find(Number.isFinite) ?? 0;
+    for (let i = 0; i < out.length; i++) last = out[i] = out[i] > last ? out[i] : last;
+    run.smooth[unit] = out;
+  }
+  return run.smooth[unit];
+}
+function above(values, v) {  // the first index whose value is larger
+  let low = 0, high = values.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] > v) high = middle; else low = middle + 1;
+  }
+  return low;
+}
+const logarithm = v => v <= 0 ? -Infinity : Math.log2(v);
+const limitOf = panel => panel.traces.find(t => t.run.limit)?.run.limit;
+const labelOf = trace => trace.s.label || trace.s.name;
+const slope = (values, n) => n > 1 && values[n - 1] > values[0] ? (values[n - 1] - values[0]) / (n - 1) : 1;
+function at(run, unit, row) {  // beyond the run's ends, its mean pace
+  const values = smooth(run, unit), n = values.length;
+  if (row <= 0) return values[0] + row * slope(values, n);
+  if (row >= n - 1) return values[n - 1] + (row - n + 1) * slope(values, n);
+  const i = Math.floor(row);
+  return values[i] + (row - i) * (values[i + 1] - values[i]);
+}
+function rowAt(run, unit, x) {
+  const values = smooth(run, unit), n = values.length;
+  if (x <= values[0]) return (x - values[0]) / slope(values, n);
+  if (x >= values[n - 1]) return n - 1 + (x - values[n - 1]) / slope(values, n);
+  const i = above(values, x) - 1;
+  return i + (x - values[i]) / (values[i + 1] - values[i]);
+}
+
+// ---- text of numbers
+const digits = step => Math.max(0, Math.min(9, Math.ceil(-Math.log10(step) - 1e-9)));
+const grouped = (v, places) => v.toLocaleString("en-US", {minimumFractionDigits: places, maximumFractionDigits: places});
+const trimmed = text => text.includes("e") || !text.includes(".") ? text : text.replace(/\.?0+$/, "");
+const BYTES = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
+const THOUSANDS = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]];
+
+function quantity(v, unit = "") {
+  if (!Number.isFinite(v)) return String(v);
+  const size = Math.abs(v);
+  if (unit === "bytes") {
+    const [factor, name] = BYTES.find(([f]) => size >= f) ?? [1, "B"];
+    return `${trimmed((v / factor).toPrecision(4))} ${name}`;
+  }
+  const tail = unit ? ` ${unit}` : "";
+  if (size >= 1e3 || Number.isInteger(v)) return grouped(v, 0) + tail;
+  if (size < 1e-3) return trimmed(v.toPrecision(3)).replace("e-0", "e-") + tail;
+  return trimmed(v.toPrecision(4)) + tail;
+}
+
+function duration(seconds, places = 0) {
+  const sign = seconds < 0 ? "-" : "", total = Math.abs(Number(seconds.toFixed(places)));
+  const days = Math.floor(total / 86400), hours = Math.floor(total / 3600) % 24, minutes = Math.floor(total / 60) % 60;
+  const two = v => String(v).padStart(2, "0"), rest = (total % 60).toFixed(places).padStart(places ? places + 3 : 2, "0");
+  return `${sign}${days ? `${days}d ` : ""}${days || hours ? `${hours}:${two(minutes)}` : minutes}:${rest}`;
+}
+const clockTime = (seconds, style) => new Intl.DateTimeFormat("en-GB", style).format(new Date(seconds * 1000));
+const DAY = {day: "numeric", month: "short"}, MINUTE = {hour: "2-digit", minute: "2-digit"}, SECOND = {...MINUTE, second: "2-digit"};
+function reading(unit, x) {  // a position in words, for the line under the legend
+  if (!Number.isFinite(x)) return "";
+  if (unit === "dur") return `${(100 * x).toFixed(2)}% of the run`;
+  if (unit === "sec") return `${duration(x)} of training`;
+  if (unit === "utc") return clockTime(x, {...DAY, ...SECOND});
+  if (unit === "ep") return `epoch ${trimmed(x.toFixed(3))}`;
+  if (unit === "ev") return `event ${Math.round(x)}`;
+  return `${grouped(Math.floor(x * (1 + 1e-12) + 1e-9), 0)} ${AXES.find(([name]) => name === unit)[1]}`;
+}
+
+// ---- ticks
+const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
+function stepOf(low, high, count, unit) {
+  const raw = (high - low) / Math.max(1, count);
+  if ((unit === "sec" || unit === "utc") && raw > 0.5) return TIMES.find(t => t >= raw) ?? 86400 * Math.ceil(raw / 86400);
+  const power = 10 ** Math.floor(Math.log10(raw)), step = power * [1, 2, 5, 10].find(m => m * power >= raw * 0.999);
+  return ["ba", "sp", "tok", "ev"].includes(unit) ? Math.max(1, step) : step;
+}
+function multiples(low, high, step, zone = 0) {
+  const out = [];
+  if (!(step > 0) || (high - low) / step > 200) return out;
+  for (let i = Math.ceil((low + zone) / step - 1e-9); i * step - zone <= high + step * 1e-9; i++) out.push(i * step - zone);
+  return out;
+}
+function xTicks(low, high, width) {
+  const unit = state.axis, zone = unit === "utc" ? -60 * new Date(low * 1000).getTimezoneOffset() : 0;
+  return multiples(low, high, stepOf(low, high, width / (unit === "utc" ? 85 : 62), unit), zone);
+}
+function plain(values) {  // one suffix and one number of decimals for all ticks
+  const step = values.length > 1 ? values[1] - values[0] : 1, most = Math.max(...values.map(Math.abs));
+  const [factor, suffix] = most >= 1e4 ? THOUSANDS.find(([f]) => most >= f) : [1, ""];
+  if (most < 1e-3) return values.map(v => v === 0 ? "0" : trimmed(v.toPrecision(3)));
+  if (step / factor < 1e-3) return values.map(v => grouped(v, digits(step)));
+  return values.map(v => v === 0 ? "0" : grouped(v / factor, digits(step / factor)) + suffix);
+}
+
+function xLabels(values) {
+  const step = values.length > 1 ? values[1] - values[0] : 1, unit = state.axis;
+  if (unit === "dur") return values.map(v => `${(100 * v).toFixed(digits(100 * step))}%`);
+  if (unit === "sec") return values.map(v => duration(v, step < 1 ? digits(step) : 0));
+  if (unit !== "utc") return plain(values);
+  let day = "";
+  return values.map(v => {
+    const date = clockTime(v, DAY), time = clockTime(v, step < 60 ? SECOND : MINUTE), text = step >= 86400 ? date : date === day ? time : `${time}\n${date}`;
+    day = date;
+    return text;
+  });
+}
+
+function yTicks(panel, low, high, height) {  // low and high are logarithms of base two on a logarithmic panel
+  const count = Math.max(2, height / (DOUBLING.has(panel.key) ? 22 : 32));
+  if (!panel.log) {
+    const factor = panel.unit === "bytes" ? (BYTES.find(([f]) => high >= f) ?? [1])[0] : 1;
+    return multiples(low / factor, high / factor, stepOf(low / factor, high / factor, count)).map(v => v * factor);
+  }
+  if (DOUBLING.has(panel.key)) return multiples(low, high, Math.max(1, Math.ceil((high - low) / count)));
+  const out = [];
+  for (let power = Math.floor(low * Math.LOG10E / Math.LOG2E); power <= high * Math.LOG10E / Math.LOG2E; power++)
+    for (const m of [1, 2, 5]) out.push({m, v: Math.log2(m * 10 ** power)});
+  const inside = out.filter(t => t.v >= low && t.v <= high), decades = inside.filter(t => t.m === 1);
+  const used = inside.length <= count + 1 ? inside : decades.filter((_, i) => i % Math.ceil(decades.length / count) === 0);
+  return used.map(t => t.v);
+}
+
+function yLabels(panel, values) {
+  const numbers = panel.log ? values.map(v => 2 ** v) : values;
+  if (panel.unit === "bytes") return numbers.map(v => v === 0 ? "0" : quantity(v, "bytes"));
+  return panel.log ? numbers.map(v => v >= 1e4 ? plain([v])[0] : trimmed(v.toPrecision(3))) : plain(numbers);
+}
+
+// ---- state
+const payload = JSON.parse(byId("data").textContent);
+const runs = (payload.runs ?? []).map(readRun).concat(payload.memory ? [readMemory(payload.memory)] : []);
+const panels = [];
+const state = {axis: "ba", zoom: null, cursor: null, chosen: new Map(), logs: new Map()};
+let range = [0, 1], colours = {};
+
+const shown = () => runs.filter(run => run.shown && run.n);
+const colourOf = run => runs.indexOf(run) % COLOURS;
+const dashOf = run => DASHES[runs.indexOf(run) % DASHES.length];
+const named = name => runs.find(run => run.name === name);
+const reference = () => shown().find(run => run.clock[state.axis]);
+function xOf(run, row) {  // through batches, if the run has no such unit
+  if (run.clock[state.axis]) return at(run, state.axis, row);
+  const other = reference();
+  return other ? at(other, state.axis, rowAt(other, "ba", at(run, "ba", row))) : 0;
+}
+
+function wholeRange() {
+  let low = Infinity, high = -Infinity;
+  for (const run of shown()) if (run.clock[state.axis]) {
+    const values = smooth(run, state.axis);
+    low = Math.min(low, values[0]);
+    high = Math.max(high, values[run.n - 1]);
+  }
+  if (state.axis !== "utc" && low > 0 && low < high / 10) low = 0;
+  return low <= high ? [low, high] : [0, 1];
+}
+
+function viewRange() {
+  const run = state.zoom && named(state.zoom.run);
+  const [low, high] = run ? [xOf(run, state.zoom.from), xOf(run, state.zoom.to)] : wholeRange();
+  if (high > low) return [low, high];
+  const room = Math.max(Math.abs(low) * 1e-9, ["ba", "sp", "tok", "ev"].includes(state.axis) ? 1 : 1e-3);
+  return [low - room, low + room];
+}
+function zoomTo(low, high) {
+  const [first, last] = wholeRange(), run = reference(), least = (last - first) * 1e-7;
+  low = Math.max(low, first);
+  high = Math.min(high, last);
+  if (!run || !(high - low > least)) return;
+  look(low <= first && high >= last ? null : {run: run.name, from: rowAt(run, state.axis, low), to: rowAt(run, state.axis, high)});
+}
+function zoomBy(factor, centre = (range[0] + range[1]) / 2) {
+  zoomTo(centre - (centre - range[0]) * factor, centre + (range[1] - centre) * factor);
+}
+function pan(share) {
+  const [first, last] = wholeRange(), width = range[1] - range[0];
+  const low = Math.min(Math.max(range[0] + share * width, first), Math.max(first, last - width));
+  if (state.zoom) zoomTo(low, low + width);
+}
+function look(zoom) {
+  state.zoom = zoom;
+  remember();
+  schedule();
+}
+function renew(draw) {  // after a change of the axis, of the rows or of what is shown
+  for (const panel of panels) panel.placed = false;
+  draw();
+}
+function setAxis(unit) {
+  state.axis = unit;
+  for (const input of byId("axis").querySelectorAll("input")) input.checked = input.value === unit;
+  remember();
+  renew(render);
+}
+function remember() {  // in the address, so that a reload and a copied address show the same view
+  const {zoom} = state, parts = new URLSearchParams({axis: state.axis});
+  if (zoom) parts.set("rows", `${runs.indexOf(named(zoom.run))},${zoom.from},${zoom.to}`);
+  if (state.theme) parts.set("theme", state.theme);
+  try { history.replaceState(null, "", `#${parts}`); } catch { /* a frame without an address */ }
+}
+function recall(offered) {
+  const parts = new URLSearchParams(location.hash.slice(1)), [index, from, to] = (parts.get("rows") ?? "").split(",").map(Number);
+  if (offered.includes(parts.get("axis"))) state.axis = parts.get("axis");
+  if (runs[index] && to > from) state.zoom = {run: runs[index].name, from, to};
+  if (["light", "dark"].includes(parts.get("theme"))) state.theme = parts.get("theme");
+}
+
+// ---- points of a panel on the current axis
+function lastRow(run) {  // of what the run has done: a plan's rows may lie beyond
+  const rows = [...run.events.map(event => event.row), ...run.series.map(s => s.planned ? 0 : s.rows.at(-1) ?? 0)];
+  return rows.reduce((a, b) => Math.max(a, b), 0);
+}
+function pointsOf(run, s) {
+  const clock = run.clock[state.axis], room = s.rows.length + 1, x = new Float64Array(room), index = new Int32Array(room);
+  let n = 0, last = -Infinity;
+  const add = (row, i) => {
+    if (!Number.isFinite(clock[row])) return;
+    x[n] = last = Math.max(last, clock[row]);  // uneven clocks (a corrected wall clock) never run back
+    index[n++] = i;
+  };
+  if (clock) for (let i = 0; i < s.rows.length; i++) add(s.rows[i], i);
+  if (clock && s.step && n) {  // the last value holds to the end: of the plan, or of what the run has done
+    let end = s.planned || run.kind !== "run" ? run.n - 1 : lastRow(run);
+    while (end > 0 && !Number.isFinite(clock[end])) end--;
+    if (clock[end] > last) add(end, s.rows.length - 1);
+  }
+  return {x: x.subarray(0, n), index: index.subarray(0, n)};
+}
+
+function place(panel) {
+  panel.traces = shown().flatMap(run => run.series.filter(s => s.panel === panel.key).sort((a, b) => Boolean(b.planned) - Boolean(a.planned))
+    .map((s, i, all) => ({run, s, ...pointsOf(run, s), second: !s.planned && all.findIndex(other => !other.planned) < i})));
+  panel.unit = panel.traces.find(t => t.s.unit)?.s.unit ?? "";
+  panel.placed = true;
+}
+function visible(trace) {  // indices of the points in view; of a step also the one that holds at its start
+  const first = above(trace.x, range[0] - (range[1] - range[0]) * 1e-12), last = above(trace.x, range[1]) - 1;
+  if (trace.s.step || first > last) return [Math.max(0, first - 1), Math.max(last, Math.min(first, trace.x.length - 1))];
+  return [first, last];
+}
+
+function extent(panel) {
+  const f = panel.log ? logarithm : v => v;
+  let low = Infinity, high = -Infinity, least = Infinity, most = -Infinity;
+  for (const t of panel.traces) {
+    const [first, last] = t.x.length ? visible(t) : [0, -1];
+    for (let i = first; i <= last; i++) {
+      const k = t.index[i], v = f(t.s.values[k]);
+      if (!Number.isFinite(v)) continue;
+      if (v < low) low = v;
+      if (v > high) high = v;
+      if (!t.s.low) continue;
+      if (f(t.s.low[k]) < least) least = f(t.s.low[k]);
+      if (f(t.s.high[k]) > most) most = f(t.s.high[k]);
+    }
+  }
+  if (low > high) return panel.log ? [0, 3] : [0, 1];
+  const span = Math.max(high - low, panel.log ? 1 : 0);  // a wide interval may not flatten the line
+  if (least < low) low = Math.max(least, low - span);
+  if (most > high) high = Math.min(most, high + span);
+  const limit = limitOf(panel);
+  if (limit && limit < 4 * high) high = Math.max(high, limit);
+  if (!panel.log && FROM_ZERO.has(panel.key) && low > 0) low = 0;
+  let room = (high - low) * 0.06;
+  if (!(room > 0)) room = panel.log ? 0.5 : Math.abs(high) * 0.1 || 0.5;
+  if (panel.log && high - low < 1) room = (1.2 - (high - low)) / 2;
+  return [!panel.log && low === 0 ? 0 : low - room, high + room];
+}
+
+// ---- drawing, in CSS pixels
+const finiteAt = (t, values, Y) => i => Number.isFinite(Y(values[t.index[i]]));
+function stretches(from, to, good, cut = () => false) {  // [first, last] of the points between gaps
+  const out = [];
+  for (let i = from; i <= to; i++) if (good(i)) {
+    if (out.at(-1)?.[1] === i - 1 && !cut(i)) out.at(-1)[1] = i; else out.push([i, i]);
+  }
+  return out;
+}
+function corners(t, first, last, values, X, Y) {
+  const out = [];
+  for (let i = first; i <= last; i++) {
+    if (t.s.step && i > first) out.push([X(t.x[i]), Y(values[t.index[i - 1]])]);
+    out.push([X(t.x[i]), Y(values[t.index[i]])]);
+  }
+  return out;
+}
+function trail(points) {
+  const shape = new Path2D();
+  points.forEach(([x, y], i) => i ? shape.lineTo(x, y) : shape.moveTo(x, y));
+  return shape;
+}
+function stroke(ctx, shape, colour, width, dash = [], alpha = 1) {
+  Object.assign(ctx, {strokeStyle: colour, lineWidth: width, globalAlpha: alpha});
+  ctx.setLineDash(dash);
+  ctx.stroke(shape);
+  ctx.setLineDash([]);
+  ctx.globalAlpha = 1;
+}
+function write(ctx, text, x, y, colour, weight = 400) {
+  Object.assign(ctx, {fillStyle: colour, font: `${weight} 12px system-ui, sans-serif`, textAlign: "left", textBaseline: "alphabetic"});
+  ctx.fillText(text, x, y);
+}
+
+function paint(panel, u) {
+  const {ctx} = u, scale = devicePixelRatio, [low, high] = panel.y, f = panel.log ? logarithm : v => v;
+  const box = {left: u.bbox.left / scale, top: u.bbox.top / scale, width: u.bbox.width / scale, height: u.bbox.height / scale};
+  const X = x => box.left + (x - range[0]) / (range[1] - range[0]) * box.width;
+  const Y = v => box.top + (high - f(v)) / (high - low) * box.height;
+  ctx.save();
+  ctx.scale(scale, scale);
+  ctx.beginPath();
+  ctx.rect(box.left, box.top - 1, box.width, box.height + 2);
+  ctx.clip();
+  ctx.lineJoin = "round";
+  for (const t of panel.traces) if (t.x.length) paintTrace(ctx, t, box, X, Y);
+  paintEvents(ctx, box, X);
+  const limit = limitOf(panel), y = limit && Y(limit);
+  if (y >= box.top) stroke(ctx, trail([[box.left, y], [box.left + box.width, y]]), colours.warn, 2, [8, 4]);
+  if (limit) write(ctx, `${y < box.top ? "↑ " : ""}${quantity(limit, "bytes")} on the card`, box.left + 8, Math.max(y, box.top) + 15, colours.warn, 600);
+  ctx.restore();
+}
+
+function paintTrace(ctx, t, box, X, Y) {
+  const {s} = t, [first, last] = visible(t), from = Math.max(0, first - 1), to = Math.min(t.x.length - 1, last + 1);
+  const colour = colours[`c${s.colour ?? colourOf(t.run)}`], good = finiteAt(t, s.values, Y);
+  ctx.fillStyle = colour;
+  ctx.globalAlpha = s.own ? 0.55 : 0.18;
+  // An end that the axis does not hold, such as zero on a logarithmic one, lies at its edge.
+  const edge = v => Math.min(Math.max(Y(v), box.top - 9), box.top + box.height + 9);
+  const isBand = s.low ? i => finiteAt(t, s.low, edge)(i) && finiteAt(t, s.high, edge)(i) : () => false;
+  for (const [a, b] of stretches(from, to, isBand)) ctx.fill(trail([...corners(t, a, b, s.high, X, edge), ...corners(t, a, b, s.low, X, edge).reverse()]));
+  ctx.globalAlpha = 1;
+  // On the time of day, a run that was away has a gap.
+  const away = state.axis === "utc" && !s.step ? t.run.events.filter(event => event.kind === "resume").map(event => event.row) : [];
+  const parts = stretches(from, to, good, i => away.some(row => s.rows[t.index[i - 1]] <= row && s.rows[t.index[i]] > row));
+  const dash = s.planned ? [10, 5] : s.own ? [] : dashOf(t.run), width = s.planned ? 4.5 : s.own ? 1 : t.second ? 2.1 : 1.5;
+  const line = new Path2D(), dots = new Path2D(), few = t.second && !s.step && last - first < box.width / 14, r = t.second ? 2.6 : 2.2;
+  for (const [a, b] of parts) {
+    line.addPath(trail(corners(t, a, b, s.values, X, Y)));
+    if (few || a === b) for (let i = a; i <= b; i++) {
+      const x = X(t.x[i]), y = Y(s.values[t.index[i]]);
+      dots.moveTo(x + r, y);
+      dots.arc(x, y, r, 0, 7);
+    }
+  }
+  stroke(ctx, line, colour, width, dash, s.planned ? 0.4 : 1);
+  ctx.fillStyle = t.second ? colours.raised : colour;
+  ctx.fill(dots);
+  if (t.second) stroke(ctx, dots, colour, 1.4);
+}
+
+function paintEvents(ctx, box, X) {
+  const bottom = box.top + box.height;
+  for (const run of shown()) for (const event of run.events) {
+    const x = X(run.clock[state.axis]?.[event.row]), mark = event.kind === "mark", grave = mark || GRAVE.has(event.kind);
+    if (!(x >= box.left && x <= box.left + box.width)) continue;
+    const colour = event.kind === "out_of_memory" ? colours.warn : mark ? colours.soft : colours[`c${colourOf(run)}`];
+    const dash = !grave ? [] : event.kind === "resume" ? [2, 3] : [5, 3];
+    stroke(ctx, trail([[x, grave ? box.top : bottom - 5], [x, bottom]]), colour, 1.1, dash, grave ? 0.9 : 0.6);
+    if (mark) write(ctx, event.text, x + 5, bottom - 8, colours.ink);
+  }
+}
+
+// ---- panels
+function newPanel(key) {
+  const panel = {key, log: state.logs.get(key) ?? DOUBLING.has(key), placed: false, traces: [], y: [0, 1], unit: ""};
+  const title = key === "step_memory" ? runs.find(run => run.kind === "memory").name : TITLES.get(key) ?? key;
+  panel.values = make("div", {class: "values"});
+  panel.small = make("small");
+  const log = make("button", {type: "button", "aria-pressed": String(panel.log), title: "logarithmic axis", click: () => {
+    panel.log = !panel.log;
+    state.logs.set(key, panel.log);
+    log.setAttribute("aria-pressed", String(panel.log));
+    schedule();
+  }}, "log");
+  panel.lanes = make("div", {class: "lanes"});
+  panel.plot = make("div", {class: "plot"});
+  panel.root = make("section", {class: "panel", tabindex: 0, role: "group", "aria-label": `${title}: Shift with arrow keys moves the cursor`, keydown: event => press(panel, event)},
+    make("div", {class: "top"}, make("h2", {}, title, " ", panel.small), ...(key === "step_memory" ? [] : [log]), panel.values), panel.lanes, panel.plot);
+  return panel;
+}
+
+const heightOf = panel => panel.root.classList.contains("wide") ? (innerWidth < 600 ? 230 : 290) : 180;
+
+function mount(panel) {
+  const font = "12px system-ui, sans-serif", ink = () => colours.soft, grid = {stroke: () => colours.grid, width: 1};
+  const u = panel.u = new uPlot({
+    width: Math.max(80, panel.plot.clientWidth), height: heightOf(panel), pxAlign: 0, legend: {show: false}, padding: [6, 14, 0, 0],
+    // Runs have clocks of their own, uPlot has one for all series: it keeps scales, axes, cursor and selection, and `paint` draws.
+    scales: {x: {time: false, range: () => range}, y: {range: () => panel.y}},
+    series: [{}, {paths: () => null, points: {show: false}}],
+    axes: [{stroke: ink, font, grid, ticks: {show: false}, size: () => state.axis === "utc" ? 42 : 26, gap: 6, splits: (u, _, low, high) => xTicks(low, high, u.over.clientWidth || u.width), values: (_, v) => xLabels(v)},
+      {stroke: ink, font, grid, ticks: {show: false}, size: 56, gap: 6, splits: (_, __, low, high) => yTicks(panel, low, high, heightOf(panel) - 40), values: (_, v) => yLabels(panel, v)}],
+    cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false}, bind: {dblclick: () => () => look(null)}},
+    hooks: {draw: [u => paint(panel, u)], setCursor: [u => moveCursor(u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null, panel)],
+      setSelect: [u => {
+        const {left, width} = u.select;
+        if (width >= 4) zoomTo(u.posToVal(left, "x"), u.posToVal(left + width, "x"));
+        u.setSelect({left: 0, width: 0, top: 0, height: 0}, false);
+      }]},
+  }, [[0, 1], [null, null]], panel.plot);
+  touch(u);
+  new ResizeObserver(() => {
+    const width = Math.max(80, panel.plot.clientWidth);
+    if (width !== u.width || u.height !== heightOf(panel)) { u.setSize({width, height: heightOf(panel)}); schedule(); }
+  }).observe(panel.plot);
+}
+
+function touch(u) {  // two fingers zoom, one moves the cursor; the wheel zooms with Ctrl, as a trackpad's pinch does
+  const fingers = new Map(), places = () => [...fingers.values()].sort((p, q) => p - q).map(x => u.posToVal(x, "x"));
+  let held = [];
+  const on = (names, handle) => names.forEach(name => u.over.addEventListener(name, event => { if (event.pointerType !== "mouse") handle(event); }));
+  on(["pointerdown"], event => { fingers.set(event.pointerId, event.offsetX); held = places(); });
+  on(["pointerup", "pointercancel"], event => { fingers.delete(event.pointerId); held = places(); });
+  on(["pointermove"], event => {
+    if (!fingers.has(event.pointerId)) return;
+    fingers.set(event.pointerId, event.offsetX);
+    const [a, b] = places();
+    if (b === undefined) return moveCursor(a, null);
+    const pace = (held[1] - held[0]) / Math.max(b - a, (range[1] - range[0]) / 50), low = held[0] - (a - range[0]) * pace;
+    zoomTo(low, low + (range[1] - range[0]) * pace);
+  });
+  u.over.addEventListener("wheel", event => {
+    if (!event.ctrlKey) return;
+    event.preventDefault();
+    zoomBy(Math.exp(event.deltaY / 200), u.posToVal(event.offsetX, "x"));
+  }, {passive: false});
+}
+
+function keysOfPanels() {
+  const keys = new Set(runs.flatMap(run => run.series.map(s => s.panel)));
+  return [...TITLES.keys()].filter(key => keys.has(key)).concat([...keys].filter(key => !TITLES.has(key)).sort());
+}
+
+function layPanels() {
+  const keys = keysOfPanels().filter(key => state.chosen.get(key) ?? TITLES.has(key)), place = byId("panels");
+  for (const panel of panels.filter(p => !keys.includes(p.key))) { panel.u.destroy(); panel.root.remove(); }
+  const kept = new Map(panels.map(p => [p.key, p]));
+  panels.length = 0;
+  keys.forEach((key, i) => {
+    const known = kept.get(key), panel = known ?? newPanel(key);
+    panel.root.classList.toggle("wide", i === 0);
+    if (place.children[i] !== panel.root) place.insertBefore(panel.root, place.children[i] ?? null);
+    panels.push(panel);
+    if (!known) mount(panel);
+  });
+}
+
+let waiting = false;
+function schedule() {
+  if (!waiting) requestAnimationFrame(() => { waiting = false; render(); });
+  waiting = true;
+}
+
+function render() {
+  range = viewRange();
+  byId("whole").disabled = !state.zoom;
+  panels.forEach((panel, i) => {
+    if (!panel.placed) place(panel);
+    panel.y = extent(panel);
+    panel.small.textContent = panel.unit === "bytes" ? "" : panel.unit;
+    panel.u.setScale("x", {min: range[0], max: range[1]});
+    panel.u.redraw(false, true);
+    panel.lanes.hidden = i !== 0;
+    if (i === 0) layLanes(panel);
+  });
+  showCursor();
+}
+
+// ---- events
+function layLanes(panel) {
+  const kept = document.activeElement?.closest?.(".lane button")?.dataset.at;
+  panel.lanes.replaceChildren();
+  tip();
+  const {u} = panel, width = u.over.clientWidth || u.width - 70, offset = u.over.offsetLeft || 56;
+  for (const run of shown().filter(run => run.kind !== "memory")) {
+    const marks = run.events.map(event => ({event, x: run.clock[state.axis]?.[event.row]}))
+      .filter(({x}) => x >= range[0] && x <= range[1]).map(m => ({...m, px: (m.x - range[0]) / (range[1] - range[0]) * width})).sort((a, b) => a.px - b.px);
+    if (!marks.length) continue;
+    const groups = [];
+    for (const mark of marks) {
+      if (groups.length && mark.px - groups.at(-1)[0].px < 11) groups.at(-1).push(mark); else groups.push([mark]);
+    }
+    const lane = make("div", {class: `lane c${colourOf(run)}`, role: "toolbar", "aria-label": `events of ${run.name}; arrow keys move`});
+    lane.append(...groups.map((group, i) => markOf(run, group, i === 0, offset)));
+    panel.lanes.append(lane);
+  }
+  if (kept) panel.lanes.querySelector(`[data-at="${CSS.escape(kept)}"]`)?.focus();
+}
+
+function markOf(run, group, first, offset) {
+  const kinds = group.map(m => m.event.kind), kind = WEIGHTS.find(k => kinds.includes(k)) ?? kinds[0];
+  const main = group.find(m => m.event.kind === kind), text = describe(group.map(m => m.event));
+  const show = () => { moveCursor(main.x, null); tip(text, button.getBoundingClientRect()); };
+  const button = make("button", {type: "button", tabindex: first ? 0 : -1, class: GRAVE.has(kind) ? "grave" : "", "aria-label": text, "data-at": `${run.name}:${main.event.row}`,
+    focus: show, mouseenter: show, blur: () => tip(), mouseleave: () => tip(), click: show,
+    keydown: event => {
+      const next = {ArrowLeft: button.previousElementSibling, ArrowRight: button.nextElementSibling}[event.key];
+      if (["ArrowLeft", "ArrowRight"].includes(event.key)) { event.preventDefault(); event.stopPropagation(); }
+      if (!next) return;
+      button.tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus();
+    }}, EVENTS[kind]?.[0] ?? "•");
+  button.style.left = `${offset + main.px}px`;
+  return button;
+}
+
+function describe(events) {
+  const sorted = [...events].sort((a, b) => WEIGHTS.indexOf(a.kind) - WEIGHTS.indexOf(b.kind)), lines = sorted.slice(0, 6).map(event => {
+    const kind = EVENTS[event.kind]?.[1] ?? (event.kind === "mark" ? "" : event.kind);
+    const attempt = event.attempt > 1 ? ` (attempt ${event.attempt})` : "";
+    return event.text && kind ? `${kind}${attempt}: ${event.text}` : `${event.text || kind}${attempt}`;
+  });
+  if (events.length > 6) lines.push(`and ${events.length - 6} more`);
+  return lines.join("\n");
+}
+function tip(text = "", box = null) {
+  const element = byId("tip");
+  element.hidden = !text;
+  element.textContent = text;
+  if (!text) return;
+  const {width, height} = element.getBoundingClientRect(), left = Math.min(Math.max(6, box.left + box.width / 2 - width / 2), innerWidth - width - 6);
+  element.style.left = `${left}px`;
+  element.style.top = `${box.top - height - 8 > 0 ? box.top - height - 8 : box.bottom + 8}px`;
+}
+
+// ---- cursor
+function moveCursor(x, source) {
+  const run = reference();
+  state.cursor = x == null || !run ? null : {run: run.name, row: rowAt(run, state.axis, x)};
+  showCursor(source);
+}
+
+function showCursor(source = null) {
+  const run = state.cursor && named(state.cursor.run), x = cursorX();
+  for (const panel of panels) {
+    const left = x == null || x < range[0] || x > range[1] ? -10 : (x - range[0]) / (range[1] - range[0]) * panel.u.over.clientWidth;
+    if (panel !== source) panel.u.setCursor({left, top: 0}, false);
+    panel.values.replaceChildren(...readouts(panel, x));
+  }
+  byId("reading").textContent = run ? AXES.filter(([unit]) => run.clock[unit]).map(([unit]) => reading(unit, at(run, unit, state.cursor.row))).filter(Boolean).join("  ·  ") : "";
+  if (!source) return;
+  const near = x == null ? [] : nearEvents(x, 4 * (range[1] - range[0]) / source.u.over.clientWidth);
+  const box = source.u.over.getBoundingClientRect();
+  tip(near.length ? describe(near) : "", {left: box.left + source.u.cursor.left, width: 0, top: box.top, bottom: box.top});
+}
+
+function nearEvents(x, reach) {
+  return shown().flatMap(run => run.events.filter(event => Math.abs((run.clock[state.axis]?.[event.row] ?? NaN) - x) <= reach));
+}
+function valueAt(trace, x) {  // of a step what holds, else the nearest point; without a cursor the last point in view
+  if (!trace.x.length) return null;
+  let i = above(trace.x, (x ?? range[1]) + (range[1] - range[0]) * 1e-9) - 1;
+  if (!trace.s.step && x != null && i + 1 < trace.x.length && (i < 0 || trace.x[i + 1] - x < x - trace.x[i])) i++;
+  if (i < 0) return null;
+  const k = trace.index[i];
+  return {v: (trace.s.own ?? trace.s.values)[k], low: trace.s.own ? null : trace.s.low?.[k], high: trace.s.high?.[k], x: trace.x[i]};
+}
+function wordsOf(trace, x) {
+  const found = valueAt(trace, x);
+  if (!found) return null;
+  const interval = Number.isFinite(found.low) ? ` (${quantity(found.low)} to ${quantity(found.high)})` : "";
+  return quantity(found.v, trace.s.unit === "bytes" ? "bytes" : "") + interval;
+}
+
+function readouts(panel, x) {
+  return shown().flatMap(run => {
+    const own = panel.traces.filter(t => t.run === run && wordsOf(t, x) != null);
+    const parts = own.map(t => make("span", {}, ...(t.s.own ? [swatch(t.s.colour, [], true), " "] : []), own.length > 1 ? `${labelOf(t)} ` : "", make("b", {}, wordsOf(t, x))));
+    return parts.length ? [make("span", {title: run.name}, ...(run.kind === "memory" ? [] : [swatch(colourOf(run), dashOf(run), true)]), ...parts)] : [];
+  });
+}
+
+function press(panel, event) {
+  if (event.target !== panel.root || event.ctrlKey || event.metaKey || event.altKey) return;
+  const forward = {ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1}[event.key];
+  if (event.shiftKey && forward) stride(panel, forward);
+  else if (event.shiftKey && event.key === "Home") stride(panel, 1, -Infinity);
+  else if (event.shiftKey && event.key === "End") stride(panel, -1, Infinity);
+  else if (["ArrowRight", "ArrowLeft"].includes(event.key) && state.zoom) pan(forward * 0.2);
+  else if (event.key === "+" || event.key === "=") zoomBy(0.6, cursorX() ?? undefined);
+  else if (event.key === "-") zoomBy(1 / 0.6, cursorX() ?? undefined);
+  else if (event.key === "0") look(null);
+  else return;
+  event.preventDefault();
+}
+
+function cursorX() {
+  const run = state.cursor && named(state.cursor.run);
+  return run ? xOf(run, state.cursor.row) : null;
+}
+
+function stride(panel, forward, from = cursorX() ?? (forward > 0 ? -Infinity : Infinity)) {  // to the next point of this panel that is some pixels away
+  const least = 3 * (range[1] - range[0]) / panel.u.over.clientWidth;
+  let next = null;
+  for (const t of panel.traces) for (const x of t.x) {
+    if (x < range[0] || x > range[1] || (x - from) * forward < least) continue;
+    if (next == null || (next - x) * forward > 0) next = x;
+  }
+  if (next == null) return;
+  moveCursor(next, null);
+  const values = panel.traces.map(t => [shown().length > 1 ? `${t.run.name}:` : "", labelOf(t), wordsOf(t, next) ?? "no value"].filter(Boolean).join(" "));
+  const near = nearEvents(next, least / 2);
+  byId("spoken").textContent = [reading(state.axis, next), ...values, near.length ? describe(near) : ""].filter(Boolean).join("; ");
+}
+
+// ---- head, legend, tables, chooser
+function layAxis() {
+  const offered = AXES.filter(([unit]) => runs.some(run => run.clock[unit])).map(([unit]) => unit), place = byId("axis");
+  if (place.dataset.units === offered.join()) return offered;
+  place.dataset.units = offered.join();
+  place.hidden = offered.length < 2;
+  if (!offered.includes(state.axis)) state.axis = offered[0] ?? "ba";
+  for (const label of place.querySelectorAll("label")) label.remove();
+  for (const [unit, name] of AXES) if (offered.includes(unit))
+    place.append(make("label", {}, make("input", {type: "radio", name: "axis", value: unit, change: () => setAxis(unit)}), name));
+  return offered;
+}
+
+function layLegend() {
+  byId("legend").replaceChildren(...(payload.kind === "memory" ? [] : runs).map(run => {
+    const button = make("button", {type: "button", "aria-pressed": String(run.shown), title: "press to hide or show", click: () => {
+      run.shown = !run.shown;
+      button.setAttribute("aria-pressed", String(run.shown));
+      renew(schedule);
+    }}, swatch(colourOf(run), dashOf(run)), run.name, ...(run.kind === "plan" ? [make("small", {}, "plan")] : []));
+    return button;
+  }));
+}
+
+function table(columns, rows, numbers) {
+  const cells = (tag, row) => row.map((text, i) => make(tag, {class: numbers?.[i] ? "number" : null}, String(text)));
+  return make("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": "table"}, make("table", {}, make("thead", {}, make("tr", {}, ...cells("th", columns))),
+    make("tbody", {}, ...rows.map(row => make("tr", {}, ...cells("td", row))))));
+}
+
+function layText() {
+  const described = runs.filter(run => run.facts?.length), names = [...new Set(described.flatMap(run => run.facts.map(([name]) => name)))];
+  const rows = names.map(name => [name, ...described.map(run => String(run.facts.find(([other]) => other === name)?.[1] ?? "–"))]);
+  const differ = rows.filter(([, first, ...rest]) => rest.some(text => text !== first)), same = rows.filter(row => !differ.includes(row));
+  byId("facts").replaceChildren(make("dl", {}, ...same.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text)))),
+    ...(differ.length ? [table(["", ...described.map(run => run.name)], differ)] : []));
+  const staged = runs.filter(run => run.stages?.rows?.length);
+  byId("stages").replaceChildren(...(staged.length ? [make("h2", {}, "Stages")] : []), ...staged.flatMap(run => {
+    const numbers = run.stages.columns.map((_, i) => run.stages.rows.every(row => /^[-–\d]/.test(row[i])));
+    return [make("h3", {}, run.name), table(run.stages.columns, run.stages.rows, numbers)];
+  }));
+  document.title = `${runs.map(run => run.name).join(", ").slice(0, 80)} – stretto`;
+}
+
+function layChooser() {
+  const keys = keysOfPanels(), menu = byId("chooser").querySelector(".menu");
+  if (menu.dataset.keys === JSON.stringify(keys)) return;
+  menu.dataset.keys = JSON.stringify(keys);
+  const labels = keys.map(key => make("label", {}, make("input", {type: "checkbox", checked: state.chosen.get(key) ?? TITLES.has(key), change: event => {
+    state.chosen.set(key, event.target.checked);
+    layPanels();
+    schedule();
+  }}), TITLES.get(key) ?? key));
+  const search = make("input", {type: "search", placeholder: "find a metric", "aria-label": "find a metric", input: () => labels.forEach((label, i) => { label.hidden = !keys[i].includes(search.value); })});
+  menu.replaceChildren(...(keys.length > 12 ? [search] : []), ...labels);
+}
+
+function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  for (const name of ["ink", "soft", "line", "grid", "warn", "raised", ...Array.from({length: COLOURS}, (_, i) => `c${i}`)]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+}
+const system = matchMedia("(prefers-color-scheme: dark)");
+function setTheme() {
+  document.documentElement.dataset.theme = state.theme ?? (system.matches ? "dark" : "light");
+  readColours();
+  schedule();
+}
+
+// ---- live
+function take(raw) {
+  const run = readRun(raw), index = runs.findIndex(other => other.name === run.name);
+  if (index < 0) runs.push(run);
+  else {
+    const kept = state.zoom?.run === run.name ? viewRange() : null;
+    run.shown = runs[index].shown;
+    runs[index] = run;
+    if (kept && run.n && run.clock[state.axis]) Object.assign(state.zoom, {from: rowAt(run, state.axis, kept[0]), to: rowAt(run, state.axis, kept[1])});
+  }
+  layLegend();
+  layText();
+}
+
+function listen() {
+  const sign = byId("live"), source = new EventSource("events");
+  const say = (text, lost) => { sign.hidden = false; sign.textContent = text; sign.classList.toggle("lost", lost); };
+  const receive = handle => event => {
+    handle(JSON.parse(event.data));
+    layAxis();
+    layChooser();
+    layPanels();
+    renew(schedule);
+  };
+  source.addEventListener("open", () => say("live", false));
+  source.addEventListener("error", () => say("connection lost, trying again", true));
+  source.addEventListener("run", receive(take));
+  source.addEventListener("rows", receive(message => { const run = named(message.name); if (run) appendRows(run, message); }));
+}
+
+recall(layAxis());
+byId("whole").addEventListener("click", () => look(null));
+byId("theme").addEventListener("click", () => {
+  state.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  remember();
+  setTheme();
+});
+system.addEventListener("change", setTheme);
+addEventListener("click", event => { if (!byId("chooser").contains(event.target)) byId("chooser").open = false; });
+addEventListener("keydown", event => { if (event.key === "Escape") { byId("chooser").open = false; tip(); } });
+for (const lay of [setTheme, layLegend, layText, layChooser, layPanels]) lay();
+setAxis(state.axis);
+if (payload.live) listen();
+// For tests and for the browser's console; nothing else reads it.
+globalThis.strettoPage = {state, runs, panels, setAxis, zoomTo, view: () => [...range]};
+})();

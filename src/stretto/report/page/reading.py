@@ -1,0 +1,409 @@
+"""Read the folder of a run, or a plan, into series, events and a table; again while it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from stretto._location import local_path
+from stretto.errors import DataError
+from stretto.report.page.series import UNITS, Numbers, RunData, Series
+from stretto.run_folder import (
+    CLOCK,
+    EVENTS,
+    FIRST_COLUMNS,
+    LEDGER,
+    LEDGER_COLUMNS,
+    METRICS,
+    PLAN,
+    Tail,
+    parsed_event,
+    parsed_ledger,
+    parsed_metrics,
+    read_json,
+    unreadable,
+)
+
+KNOWN = {
+    "loss": ("loss", "training loss", ""),
+    "grad_norm": ("grad_norm", "gradient norm", ""),
+    "noise_scale": ("noise_scale", "noise scale", ""),
+    "memory_peak_bytes": ("memory", "measured, largest over ranks", "bytes"),
+    "samples_per_second": ("throughput", "samples per second", "sp/s"),
+}
+"""The panel, label and unit of a metric."""
+ENDS = ("noise_scale_low", "noise_scale_high")
+PANELS = {
+    "batch_size": "batch size",
+    "accumulation": "micro-batches of a rank",
+    "lr": "learning rate",
+}
+UNFIT = (TypeError, LookupError, ValueError, AttributeError, ArithmeticError)
+"""What a `plan.json` that is not one raises."""
+MOST_STAGES = 200
+MOST_EVENTS = 2_000
+"""Of one kind; of more, evenly spaced ones are shown."""
+_POINTS_OF_RATES = 1_000
+
+
+def read(folder: str | Path) -> RunData:
+    """Return what the files of a run say, also while it runs.
+
+    Raises:
+        DataError: the folder has no file of a run.
+    """
+    reader = Reader(local_path(folder, "read the run in", DataError))
+    return reader.read()
+
+
+@final
+class Reader:
+    """Reads the files of one run: `read` everything, then `more`.
+
+    Args:
+        folder: the run folder.
+        name: how the page calls the run; by default, as its folder.
+    """
+
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        self.folder = folder
+        self.name = name or folder.name or folder.resolve().name
+        self._start()
+
+    def _start(self) -> None:
+        self._tails = {name: Tail(self.folder / name) for name in (METRICS, LEDGER, EVENTS)}
+        self._columns: list[str] = []
+        self._attempts: list[tuple[float, float, float]] = []
+        self._known: list[Numbers] = [np.zeros((1, len(UNITS)))]
+        self._plan: Any = None
+
+    def was_cut(self) -> bool:
+        """Whether a file is shorter than before, so that all must be read again."""
+        return any(tail.was_cut() for tail in self._tails.values())
+
+    def has_new(self) -> bool:
+        """Whether a file has grown."""
+        return any(tail.has_new() for tail in self._tails.values())
+
+    def read(self) -> RunData:
+        """Return the whole run.
+
+        Raises:
+            DataError: the folder has no file of a run.
+        """
+        if not any((self.folder / name).is_file() for name in self._tails):
+            raise unreadable(self.folder, f"it has none of {', '.join(self._tails)}")
+        self._start()
+        self._plan = read_json(self.folder / PLAN)
+        run = self.more()
+        planned = planned_series(self._plan, is_main=False)
+        told = [one["facts"] for one in run.events if isinstance(one.get("facts"), dict)]
+        facts = told[-1] if told else {}
+        run.series = [*planned, *run.series, *_predicted(facts, run)]
+        run.facts = [[str(name).replace("_", " "), str(value)] for name, value in facts.items()]
+        run.columns, run.stages = stages_of(self._plan, run)
+        return run
+
+    def more(self) -> RunData:
+        """Return what is new since the last call."""
+        events = [one for one in map(parsed_event, self._tails[EVENTS].read()) if one]
+        ledger = self._ledger()
+        lines = [one for one in map(parsed_metrics, self._tails[METRICS].read()) if one]
+        self._attempts += [
+            (one["sp"], one["sec"], one["utc"])
+            for one in events
+            if one["event"] in ("start", "resume")
+        ]
+        clock = self._timed(_rows(lines), is_after=True)
+        if len(clock):
+            self._known.append(clock[:: max(1, len(clock) // 20_000)])
+            self._known.append(clock[-1:])
+        known = {*self._columns, *(["batch_size"] if self._columns else [])}
+        run = RunData(self.name, "run", self._of_ledger(ledger))
+        run.series += _of_lines(lines, clock, without=known)
+        if ledger and not any("samples_per_second" in one for one in lines):
+            run.series += _rates(run.series, ledger)
+        for one in events:
+            own = np.array([[float(one[unit]) for unit in UNITS]])
+            run.events.append({**one, "clock": own[0]})
+        run.events = _fewer(run.events)
+        return run
+
+    def _ledger(self) -> Mapping[str, Numbers]:
+        block = self._tails[LEDGER].read_block()
+        if not self._columns:
+            header, _, block = block.partition("\n")
+            self._columns = header.strip().split(",") if header else []
+        if not set(FIRST_COLUMNS) <= set(self._columns):
+            return {}
+        return parsed_ledger(self._columns, block)
+
+    def _of_ledger(self, ledger: Mapping[str, Numbers]) -> list[Series]:
+        """Return the series of a ledger; a last point ends each with the last batch."""
+        if not ledger or not len(ledger["batch"]):
+            return []
+        clock = np.full((len(ledger["batch"]) + 1, len(UNITS)), np.nan)
+        for unit, name in (("ba", "batch"), ("sp", "sample"), ("tok", "token"), ("sec", "sec")):
+            if name in ledger:
+                clock[:-1, UNITS.index(unit)] = ledger[name]
+        clock[-1, :3] = [
+            ledger["batch"][-1] + 1,
+            ledger["sample"][-1] + ledger["size"][-1],
+            ledger["token"][-1] + ledger["tokens"][-1],
+        ]
+        known = np.concatenate(self._known)
+        samples, first = np.unique(known[:, 1], return_index=True)
+        for unit in ("ep", "dur", "sec"):
+            column = clock[:, UNITS.index(unit)]
+            lacks = np.isnan(column) & (clock[:, 1] <= samples[-1])
+            there = known[first, UNITS.index(unit)]
+            column[lacks] = np.interp(clock[lacks, 1], samples, there)
+        size = _number(self._plan, "dataset_num_samples")
+        if size:
+            clock[:, UNITS.index("ep")] = clock[:, 1] / size
+        clock = self._timed(clock, is_after=False)
+
+        def series(name: str, column: str, panel: str, label: str) -> Series:
+            values = np.append(ledger[column], ledger[column][-1])
+            return Series(name, panel, label, clock, values, step=True)
+
+        size_column = "decided_size" if "decided_size" in ledger else "size"
+        found = [
+            series("batch_size", size_column, "batch_size", PANELS["batch_size"]),
+            series("accumulation", "micro_batches", "accumulation", PANELS["accumulation"]),
+        ]
+        for name in self._columns:
+            if name not in LEDGER_COLUMNS:
+                panel = "lr" if name.partition("@")[0] == "lr" else name
+                found.append(series(name, name, panel, show_name(name)))
+        return found
+
+    def _timed(self, clock: Numbers, *, is_after: bool) -> Numbers:
+        """Fill in the time of day: that of the start of the attempt, and the seconds since."""
+        if not self._attempts or not len(clock):
+            return clock
+        # A resume cuts away what came after its position: the last attempt before a row wrote it.
+        starts: Numbers = np.array(self._attempts)
+        lowest = np.minimum.accumulate(starts[::-1, 0])[::-1]
+        which = np.searchsorted(lowest, clock[:, 1], side="left" if is_after else "right")
+        which = np.maximum(which - 1, 0)
+        clock[:, 6] = starts[which, 2] + clock[:, 5] - starts[which, 1]
+        return clock
+
+
+def _rows(lines: Sequence[Mapping[str, float]]) -> Numbers:
+    rows = [[*(line[unit] for unit in UNITS[:-1]), np.nan] for line in lines]
+    return np.array(rows, np.float64).reshape(-1, len(UNITS))
+
+
+def _of_lines(
+    lines: Sequence[Mapping[str, float]], clock: Numbers, *, without: Collection[str]
+) -> list[Series]:
+    """Return the series of lines of metrics, without what the ledger has for each batch."""
+    places: dict[str, list[int]] = {}
+    for index, line in enumerate(lines):
+        for name in line:
+            places.setdefault(name, []).append(index)
+    found = []
+    for name, rows in places.items():
+        if name in CLOCK or name in without or name in ENDS:
+            continue
+        panel = "lr" if name.partition("@")[0] == "lr" else name
+        panel, label, unit = KNOWN.get(name, (panel, show_name(name), ""))
+        if name.endswith("/loss"):
+            panel, label = "loss", f"{name.removesuffix('/loss')} loss"
+        values = np.array([lines[row][name] for row in rows], np.float64)
+        low, high = (
+            np.array([lines[row].get(end, np.nan) for row in rows], np.float64)
+            if name == "noise_scale"
+            else None
+            for end in ENDS
+        )
+        step = name in ("batch_size", "micro_batch_size")
+        found.append(
+            Series(name, panel, label, clock[rows], values, step, unit=unit, low=low, high=high)
+        )
+    return found
+
+
+def _rates(series: Sequence[Series], ledger: Mapping[str, Numbers]) -> list[Series]:
+    """Return the throughput of runs of batches, from the seconds in the ledger."""
+    if "sec" not in ledger or len(ledger["sec"]) < 2:
+        return []
+    clock = series[0].clock[:-1]
+    rows = np.unique(np.linspace(0, len(clock) - 1, _POINTS_OF_RATES).astype(np.intp))
+    seconds, samples = np.diff(ledger["sec"][rows]), np.diff(ledger["sample"][rows])
+    with np.errstate(all="ignore"):
+        values = np.where(seconds > 0, samples / seconds, np.nan)
+    panel, label, unit = KNOWN["samples_per_second"]
+    return [Series("samples_per_second", panel, label, clock[rows[1:]], values, unit=unit)]
+
+
+def _predicted(facts: Mapping[str, Any], run: RunData) -> list[Series]:
+    amount = facts.get("predicted_memory_bytes")
+    measured = next((one for one in run.series if one.panel == "memory"), None)
+    if not isinstance(amount, (int, float)) or measured is None or not len(measured.clock):
+        return []
+    clock = measured.clock[[0, -1]]
+    label = "predicted peak of a step"
+    values = np.full(2, float(amount))
+    return [
+        Series("predicted_memory", "memory", label, clock, values, True, True, unit="bytes")  # noqa: FBT003
+    ]
+
+
+def planned_series(plan: Any, *, is_main: bool = True) -> list[Series]:
+    """Return the series of a plan, as `plan_record` writes it; none if it is not one.
+
+    Args:
+        plan: the plan.
+        is_main: whether it is shown alone, and not beside its run.
+    """
+    try:
+        stages, curve = plan["stages"], plan.get("curve") or {}
+        ends = [*(stage["first"] for stage in stages), plan["end"] or stages[-1]["end"]]
+        if not stages or ends[-1] is None:
+            return []
+        clock = np.array([_planned_row(one) for one in ends])
+        found = [
+            Series(key, key, PANELS[key], clock, np.array([*values, values[-1]], float), step=True)
+            for key, values in (
+                ("batch_size", [stage["size"] for stage in stages]),
+                ("accumulation", [stage["accumulation"] for stage in stages]),
+            )
+        ]
+        if curve:
+            rows = np.full((len(curve["batch"]), len(UNITS)), np.nan)
+            for column, name in enumerate(("batch", "sample", "token")):
+                rows[:, column] = curve[name]
+            _, first = np.unique(clock[:, 1], return_index=True)
+            for column in (3, 4):
+                rows[:, column] = np.interp(rows[:, 1], clock[first, 1], clock[first, column])
+            for name, values in curve["values"].items():
+                panel = "lr" if name.partition("@")[0] == "lr" else name
+                here = np.array(values, np.float64).reshape(len(rows))
+                found.append(Series(name, panel, show_name(name), rows, here, step=True))
+    except UNFIT:
+        return []
+    if is_main:
+        return found
+    return [_beside(one) for one in found]
+
+
+def _beside(one: Series) -> Series:
+    return Series(
+        f"planned/{one.name}",
+        one.panel,
+        f"{one.label}, planned",
+        one.clock,
+        one.values,
+        step=one.step,
+        planned=True,
+    )
+
+
+def _planned_row(at: Mapping[str, Any]) -> list[float]:
+    ep, dur = (_amount(at[unit]) for unit in ("ep", "dur"))
+    return [at["batch"], at["sample"], at["token"], ep, dur, np.nan, np.nan]
+
+
+def _amount(time: str) -> float:
+    """Return the number of a time such as `0.5ep`, `1/3dur` or `12%`."""
+    number = time.rstrip("epdur%")
+    above, _, below = number.partition("/")
+    value = float(above) / float(below or 1)
+    return value / 100 if time.endswith("%") else value
+
+
+def plan_data(name: str, plan: Mapping[str, Any]) -> RunData:
+    """Return a plan, as `plan_record` writes it, for the page."""
+    run = RunData(name, "plan", planned_series(plan))
+    run.columns, run.stages = stages_of(plan, run)
+    names = ("max_duration", "batch_size", "world_size", "micro_batch_size", "num_batches")
+    run.facts = [[name.replace("_", " "), str(plan[name])] for name in names if plan.get(name)]
+    return run
+
+
+def stages_of(plan: Any, run: RunData) -> tuple[Sequence[str], list[list[str]]]:
+    """Return the table of stages: of the plan, else of the sizes that the run has had."""
+    columns = ["from", "to", "batch size", "micro-batches", "learning rate"]
+    try:
+        rows = [
+            [
+                _count(stage["first"]["sample"], "samples"),
+                "" if stage["end"] is None else _count(stage["end"]["sample"], "samples"),
+                f"{stage['size']:,}",
+                f"{stage['accumulation']:,}",
+                " to ".join(f"{end:.4g}" for end in _ends(stage["values"].get("lr"))),
+            ]
+            for stage in plan["stages"]
+        ]
+    except UNFIT:
+        columns, rows = columns[:3], []
+        sizes = next((one for one in run.series if one.name == "batch_size"), None)
+        if sizes is not None:
+            sizes = sizes.thinned(MOST_STAGES)
+            samples = sizes.clock[:, 1]
+            rows = [
+                [_count(start, "samples"), _count(end, "samples"), f"{size:,.0f}"]
+                for start, end, size in zip(samples, samples[1:], sizes.values, strict=False)
+            ]
+    more = len(rows) - MOST_STAGES
+    if more > 0:
+        rows[MOST_STAGES:] = [[f"and {more:,} more", *[""] * (len(columns) - 1)]]
+    return columns, rows
+
+
+def _ends(values: Mapping[str, float] | None) -> list[float]:
+    return [] if not values else list(dict.fromkeys(values.values()))
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:,.0f} {what}"
+
+
+def _fewer(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kinds: dict[str, list[int]] = {}
+    for index, one in enumerate(events):
+        kinds.setdefault(one["event"], []).append(index)
+    kept = [
+        index for places in kinds.values() for index in places[:: -(-len(places) // MOST_EVENTS)]
+    ]
+    return [events[index] for index in sorted(kept)]
+
+
+def _number(record: Any, name: str) -> float | None:
+    found = record.get(name) if isinstance(record, dict) else None
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def show_name(name: str) -> str:
+    """Return the readable name of a hyper-parameter or metric.
+
+    >>> show_name("lr"), show_name("lr@head"), show_name("weight_decay")
+    ('learning rate', 'learning rate of head', 'weight decay')
+    """
+    key, _, group = name.partition("@")
+    said = {"lr": "learning rate"}.get(key, key.replace("_", " "))
+    return f"{said} of {group}" if group else said
+
+
+def memory_of(report: Any) -> Mapping[str, Any] | None:
+    """Return the timeline in a report of `phantomgpu run --json`; None if it has none."""
+    found = report.get("timeline") if isinstance(report, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the run folders in a folder, or itself if it is one."""
+    names = (METRICS, LEDGER, EVENTS)
+    if any((folder / name).is_file() for name in names):
+        return [folder]
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        return []
+    return [path for path in inside if any((path / name).is_file() for name in names)]

@@ -1,0 +1,453 @@
+"""The files of a run folder: their names and columns, and how they are written, read and cut.
+
+- `metrics.jsonl`: a line for each log and each evaluation; a resume cuts it back.
+- `ledger.csv`: a line for each batch; a resume cuts it back.
+- `events.jsonl`: a line for each event, of every attempt; it is never cut.
+- `plan.json`: the plan, and its hyper-parameters at up to 2,000 batches; `null` if unknown.
+- `run.yaml`: the run file, if the run has one.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
+
+from stretto._location import local_path
+from stretto.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+METRICS, LEDGER, EVENTS = "metrics.jsonl", "ledger.csv", "events.jsonl"
+PLAN, RUN_FILE = "plan.json", "run.yaml"
+CLOCK = ("ep", "ba", "sp", "tok", "dur", "sec")
+"""The units of time on each line of metrics and events."""
+LEDGER_COLUMNS = (
+    *("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches"),
+    *("sec", "decided_size"),
+)
+"""The columns of the ledger; the hyper-parameters follow.
+
+`batch`, `epoch`, `sample`, `token` and `sec` (seconds of training) are the clock before the batch.
+The end of an epoch may cut a batch: it has `size` samples, and the size in force is `decided_size`.
+"""
+FIRST_COLUMNS = LEDGER_COLUMNS[:7]
+"""Those of every ledger; older ones lack the rest."""
+EventKind: TypeAlias = Literal[
+    "start",
+    "resume",
+    "stop",
+    "checkpoint",
+    "checkpoint_failed",
+    "evaluation",
+    "out_of_memory",
+    "skipped_step",
+    "decided_size",
+]
+_LONGEST_LINE = 1 << 20
+"""Bytes, and more than a line of metrics or of the ledger has."""
+_REMEMBERED = 64
+"""Bytes by which a file that was cut and has grown since is known."""
+
+
+# -------------------------------------------------------------------------------------- writing
+
+
+@final
+class Appender:
+    """Appends text to a file; text that cannot be written is kept for later.
+
+    >>> lines = Appender(Path("lines.txt"))
+    >>> lines.add("one ")
+    >>> lines.close()
+    >>> Path("lines.txt").read_text()
+    'one '
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self.waiting = bytearray()
+        """What is not written yet."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the file is empty and no text is waiting."""
+        return not (self.waiting or self._file.tell())
+
+    def add(self, text: str) -> None:
+        """Add text, which the next flush writes."""
+        self.waiting += text.encode()
+
+    def flush(self) -> None:
+        """Write everything to the operating system.
+
+        Raises:
+            OSError: not all of it could be written; the rest is kept.
+        """
+        while self.waiting:
+            del self.waiting[: self._file.write(self.waiting)]
+
+    def close(self) -> None:
+        """Flush and close the file.
+
+        Raises:
+            OSError: not all could be written; the rest is lost.
+        """
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file; a full disk or a kill leaves the old one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text, "utf-8")
+    unfinished.replace(path)
+
+
+def cut_back(path: Path, length: int | None, batch: int) -> str | None:
+    """Truncate a file to `length` and to complete lines; return what it lacks, if anything.
+
+    Args:
+        path: the file. A missing file or a device counts as empty.
+        length: None keeps every complete line.
+        batch: the batch after which the file had that length.
+    """
+    size = path.stat().st_size if path.is_file() else 0
+    end = size if length is None else min(size, length)
+    if size:
+        with path.open("r+b") as file:
+            start = max(0, end - _LONGEST_LINE)
+            file.seek(start)
+            end = start + file.read(end - start).rfind(b"\n") + 1
+            file.truncate(end)
+    if length is not None and end < length:
+        return (
+            f"lacks {length - end:,} of the {length:,} bytes it had when the checkpoint "
+            f"was written; lines from before batch {batch} are missing"
+        )
+    return "ends in half a line, which is cut off" if length is None and end < size else None
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    r"""Return a line as JSON; a number that is not finite becomes null.
+
+    >>> json_line({"sp": 4096, "loss": float("nan")})
+    '{"sp": 4096, "loss": null}\n'
+    """
+    clean = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    return json.dumps(clean) + "\n"
+
+
+def event_line(
+    kind: EventKind,
+    clock: Mapping[str, float],
+    text: str,
+    *,
+    attempt: int,
+    utc: float,
+    **more: Any,
+) -> str:
+    """Return the line of an event: what, when in every unit, of which attempt, and details."""
+    when = datetime.fromtimestamp(utc, UTC).isoformat(timespec="milliseconds")
+    said = {"event": kind, "text": text, "attempt": attempt, "utc": when}
+    return json_line({**said, **clock, **more})
+
+
+def open_events(path: Path) -> tuple[Appender, int]:
+    """Open the events of a run folder; return the file and the number of the new attempt.
+
+    Half a line, which a kill or a full disk has left, is ended, so that no line is glued to it.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    attempt, ends = 1, True
+    if path.is_file():
+        attempt += max(
+            (event["attempt"] for event in map(parsed_event, Tail(path).read()) if event), default=0
+        )
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                ends = file.read() == b"\n"
+    appender = Appender(path)
+    appender.add("" if ends else "\n")
+    return appender, attempt
+
+
+def ledger_names(folder: Path) -> list[str]:
+    """Return the columns of a ledger; none if there is none yet."""
+    try:
+        with (folder / LEDGER).open("rb") as file:
+            text = file.readline(_LONGEST_LINE).decode()
+    except (OSError, ValueError):
+        return []
+    return text.strip().split(",") if text.endswith("\n") else []
+
+
+def ledger_end(folder: Path) -> tuple[int, int] | None:
+    """Return the batches and samples after the last line of a ledger; None if it has none."""
+    names = ledger_names(folder)
+    try:
+        with (folder / LEDGER).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE))
+            *_, last, _ = file.read().decode().split("\n")
+        row = {
+            name: int(cell)
+            for name, cell in zip(names, last.split(","), strict=False)
+            if name in FIRST_COLUMNS
+        }
+        return row["batch"] + 1, row["sample"] + row["size"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+# -------------------------------------------------------------------------------------- reading
+
+
+class LedgerRow(NamedTuple):
+    """One batch of a run."""
+
+    counts: Mapping[str, int]
+    """The clock before it (`batch`, `epoch`, `sample`, `token`), its `size` and `tokens` over all
+    ranks, and its `micro_batches` on one rank."""
+    values: Mapping[str, float]
+    """The hyper-parameters."""
+
+
+def plain_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a plain file.
+
+    Raises:
+        OSError: it is another kind of file, such as a pipe, which may never end; or a line is
+            longer than a run writes.
+    """
+    _check_plain(path.stat())
+    with path.open(encoding="utf-8", newline="") as file:
+        while text := file.readline(_LONGEST_LINE):
+            if len(text) == _LONGEST_LINE:
+                raise OSError(0, f"A line has more than {_LONGEST_LINE - 1:,} characters")
+            yield text
+
+
+def _check_plain(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(0, "It is not a plain file")
+
+
+def unreadable(path: Path, why: str) -> DataError:
+    """Return the error for a file of a run that cannot be read."""
+    return DataError.cannot(
+        f"read {path}", why=why, instead="name the folder of a run, such as runs/default"
+    )
+
+
+def read_ledger(folder: Path) -> Iterator[LedgerRow]:
+    """Yield every batch of the run in `folder`.
+
+    Raises:
+        DataError: there is no ledger, or it is invalid.
+    """
+    path = folder / LEDGER
+    try:
+        rows = csv.DictReader(plain_lines(path))
+        names = [name for name in rows.fieldnames or () if name not in LEDGER_COLUMNS]
+        if not set(FIRST_COLUMNS) <= set(rows.fieldnames or ()):
+            raise unreadable(path, "its first line does not name the columns of a ledger")
+        for number, row in enumerate(rows, 2):
+            try:
+                counts = {name: int(row[name]) for name in FIRST_COLUMNS}
+                yield LedgerRow(counts, {name: float(row[name]) for name in names})
+            except (TypeError, ValueError):
+                raise unreadable(path, f"line {number} is not a batch") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = getattr(error, "strerror", None) or "it is not a text of rows"
+        raise unreadable(path, why.lower()) from None
+
+
+def metrics_lines(folder: Path) -> Iterator[dict[str, float]]:
+    """Yield the lines of metrics of the run in `folder`.
+
+    It ignores an incomplete last line, which a killed or running run leaves.
+
+    Raises:
+        DataError: there are no metrics, or a line is not valid.
+    """
+    path = local_path(folder, "read the run in", DataError) / METRICS
+    try:
+        for number, text in enumerate(plain_lines(path), 1):
+            line = parsed_metrics(text)
+            if line is not None:
+                yield line
+            elif text.endswith("\n"):
+                raise unreadable(path, f"line {number} is not a line of metrics")
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None)
+        raise unreadable(path, said.lower() if said else "it is not UTF-8 text") from None
+
+
+def parsed_metrics(text: str) -> dict[str, float] | None:
+    """Return the numbers of a line of metrics; None if it is not one."""
+    line = _parsed(text)
+    if line is None:
+        return None
+    # Values that are not finite were written as null.
+    return {
+        name: math.nan if value is None else _as_float(value)
+        for name, value in line.items()
+        if value is None or isinstance(value, (int, float))
+    }
+
+
+def parsed_event(text: str) -> dict[str, Any] | None:
+    """Return an event, with `utc` in seconds; None if the line is not one."""
+    event = _parsed(text)
+    if event is None or not all(
+        isinstance(event.get(key), str) for key in ("event", "text", "utc")
+    ):
+        return None
+    attempt = event.get("attempt")
+    if type(attempt) is not int or not 0 < attempt < 1 << 31:
+        return None
+    try:
+        return {**event, "utc": datetime.fromisoformat(event["utc"]).timestamp()}
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    """Return a JSON object that has the whole clock."""
+    try:
+        line: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict):
+        return None
+    clock = [line.get(name) for name in CLOCK]
+    is_whole = all(
+        isinstance(value, (int, float)) and math.isfinite(_as_float(value)) for value in clock
+    )
+    return line if is_whole else None
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds; None if it is missing or is not JSON."""
+    try:
+        _check_plain(path.stat())
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+@final
+class Tail:
+    """Reads a file that grows: each `read` returns the complete lines since the last one.
+
+    Args:
+        path: the file; it may be missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._end, self._file, self._last = 0, (0, 0), b""
+
+    def has_new(self) -> bool:
+        """Whether the file has another size than what was read of it, or is another file."""
+        return self._look() != (self._file, self._end)
+
+    def was_cut(self) -> bool:
+        """Whether what was read has changed: everything must be read again.
+
+        It is another file, it is shorter, or it was cut and has grown since.
+        """
+        file, size = self._look()
+        if not self._end or (file, size) == (self._file, self._end):
+            return False
+        if file != self._file or size < self._end:
+            return True
+        return self._block(self._end - len(self._last), self._end) != self._last
+
+    def _look(self) -> tuple[tuple[int, int], int]:
+        try:
+            found = self.path.stat()
+            _check_plain(found)
+        except (OSError, ValueError):
+            return (0, 0), 0
+        return (found.st_dev, found.st_ino), found.st_size
+
+    def read(self) -> list[str]:
+        """Return new complete lines; of a file that was cut, all of them."""
+        text = self.read_block()
+        return text.splitlines() if text else []
+
+    def read_block(self) -> str:
+        """Return new complete lines as one text."""
+        if self.was_cut():
+            self._end = 0
+        self._file, size = self._look()
+        if size <= self._end:
+            return ""
+        block = self._block(self._end, size)
+        block = block[: block.rfind(b"\n") + 1]
+        self._end += len(block)
+        self._last = block[-_REMEMBERED:] or self._last
+        return block.decode("utf-8", "replace")
+
+    def _block(self, start: int, end: int) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                return file.read(end - start)
+        except OSError:
+            return b""
+
+
+def parsed_ledger(columns: Sequence[str], block: str) -> dict[str, npt.NDArray[np.float64]]:
+    """Return the columns of complete lines of a ledger; lines that are not whole are left out."""
+    import numpy as np
+
+    if not block:
+        return {}
+    width = len(columns)
+    try:
+        numbers = np.loadtxt(block.splitlines(), delimiter=",", ndmin=2, comments=None)
+    except ValueError:
+        numbers = np.empty((0, 0))
+    if numbers.shape[1] != width:
+        rows = []
+        for line in block.splitlines():
+            try:
+                row = [float(cell) for cell in line.split(",")]
+            except ValueError:
+                continue
+            if len(row) == width:
+                rows.append(row)
+        numbers = np.array(rows).reshape(-1, width)
+    return {name: numbers[:, index] for index, name in enumerate(columns)}

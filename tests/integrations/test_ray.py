@@ -1,0 +1,56 @@
+"""Ray Train: a worker is killed and restarted, then the job continues with other workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray.train", reason="needs ray[train] 2.60: make test-adapters")
+
+import torch
+from tests.scale import reference
+
+ROOT = Path(__file__).parents[2]
+CLOSE = 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_killed_workers_come_back_and_their_number_changes(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
+        "OMP_NUM_THREADS": "1",
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONWARNINGS": "ignore",
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("ray_job.py")), str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    began = [json.loads(line) for line in (tmp_path / "began.jsonl").read_text().splitlines()]
+    print(began)
+    assert [row[:3] for row in began] == [
+        ["restarted", 2, False],
+        ["restarted", 2, True],
+        ["resized", 2, False],
+        ["resized", 1, True],
+    ]
+    assert all(row[3] > 0 for row in began if row[2])
+    expected = reference()
+    for job in ("restarted", "resized"):
+        found = torch.load(tmp_path / f"{job}.pt")
+        assert float((found - expected).abs().max()) < CLOSE

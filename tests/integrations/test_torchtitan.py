@@ -1,0 +1,208 @@
+"""A run in the trainer of torchtitan, against the real package on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs torchtitan: make test-adapters")
+
+import torch
+import torch.distributed as dist
+from tests.integrations import titan_toys
+from tests.integrations.titan_toys import MICRO, RATE, SCHEDULES, SEED, SIZES, N, configuration
+from torch.utils.data import TensorDataset
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.config import ConfigManager
+
+from stretto.batching import NoiseScale
+from stretto.errors import TrainingError
+from stretto.integrations.torchtitan import Schedules, StepDataLoader, check
+from stretto.ordering import SampleOrder
+from stretto.planning import plan
+from stretto.timing import Horizon
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
+SCRIPT = Path(titan_toys.__file__)
+CLOSE = 2e-6  # the model trains in float32
+Rows = dict[int, tuple[list[int], set[float]]]
+
+
+def planned() -> Rows:
+    """The samples of each step, and its learning rate."""
+    horizon = Horizon("2ep", dataset_num_samples=N)
+    steps = plan(horizon, SIZES, schedules=SCHEDULES, base={"lr": RATE}).batches()
+    order = SampleOrder(N, seed=SEED)
+    return {
+        step.timestamp.sample: (
+            sorted(order[step.timestamp.sample + at] for at in range(step.size)),
+            {step.values["lr"]},
+        )
+        for step in steps
+    }
+
+
+def seen(out: Path, attempt: str) -> Rows:
+    """What the ranks of an attempt have noted."""
+    files = [file.read_text().splitlines() for file in out.glob(f"{attempt}-*.jsonl")]
+    found: Rows = {}
+    for line in (line for file in files for line in file):
+        sample, _, world, rate, ids, tokens = json.loads(line)
+        assert tokens == (sample + len(planned()[sample][0])) * titan_toys.LENGTH
+        assert world == len(files) or attempt == "tensor"
+        found.setdefault(sample, ([], set()))[0].extend(ids)
+        found[sample][1].add(rate)
+    return {sample: (sorted(ids), rates) for sample, (ids, rates) in found.items()}
+
+
+@pytest.fixture
+def launch(torchrun: Callable[..., None], tmp_path: Path) -> Callable[..., Rows]:
+    def start(name: str, attempt: str, *, ranks: int, **changed: Any) -> Rows:
+        out = tmp_path / name
+        out.mkdir(exist_ok=True)
+        torchrun(SCRIPT, out, json.dumps({"attempt": attempt} | changed), ranks=ranks)
+        return seen(out, attempt)
+
+    return start
+
+
+@pytest.mark.distributed
+def test_every_step_is_the_planned_one_when_the_ranks_change(
+    launch: Callable[..., Rows], tmp_path: Path
+) -> None:
+    alone = launch("alone", "whole", ranks=1)
+    assert alone == planned()
+    found = launch("changed", "first", ranks=2, stop_after=20)
+    assert max(found) == sorted(planned())[19]
+    rest = launch("changed", "second", ranks=1, stop_after=33)
+    assert min(rest) == sorted(planned())[14]  # checkpoints come every 7 steps
+    last = launch("changed", "third", ranks=2)
+    assert min(last) == sorted(planned())[28]
+    assert found | rest | last == planned()
+    one, other = [torch.load(tmp_path / name / "weights.pt") for name in ("alone", "changed")]
+    print("largest difference of the weights", float((one - other).abs().max()))
+    assert torch.allclose(one, other, rtol=0, atol=CLOSE)
+    count = len(planned())
+    assert count % 7, "the last step is no multiple"
+    for name in ("alone", "changed"):
+        assert (tmp_path / name / "checkpoint" / f"step-{count}").is_dir()
+
+
+@pytest.mark.distributed
+def test_tensor_parallel_ranks_share_a_batch(launch: Callable[..., Rows]) -> None:
+    first = launch("out", "data", ranks=2, stop_after=14)
+    rest = launch("out", "tensor", ranks=2, tensor_parallel=2, stop_after=24)
+    assert min(rest) == sorted(planned())[14]
+    each = {sample: (sorted([*ids, *ids]), rates) for sample, (ids, rates) in planned().items()}
+    assert rest == {sample: each[sample] for sample in rest}
+    assert first == {sample: planned()[sample] for sample in first}
+
+
+@pytest.mark.distributed
+def test_the_end_is_saved_where_samples_are_dropped(
+    launch: Callable[..., Rows], tmp_path: Path
+) -> None:
+    short = {"batch_size": 64, "max_duration": "1ep", "loading": {"last_batch": "drop"}}
+    launch("out", "whole", ranks=1, **short)
+    assert (tmp_path / "out" / "checkpoint" / "step-3").is_dir()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "global_batch_size": {"training": {"global_batch_size": 8}},
+    "graphs": {"training": {"disable_cuda_graphs": False}},
+    "warmup_steps": {"lr_scheduler": Schedules.Config(warmup_steps=3)},
+    "LRSchedulersContainer": {"lr_scheduler": LRSchedulersContainer.Config()},
+    "dataset": {"dataset": "c4"},
+    "make_data": {"make_data": None},
+    "batch_size": {"batch_size": None},
+}
+
+
+@pytest.mark.parametrize("word", CASES)
+def test_what_would_be_ignored_is_refused(word: str) -> None:
+    with pytest.raises(TrainingError, match=word):
+        check(configuration(**CASES[word]))
+
+
+def test_another_dataloader_pipelines_and_an_old_torch_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good: Any = configuration()
+    check(good)
+    check(configuration(training={"disable_cuda_graphs": False}, even=True))
+    with pytest.raises(TrainingError, match="dataloader"):
+        check(replace(good, dataloader=BaseDataLoader.Config()))
+    good.parallelism.pipeline_parallel_degree = 2
+    with pytest.raises(TrainingError, match="pipelines"):
+        check(good)
+    monkeypatch.delattr(dist, "set_timeout")
+    with pytest.raises(TrainingError, match="torch"):
+        check(configuration())
+
+
+def bound(data: Any = None, **changed: Any) -> StepDataLoader:
+    make_data = titan_toys.Rows if data is None else lambda: data
+    config = StepDataLoader.Config(
+        make_data=lambda *_: make_data(), **{"batch_size": 8, "even": True} | changed
+    )
+    length = titan_toys.LENGTH
+    sizes = {"dp_world_size": 1, "dp_rank": 0, "local_batch_size": MICRO, "seq_len": length}
+    loader = config.build(tokenizer=None, **sizes)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    loader.bind([optimizer], Schedules.Config())
+    return loader
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"batch_size": "0sp:8 104sp:10", "loading": {"last_batch": "drop"}},
+        {"batch_size": 8},  # the last batch of the epoch has 3 samples
+        {"batch_size": NoiseScale(8, 64), "even": False},
+    ],
+    ids=["uneven", "cut", "measured"],
+)
+def test_sizes_that_cannot_be_followed_are_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(TrainingError, match="batch"):
+        bound(**changed)
+
+
+def test_even_steps_are_full_micro_batches() -> None:
+    loader = bound(batch_size="0sp:8 104sp:16", loading={"last_batch": "drop"})
+    micros = iter(loader)
+    while (step := loader.draw()) is not None:
+        assert {len(next(micros)[1]) for _ in step} == {MICRO}
+        loader.run.finish()
+    # Sizes over wall time are known only at their step.
+    late = bound(batch_size="0s:8 0.000001s:10")
+    late.draw()
+    late.run.finish()
+    with pytest.raises(TrainingError, match="even"):
+        late.draw()
+
+
+def test_rows_of_another_length_are_refused() -> None:
+    """Their tokens would be counted wrongly."""
+    loader = bound(TensorDataset(torch.zeros(8, 3), torch.zeros(8, 3)))
+    loader.draw()
+    with pytest.raises(TrainingError, match="tokens"):
+        next(iter(loader))
+
+
+def test_the_command_line_of_torchtitan_changes_its_own_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(titan_toys, "small", configuration, raising=False)
+    arguments = ["--module", titan_toys.__name__, "--config", "small", "--dataloader.even"]
+    config = ConfigManager().parse_args([*arguments, "--training.local-batch-size", "2"])
+    assert config.dataloader.even
+    assert config.dataloader.batch_size == SIZES
+    assert config.training.local_batch_size == 2
+    assert config.lr_scheduler.schedules == SCHEDULES
+    json.dumps(config.to_dict())

@@ -1,0 +1,445 @@
+"""The run page in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.report.page import payloads
+
+pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
+
+from tests.report.page.browsing import LiveServer, Seen, browser
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.slow  # a browser is started
+
+UNITS = ["ba", "sp", "tok", "ep", "dur", "sec", "utc"]
+HOSTILE = "</script><img src=x onerror=\"alert('in')\"><!-- ${1} {{DATA}} /*SCRIPT*/ ' \" \u2028 名"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture
+def seen(chromium: Browser) -> Iterator[Seen]:
+    opened = Seen(chromium, viewport={"width": 1280, "height": 900})
+    yield opened
+    opened.page.close()
+    assert opened.complaints == []
+
+
+def view(page: Page) -> list[float]:
+    found: list[float] = page.evaluate("strettoPage.view()")
+    return found
+
+
+def zoom(page: Page) -> Any:
+    return page.evaluate("strettoPage.state.zoom")
+
+
+def choose(seen: Seen, unit: str) -> None:
+    seen.page.locator(f"#axis label:has([value={unit}])").click()
+    seen.frames()
+
+
+def columns(record: dict[str, Any]) -> dict[str, Any]:
+    texts = {unit: record["clock"][unit] for unit in UNITS}
+    return {unit: np.frombuffer(base64.b64decode(text), "<f8") for unit, text in texts.items()}
+
+
+def test_no_request_leaves_the_page(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.three(), tmp_path)
+    for unit in UNITS:
+        choose(seen, unit)
+    page.evaluate("fetch('https://example.org/').catch(() => {})")
+    page.wait_for_timeout(100)
+    refused = [text for text in seen.complaints if "example.org" in text]
+    assert refused, "the page may ask for other addresses"
+    seen.complaints.clear()
+    assert [url for url in seen.requests if not url.startswith("data:")] == [
+        (tmp_path / "page.html").as_uri()
+    ]
+
+
+def test_a_round_through_all_axes_keeps_the_zoom_exactly(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.three(), tmp_path, "#axis=sp")
+    # The end lies beyond the first run, which has the rows that the zoom is kept in.
+    page.evaluate("strettoPage.zoomTo(3210.7, 44321.9)")
+    seen.frames()
+    before = view(page), zoom(page)
+    views = []
+    for unit in [*UNITS, "sp"]:
+        choose(seen, unit)
+        views.append(view(page))
+    assert (view(page), zoom(page)) == before
+    assert len({tuple(found) for found in views}) == len(UNITS)
+    assert view(page) == pytest.approx([3210.7, 44321.9], rel=1e-12)
+
+
+def test_the_axis_shows_the_clock_of_the_rows(seen: Seen, tmp_path: Path) -> None:
+    record = payloads.run("a")
+    page = seen.show(payloads.payload(record), tmp_path)
+    page.evaluate("strettoPage.zoomTo(100.25, 612.75)")
+    seen.frames()
+    rows = zoom(page)["from"], zoom(page)["to"]
+    for unit, column in columns(record).items():
+        choose(seen, unit)
+        assert view(page) == pytest.approx(
+            list(np.interp(rows, np.arange(column.size), column)), rel=1e-12
+        )
+
+
+def test_a_reload_shows_the_same_view(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.three(), tmp_path, "#axis=tok")
+    page.evaluate("strettoPage.zoomTo(1e5, 2e6)")
+    before = view(page)
+    seen.frames()
+    before = view(page)
+    page.reload()
+    seen.frames()
+    assert view(page) == before
+
+
+def test_dragging_zooms_every_panel_and_a_double_click_ends_it(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.three(), tmp_path, "#axis=sp")
+    whole = view(page)
+    box = page.locator(".panel .u-over").nth(1).bounding_box()
+    assert box is not None
+    y = box["y"] + 50
+    page.mouse.move(box["x"] + box["width"] * 0.25, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, y, steps=4)
+    page.mouse.up()
+    seen.frames()
+    width = whole[1] - whole[0]
+    wanted = [whole[0] + width / 4, whole[0] + width * 3 / 4]
+    assert view(page) == pytest.approx(wanted, abs=width / box["width"] * 2)
+    scales = page.evaluate("strettoPage.panels.map(p => [p.u.scales.x.min, p.u.scales.x.max])")
+    assert len(scales) == 8
+    assert all(scale == view(page) for scale in scales)
+    page.mouse.dblclick(box["x"] + 100, y)
+    seen.frames()
+    assert view(page) == whole
+
+
+def test_the_legend_hides_a_run_and_keeps_the_zoom(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.three(), tmp_path, "#axis=sp")
+    page.evaluate("strettoPage.zoomTo(1000, 30000)")
+    seen.frames()
+    before = view(page)
+    button = page.locator("#legend button").first
+    button.click()
+    seen.frames()
+    names = page.evaluate("[...new Set(strettoPage.panels[0].traces.map(t => t.run.name))]")
+    assert names == ["noise", "runs/longer"]
+    assert button.get_attribute("aria-pressed") == "false"
+    assert view(page) == before
+    button.click()
+    seen.frames()
+    assert view(page) == before
+    assert page.evaluate("strettoPage.panels[0].traces.length") == 6
+
+
+def test_a_step_out_of_view_keeps_its_level(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.payload(payloads.run("a")), tmp_path)
+    page.evaluate("strettoPage.zoomTo(600, 700)")  # the size is 64 since batch 300
+    seen.frames()
+    low, high = page.evaluate("strettoPage.panels.find(p => p.key === 'batch_size').y")
+    assert low < np.log2(64) < high
+    values = page.locator(".panel:has-text('batch size') .values b").all_text_contents()
+    assert values == ["64", "64"]
+
+
+def test_other_metrics_are_shown_on_request(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.three(), tmp_path)
+    assert page.locator(".panel").count() == 8
+    page.get_by_text("Panels", exact=True).click()
+    page.get_by_role("checkbox", name="eval/accuracy").check()
+    page.get_by_role("checkbox", name="throughput").uncheck()
+    seen.frames()
+    titles = page.locator(".panel h2").all_text_contents()
+    assert [title.strip() for title in titles] == [
+        "loss",
+        "batch size",
+        "accumulation",
+        "learning rate",
+        "gradient norm",
+        "noise scale",
+        "memory",
+        "eval/accuracy",
+    ]
+
+
+def test_the_axis_and_the_cursor_obey_the_keyboard(seen: Seen, tmp_path: Path) -> None:
+    record = payloads.run("a", points=40)
+    page = seen.show(payloads.payload(record), tmp_path)
+    page.keyboard.press("Tab")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("strettoPage.state.axis") == "sp"
+    page.keyboard.press("ArrowLeft")
+    page.locator(".panel").first.focus()
+    for _ in range(3):
+        page.keyboard.press("Shift+ArrowRight")
+    spoken = page.locator("#spoken").text_content() or ""
+    batch = int(re.findall(r"(\d+) batches", spoken)[0])
+    assert batch in columns(record)["ba"]
+    loss = np.frombuffer(base64.b64decode(record["series"][0]["values"]), "<f4")
+    at = np.frombuffer(base64.b64decode(record["series"][0]["rows"]), "<u4")
+    index = int(np.searchsorted(columns(record)["ba"][at], batch))
+    assert f"training {loss[index]:.4g}" in spoken
+    whole = view(page)
+    page.keyboard.press("+")
+    seen.frames()
+    assert view(page) != whole
+    page.keyboard.press("0")
+    seen.frames()
+    assert view(page) == whole
+
+
+def test_a_mark_says_what_happened_on_hover_and_focus(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.payload(payloads.run("a")), tmp_path)
+    tip = page.locator("#tip")
+    assert not tip.is_visible()
+    page.locator(".lane button.grave").first.hover()
+    assert "resume (attempt 2): from ba320" in (tip.text_content() or "")
+    page.mouse.move(5, 5)
+    assert not tip.is_visible()
+    page.locator(".lane button").first.focus()
+    assert "started on 1 rank" in (tip.text_content() or "")
+    page.keyboard.press("ArrowRight")
+    assert "evaluation" in (tip.text_content() or "")
+
+
+def test_the_theme_follows_the_system_until_it_is_chosen(chromium: Browser, tmp_path: Path) -> None:
+    seen = Seen(chromium, color_scheme="dark")
+    page = seen.show(payloads.three(), tmp_path)
+    theme = "document.documentElement.dataset.theme"
+    assert page.evaluate(theme) == "dark"
+    page.locator("#theme").click()
+    assert page.evaluate(theme) == "light"
+    page.emulate_media(color_scheme="light")
+    page.locator("#theme").click()
+    page.reload()
+    assert page.evaluate(theme) == "dark"
+    page.close()
+
+
+def test_a_phone_shows_the_page_without_sideways_scrolling_and_pinches(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    size = {"width": 390, "height": 844}
+    seen = Seen(chromium, viewport=size, has_touch=True, is_mobile=True, device_scale_factor=2)
+    page = seen.show(payloads.three(), tmp_path, "#axis=sp")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    over = page.locator(".panel .u-over").first
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    assert box is not None
+    session = page.context.new_cdp_session(page)
+    y, middle, whole = box["y"] + 40, box["x"] + box["width"] / 2, view(page)
+
+    def touch(kind: str, *xs: float) -> None:
+        points = [{"x": x, "y": y, "id": i} for i, x in enumerate(xs)]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", middle - 20, middle + 20)
+    for apart in (30, 50, 80):
+        touch("touchMove", middle - apart, middle + apart)
+    touch("touchEnd")
+    seen.frames()
+    low, high = view(page)
+    assert high - low == pytest.approx((whole[1] - whole[0]) / 4, rel=0.1)
+    assert low < (whole[0] + whole[1]) / 2 < high
+    page.close()
+    assert seen.complaints == []
+
+
+def hostile() -> dict[str, Any]:
+    record = payloads.run(HOSTILE, points=20)
+    record["facts"].append([HOSTILE, HOSTILE])
+    record["stages"]["columns"][0] = record["stages"]["rows"][0][0] = HOSTILE
+    record["events"][1]["text"] = record["events"][2]["kind"] = HOSTILE
+    record["series"][0]["label"] = record["series"][0]["name"] = HOSTILE
+    record["series"][-1]["panel"] = HOSTILE
+    return payloads.payload(record, payloads.run("b", points=20))
+
+
+def one_point() -> dict[str, Any]:
+    units = {unit: [1.0] for unit in UNITS}
+    found = [
+        payloads.series("loss", "loss", [0], [2.5]),
+        payloads.series("batch_size", "batch_size", [0], [8], step=True),
+        payloads.series("noise", "noise_scale", [0], [8], interval=([4], [16])),
+    ]
+    record = {"name": "a", "kind": "run", "clock": payloads.clock(units), "series": found}
+    return payloads.payload({**record, "events": [], "stages": None, "facts": []})
+
+
+def not_finite() -> dict[str, Any]:
+    n, nan, rows = 9, np.nan, np.arange(9)
+    units: dict[str, Any] = {unit: np.linspace(0, 1, n) for unit in UNITS}
+    units |= {"tok": None, "sec": np.where(rows % 3, rows, nan), "ba": rows, "utc": 1e9 - rows}
+    values = [nan, 3, np.inf, nan, 2, 1, -np.inf, 0, nan]
+    found = [
+        payloads.series("loss", "loss", rows, values),
+        payloads.series("noise", "noise_scale", rows, values, interval=(values, [nan] * n)),
+        payloads.series("all", "lr", rows, [nan] * n),
+        payloads.series("size", "batch_size", [0, 4], [nan, 16], step=True),
+    ]
+    record = {"name": "a", "kind": "run", "clock": payloads.clock(units), "series": found}
+    events = [payloads.event(3, "skipped_step", "loss is nan"), payloads.event(0, "unheard", "")]
+    return payloads.payload({**record, "events": events, "stages": None, "facts": []})
+
+
+def nothing() -> dict[str, Any]:
+    empty = {"n": 0, **dict.fromkeys(UNITS)}
+    return payloads.payload(
+        {"name": "a", "kind": "run", "clock": empty, "series": [], "events": [], "facts": []}
+    )
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [hostile, one_point, not_finite, nothing, payloads.payload, payloads.memory],
+    ids=["hostile", "one-point", "nan", "no-rows", "no-runs", "memory"],
+)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_odd_data_is_shown_without_complaint(
+    chromium: Browser, tmp_path: Path, odd: Any, theme: Any
+) -> None:
+    seen = Seen(chromium, color_scheme=theme)
+    page = seen.show(odd(), tmp_path)
+    for label in page.locator("#axis label:visible").all():
+        label.click()
+        seen.frames()
+        page.locator(".u-over").last.hover() if page.locator(".u-over").count() else None
+    for mark in page.locator(".lane button").all()[:4]:
+        mark.hover(force=True)
+    for button in page.get_by_role("button", name="log", exact=True).all():
+        button.click()
+    seen.frames()
+    assert page.locator("img, iframe").count() == 0
+    page.close()
+    assert seen.complaints == []
+
+
+def test_hostile_names_are_shown_as_they_are(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(hostile(), tmp_path)
+    assert page.locator("#legend button").first.text_content() == HOSTILE
+    assert HOSTILE in (page.locator("#facts").text_content() or "")
+    assert HOSTILE in (page.locator("#stages").text_content() or "")
+
+
+def test_memory_is_stacked_below_the_limit(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.memory(), tmp_path)
+    tops = page.evaluate("strettoPage.panels[0].traces.map(t => t.s.values[100] / 2 ** 30)")
+    assert tops == pytest.approx([3, 3, 7, 7 + 5.5 * 100 / 180, 7 + 5.5 * 100 / 180])
+    assert page.evaluate("strettoPage.panels[0].y[1] / 2 ** 30") > 16
+    assert "12.9 GiB" in (page.locator("#facts").text_content() or "")
+
+
+def test_a_million_batches_switch_their_axis_in_a_fifth_of_a_second(
+    seen: Seen, tmp_path: Path
+) -> None:
+    sizes = (8, 16, 24, 32, 48, 64, 96, 128)
+    big = payloads.run("big", 1_000_000, sizes=sizes, points=4_000)
+    page = seen.show(payloads.payload(big), tmp_path)
+    session = page.context.new_cdp_session(page)
+    # Of the processor, for script, layout and drawing: other tests run beside this one.
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def used() -> float:
+        found = session.send("Performance.getMetrics")["metrics"]
+        return next(one["value"] for one in found if one["name"] == "TaskDuration")
+
+    taken = []
+    for unit in UNITS[1:]:
+        before = used()
+        page.evaluate(f"document.querySelector('#axis [value={unit}]').click()")
+        seen.frames()
+        taken.append(used() - before)
+    print("seconds of the processor for each switch:", [round(one, 3) for one in taken])
+    assert max(taken) < 0.2
+
+
+class TestLive:
+    @pytest.fixture
+    def server(self) -> Iterator[LiveServer]:
+        started = LiveServer(payloads.payload(payloads.run("a", points=40), live=True))
+        yield started
+        started.close()
+
+    @staticmethod
+    def rows(n: int, start: int, batches: list[float]) -> dict[str, Any]:
+        units: dict[str, Any] = {unit: [b * 10 for b in batches] for unit in UNITS}
+        return {
+            "name": "a",
+            "clock": {**units, "ba": batches, "tok": [None] * len(batches)},
+            "series": [
+                {
+                    "name": "train/loss",
+                    "panel": "loss",
+                    "planned": False,
+                    "rows": list(range(start, start + n)),
+                    "values": [1.0, None][:n],
+                }
+            ],
+            "events": [{"row": start, "kind": "out_of_memory", "attempt": 2, "text": "32 to 16"}],
+        }
+
+    def test_new_rows_keep_the_zoom(self, seen: Seen, server: LiveServer) -> None:
+        page = seen.go(server.address)
+        page.evaluate("strettoPage.zoomTo(100, 300)")
+        seen.frames()
+        before = view(page), zoom(page)
+        n = page.evaluate("strettoPage.runs[0].n")
+        server.messages.put(("rows", self.rows(2, n, [810, 820])))
+        seen.until(f"strettoPage.runs[0].n === {n + 2}")
+        assert (view(page), zoom(page)) == before
+        assert page.locator("#live").text_content() == "live"
+        page.locator("#whole").click()
+        seen.frames()
+        assert view(page) == [0, 820]
+        assert page.evaluate("[...strettoPage.panels[0].traces[0].x.slice(-2)]") == [810, 820]
+        asked = {url for url in seen.requests if not url.startswith("data:")}
+        assert asked == {server.address, server.address + "events"}
+
+    def test_rows_behind_those_of_a_plan_are_sorted(self, seen: Seen, server: LiveServer) -> None:
+        page = seen.go(server.address)
+        page.evaluate("strettoPage.zoomTo(100, 300)")
+        seen.frames()
+        before = view(page)
+        n = page.evaluate("strettoPage.runs[0].n")
+        server.messages.put(("rows", self.rows(2, n, [205.5, 207.5])))
+        seen.until(f"strettoPage.runs[0].n === {n + 2}")
+        server.messages.put(("rows", self.rows(1, n + 2, [209.5])))
+        seen.until(f"strettoPage.runs[0].n === {n + 3}")
+        ba = page.evaluate("[...strettoPage.runs[0].clock.ba]")
+        assert ba == sorted(ba)
+        event = page.evaluate("strettoPage.runs[0].events.at(-1).row")
+        assert ba[event] == 209.5
+        assert view(page) == pytest.approx(before, rel=1e-12)
+
+    def test_a_run_sent_again_replaces_its_rows_and_keeps_the_view(
+        self, seen: Seen, server: LiveServer
+    ) -> None:
+        page = seen.go(server.address)
+        page.evaluate("strettoPage.zoomTo(100, 300)")
+        seen.frames()
+        before = view(page)
+        server.messages.put(("run", payloads.run("a", points=30)))
+        server.messages.put(("run", payloads.run("b", points=30)))
+        seen.until("strettoPage.runs.length === 2")
+        assert view(page) == pytest.approx(before, rel=1e-12)
+        assert page.locator("#legend button").all_text_contents() == ["a", "b"]

@@ -1,0 +1,164 @@
+"""The server of running runs: who may ask, and what is sent."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tests.report.page.test_reading import array, clock, measured, write_run
+
+from stretto.report.page.watch import Feed, application
+from stretto.run_folder import event_line, json_line
+
+uvicorn = pytest.importorskip("uvicorn")
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[int]:
+    """A server of the runs in a folder."""
+    write_run(tmp_path / "runs" / "a")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        number = int(found.getsockname()[1])
+    settings = {"port": number, "log_level": "warning", "timeout_graceful_shutdown": 1}
+    server = uvicorn.Server(uvicorn.Config(application(tmp_path / "runs"), **settings))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield number
+    server.should_exit = True
+    thread.join(20)
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: Any
+    text: str
+
+
+def ask(port: int, method: str = "GET", path: str = "/", **headers: str) -> Answer:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        connection.request(method, path, headers=headers)
+        with connection.getresponse() as found:
+            return Answer(found.status, found.headers, found.read().decode())
+
+
+def add_batch(folder: Path, batch: int, sample: int, size: int = 32) -> None:
+    """Append a batch and its line, as a run does."""
+    with (folder / "ledger.csv").open("a") as file:
+        file.write(f"{batch},0,{sample},0,{size},0,4,{batch / 2},{size},0.5\n")
+    with (folder / "metrics.jsonl").open("a") as file:
+        line = {**clock(batch + 1, sample + size), **measured(batch, size)}
+        file.write(json_line(line))
+
+
+def test_who_may_ask(port: int) -> None:
+    assert ask(port).status == 200
+    assert ask(port, Host=f"localhost:{port}").status == 200
+    assert ask(port, Host="runs.example").status == 400
+    assert ask(port, "GET", "/events", Host="runs.example").status == 400
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert ask(port, method).status == 405
+        assert ask(port, method, "/events").status == 405
+    assert ask(port, path="/runs/a/ledger.csv").status == 404
+    assert ask(port, path="/../a/ledger.csv").status == 404
+
+
+def test_the_page_may_run_its_own_script_and_ask_its_own_server_alone(port: int) -> None:
+    answer = ask(port)
+    text = answer.text
+    policy = answer.headers["content-security-policy"]
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+    for kind in ("script", "style"):
+        assert re.fullmatch(r"'sha256-[\w+/]{43}='", rules[f"{kind}-src"]), rules
+    assert answer.headers["cache-control"] == "no-store"
+    payload = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    assert (payload["live"], [run["name"] for run in payload["runs"]]) == (True, ["a"])
+
+
+def read_event(stream: Any) -> tuple[str, Any]:
+    name = ""
+    while True:
+        key, _, value = stream.readline().decode().rstrip().partition(": ")
+        if key == "event":
+            name = value
+        elif key == "data":
+            return name, json.loads(value)
+
+
+def test_new_rows_come_within_two_seconds(port: int, tmp_path: Path) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        connection.request("GET", "/events")
+        with connection.getresponse() as stream:
+            assert stream.headers["content-type"].startswith("text/event-stream")
+            kind, run = read_event(stream)
+            assert (kind, run["name"]) == ("run", "a")
+            add_batch(tmp_path / "runs" / "a", 8, 120)
+            start = time.monotonic()
+            kind, rows = read_event(stream)
+            assert time.monotonic() - start < 2
+            assert (kind, rows["name"]) == ("rows", "a")
+            loss = next(one for one in rows["series"] if one["name"] == "loss")
+            assert loss["values"] == [3 / 9]
+            assert rows["clock"]["sp"][loss["rows"][0] - run["clock"]["n"]] == 152
+            write_run(tmp_path / "runs" / "b")
+            kind, run = read_event(stream)
+            assert (kind, run["name"]) == ("run", "b")
+
+
+def test_rows_go_on_from_those_that_the_page_has(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    feed = Feed(tmp_path)
+    ((kind, run),) = feed.messages()
+    assert (kind, list(feed.messages())) == ("run", [])
+    count = run["clock"]["n"]
+    known = array(run["clock"]["ba"]).tolist()
+    for batch in range(8, 12):
+        add_batch(tmp_path, batch, 120 + 32 * (batch - 8))
+        with (tmp_path / "events.jsonl").open("a") as file:  # of a position before the last row
+            line = event_line("checkpoint", clock(4, 40), "saved", attempt=1, utc=1e9)
+            file.write(line[:20])
+        ((kind, rows),) = feed.messages()
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write(line[20:])
+        ((_, late),) = feed.messages()
+        assert kind == "rows"
+        sizes = next(one for one in rows["series"] if one["name"] == "batch_size")
+        known += rows["clock"]["ba"]
+        assert [known[row] for row in sizes["rows"]] == [batch, batch + 1]
+        assert known == sorted(known)
+        assert all(None not in rows["clock"][unit] for unit in ("ep", "dur", "sec", "utc"))
+        count += len(rows["clock"]["ba"])
+        known += late["clock"]["ba"]
+        assert [known[event["row"]] for event in late["events"]] == [4]
+    assert count == len(known)
+
+
+def test_a_file_that_was_cut_sends_the_run_again(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    feed = Feed(tmp_path)
+    assert [kind for kind, _ in feed.messages()] == ["run"]
+    write_run(tmp_path / "a", batches=5)
+    ((kind, run),) = feed.messages()
+    assert (kind, array(run["clock"]["ba"]).max()) == ("run", 5)
+    text = (tmp_path / "a" / "ledger.csv").read_text().replace(",2.0,16,", ",2.1,16,")
+    (tmp_path / "a" / "ledger.csv").write_text(text + text.splitlines()[-1] + "\n")
+    assert [kind for kind, _ in feed.messages()] == ["run"]
+    shutil.rmtree(tmp_path / "a")
+    assert list(feed.messages()) == []
+    write_run(tmp_path / "a", batches=6)
+    ((kind, run),) = feed.messages()
+    assert (kind, array(run["clock"]["ba"]).max()) == ("run", 6)

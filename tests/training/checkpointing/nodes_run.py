@@ -1,0 +1,33 @@
+"""A run whose ranks have folders of their own: `torchrun nodes_run.py OUT STOP`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from tests.scale import trainer, weights
+
+from stretto import Callback, Run, Step
+
+
+class Stop(Callback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_batch_end(self, run: Run, step: Step) -> None:
+        if 0 < self.at < step.timestamp.sample:
+            run.stop("as planned")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    out, rank = Path(sys.argv[1]), os.environ["RANK"]
+    os.environ["LOCAL_RANK"] = "0"  # each rank is a node
+    folder = out / f"node{rank}"
+    run = trainer(folder, upload=str(out / "bucket"), callbacks=(Stop(int(sys.argv[2])),))
+    run.resume("auto")
+    (out / f"began{rank}").write_text(str(run.timer.sample))
+    run.fit()
+    torch.save(weights(run.model), out / f"weights{rank}.pt")

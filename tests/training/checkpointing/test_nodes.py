@@ -1,0 +1,60 @@
+"""Nodes that do not see each other's disks resume from copies in a bucket."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.scale import reference
+
+ROOT = Path(__file__).parents[3]
+
+
+def launch(out: Path, stop: int) -> subprocess.CompletedProcess[str]:
+    how = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint=localhost:0"]
+    script = str(Path(__file__).with_name("nodes_run.py"))
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *how, script, str(out), str(stop)],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_nodes_without_a_common_disk_resume_from_the_copies(tmp_path: Path) -> None:
+    first = launch(tmp_path, 400)
+    assert first.returncode == 0, first.stderr[-3000:]
+    assert not (tmp_path / "node1" / "checkpoints").exists()
+    second = launch(tmp_path, 900)
+    assert second.returncode == 0, second.stderr[-3000:]
+    began = int((tmp_path / "began1").read_text())
+    assert began > 400
+    assert (tmp_path / "node1" / "checkpoints" / f"checkpoint-{began:012d}").is_dir()
+    shutil.rmtree(tmp_path / "node0")  # both nodes are new
+    shutil.rmtree(tmp_path / "node1")
+    third = launch(tmp_path, 0)
+    assert third.returncode == 0, third.stderr[-3000:]
+    for rank in range(2):
+        found = torch.load(tmp_path / f"weights{rank}.pt")
+        assert float((found - reference()).abs().max()) < 1e-12
+    bucket = tmp_path / "bucket"
+    bucket.rename(tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "node1")
+    lost = launch(tmp_path, 0)
+    assert lost.returncode
+    assert "another node" in lost.stderr
