@@ -70,9 +70,7 @@ def is_reachable(url: str) -> bool:
         return False
 
 
-intersphinx_mapping = (
-    {"torch": (TORCH, None)} if is_reachable(f"{TORCH}objects.inv") else {}
-)
+intersphinx_mapping = {"torch": (TORCH, None)} if is_reachable(f"{TORCH}objects.inv") else {}
 
 FENCE = re.compile(r"(?P<indent>\s*)```(?P<language>\w*)\s*")
 CODE = re.compile(r"(`[^`]*`)")

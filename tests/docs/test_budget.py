@@ -70,5 +70,7 @@ def test_sentences_are_short() -> None:
 
 
 def test_a_sentence_is_counted_without_code_and_tables() -> None:
-    text = "# Title\n\nOne two `a b`. Three [four](x.md) five six:\n\n```python\nx = 1\n```\n\n| a |\n"
+    text = (
+        "# Title\n\nOne two `a b`. Three [four](x.md) five six:\n\n```python\nx = 1\n```\n\n| a |\n"
+    )
     assert sentences(text) == [3, 4]

@@ -33,9 +33,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted(
-        path
-        for path in DOCS.rglob("*.md")
-        if not set(MADE) & set(path.relative_to(DOCS).parts)
+        path for path in DOCS.rglob("*.md") if not set(MADE) & set(path.relative_to(DOCS).parts)
     ),
 ]
 OPTIONS = doctest.ELLIPSIS
@@ -78,7 +76,9 @@ def evaluate_console(example: Example) -> str | None:
         verb, _, arguments = match["command"].partition(" ")
         if verb not in ("stretto", "python"):
             continue
-        wrong = differs(match["output"], run_python(("-m stretto " * (verb == "stretto")) + arguments))
+        wrong = differs(
+            match["output"], run_python(("-m stretto " * (verb == "stretto")) + arguments)
+        )
         if wrong:
             return f"$ {match['command']}\n{wrong}"
     return None

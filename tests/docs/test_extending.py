@@ -23,7 +23,8 @@ from stretto.run_folder import read_ledger
 from stretto.training import Checkpointing, Trainer
 
 PAGE = "\n".join(
-    path.read_text() for path in sorted((Path(__file__).parents[2] / "docs/how-to").glob("extend-*.md"))
+    path.read_text()
+    for path in sorted((Path(__file__).parents[2] / "docs/how-to").glob("extend-*.md"))
 )
 BASE = {
     "max_duration": "2ep",
