@@ -64,8 +64,11 @@ def run_file_page() -> str:
     lines = ["## All keys", "", *keys(schema)]
     for name, title in SECTIONS.items():
         lines += [f"## {title}", "", parts[name].get("description", ""), "", *keys(parts[name])]
-    for name, title in (("BatchSize", "Forms of batch_size"), ("Schedule", "Forms of a schedule")):
-        lines += [f"## {title}", ""]
+    for name, heading in (
+        ("BatchSize", "Forms of batch_size"),
+        ("Schedule", "Forms of a schedule"),
+    ):
+        lines += [f"## {heading}", ""]
         for form in parts[name]["anyOf"]:
             found = parts.get(form.get("$ref", "").rpartition("/")[2], form)
             if "properties" in found:

@@ -1,11 +1,11 @@
 """Every example in the README and the documentation is executed and says what really comes out.
 
-Python blocks of a document share one namespace, from top to bottom, in an empty folder. What a block
-prints must be in the `text` block below it, if that has `<!-- output -->` before it. A block with
-`<!-- file: NAME -->` before it is written into the folder. In `console` blocks, each `$ stretto` and
-`$ python` line is run, and what follows up to the next `$` must be what it prints (`...` stands for
-anything). Each `yaml` block must be a run file, or lines of one. `<!-- skip: next -->` leaves a
-block out.
+Python blocks of a document share one namespace, from top to bottom, in an empty folder. What a
+block prints must be in the `text` block below it, if that has `<!-- output -->` before it. A block
+with `<!-- file: NAME -->` before it is written into the folder. In `console` blocks, each
+`$ stretto` and `$ python` line is run, and what follows up to the next `$` must be what it prints
+(`...` stands for anything). Each `yaml` block must be a run file, or lines of one.
+`<!-- skip: next -->` leaves a block out.
 """
 
 from __future__ import annotations

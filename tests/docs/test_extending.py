@@ -1,4 +1,4 @@
-"""The parts of docs/how-to/extend-*.md, used as a reader would: its Python in mine.py, its run files."""
+"""The parts of docs/how-to/extend-*.md, used as a reader would: Python in mine.py, run files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from stretto.errors import ConfigError
 from stretto.run_folder import read_ledger
 from stretto.training import Checkpointing, Trainer
 
-PAGE = "\n".join(
-    path.read_text()
-    for path in sorted((Path(__file__).parents[2] / "docs/how-to").glob("extend-*.md"))
-)
+HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
+PAGE = "\n".join(path.read_text() for path in sorted(HOW_TO.glob("extend-*.md")))
 BASE = {
     "max_duration": "2ep",
     "model": {"target": "base:Line"},
