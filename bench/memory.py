@@ -32,7 +32,7 @@ QUICK = ("MLP, SGD, mse", "GPT, bf16, dropout, clipping", "LSTM")
 HEAD = f"{'':45} {'GiB':>4} {'fits':>9} {'does not':>9} {'trials':>6} {'CPU s':>6} estimate"
 
 
-def ask(family: CudaFamily, memory: int, methods: tuple[str, ...]) -> dict[str, Any]:
+def ask(family: CudaFamily, memory: int, methods: tuple[Any, ...]) -> dict[str, Any]:
     """Return what the phantom, and the estimate, answer for so many GiB."""
     row: dict[str, Any] = {}
     for method in methods:

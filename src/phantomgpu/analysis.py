@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 _SKIPPED = ("/torch/", "torchinductor", "<frozen", "<string>", "importlib", "/phantomgpu/")
 _LOSSES = ("cross_entropy", "nll_loss", "lossfunction", "_loss", "loss_fn", "compute_loss")
+_OWNED = ("parameters", "gradients", "optimizer", "buffers", "workspaces")
 _LARGE = 1 << 20
 _WORKSPACES = (32 << 20, 8_519_680)
 """Of cuBLAS, on Hopper and on others: torch allocates them once and never frees them."""
@@ -38,18 +39,23 @@ def analyse(run: Run) -> dict[str, Any]:
     traces = snapshot["device_traces"]
     device = max(range(len(traces)), key=lambda index: peak(traces[index])[0], default=0)
     trace = traces[device] if traces else []
-    allocated, at = peak(trace)
-    live, ends = live_at(trace, at)
-    now = time.time_ns() // 1000
+    allocated, at, reserved = peak(trace)
+    ends, now = lives(trace), time.time_ns() // 1000
     owners = [*run.owners, *((now, what, found) for what, found in tensors_now())]
-    categories, places = explain(run, trace, live, ends, owners)
+    named = categorise(run, trace, ends, owners)
+    categories: Counter[str] = Counter()
+    places: Counter[str] = Counter()
+    for index in (one for one, end in ends.items() if one <= at < end):
+        categories[named[index]] += trace[index]["size"]
+        if named[index] not in _OWNED:
+            places[place(run, trace[index])] += trace[index]["size"]
     phase, step = phase_of(run, trace[at]) if trace else ("start", 0)
     stats = torch.cuda.memory_stats(device)
     host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
     return {
         "device": device,
         "peak_allocated": max(allocated, stats.get("allocated_bytes.all.peak", 0)),
-        "peak_reserved": max(reserved(trace), stats.get("reserved_bytes.all.peak", 0)),
+        "peak_reserved": max(reserved, stats.get("reserved_bytes.all.peak", 0)),
         "phase": phase,
         "step": step,
         "steps": max(run.steps.values(), default=0),
@@ -64,7 +70,8 @@ def analyse(run: Run) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.enabled,
         "distributed": is_distributed(),
         "seconds": round(script, 2),
-        "timeline": timeline(trace),
+        "nccl": ctypes.c_size_t.in_dll(run.library, "phantom_nccl").value,
+        "timeline": timeline(run, trace, at, named) if trace else {},
     }
 
 
@@ -86,42 +93,69 @@ def walk(trace: list[Event]) -> Iterator[tuple[Event, int, int]]:
         yield event, used, held
 
 
-def peak(trace: list[Event]) -> tuple[int, int]:
-    """Return the most bytes that were allocated at a time, and the event that reached them."""
-    allocated = [used for _, used, _ in walk(trace)]
-    best = max(allocated, default=0)
-    return best, allocated.index(best) if allocated else 0
+def peak(trace: list[Event]) -> tuple[int, int, int]:
+    """Return the most bytes allocated, the event of that, and the most bytes reserved."""
+    at, allocated, reserved = 0, 0, 0
+    for index, (_, used, held) in enumerate(walk(trace)):
+        reserved = max(reserved, held)
+        if used > allocated:
+            at, allocated = index, used
+    return allocated, at, reserved
 
 
-def reserved(trace: list[Event]) -> int:
-    """Return the most bytes that torch had of the device."""
-    return max((held for _, _, held in walk(trace)), default=0)
-
-
-def live_at(trace: list[Event], at: int) -> tuple[list[int], dict[int, int]]:
-    """Return the blocks that were live at an event, and when each of them was freed."""
-    live: dict[int, int] = {}
-    for index, event in enumerate(trace[: at + 1]):
-        if event["action"] == "alloc":
-            live[event["addr"]] = index
-        elif event["action"] == "free_completed":
-            live.pop(event["addr"], None)
+def lives(trace: list[Event]) -> dict[int, int]:
+    """Return which event ends the life of each block, by the event that allocated it."""
     ends: dict[int, int] = {}
-    for event in trace[at + 1 :]:
-        if event["action"] == "free_completed" and event["addr"] in live:
-            ends.setdefault(live[event["addr"]], event["time_us"])
-    return list(live.values()), ends
+    live: dict[int, int] = {}
+    for index, event in enumerate(trace):
+        if event["action"] == "alloc":
+            live[event["addr"]], ends[index] = index, len(trace)
+        elif event["action"] == "free_completed" and event["addr"] in live:
+            ends[live.pop(event["addr"])] = index
+    return ends
 
 
-def timeline(trace: list[Event], points: int = 1500) -> list[tuple[int, int, int]]:
-    """Return (microseconds, allocated, reserved) at the highest point of each span."""
-    best: dict[int, tuple[int, int, int]] = {}
-    width = max(1, len(trace) // points)
-    for index, (event, used, held) in enumerate(walk(trace)):
-        old = best.get(index // width)
-        if old is None or used > old[1]:
-            best[index // width] = (event["time_us"] - trace[0]["time_us"], used, held)
-    return list(best.values())
+def timeline(
+    run: Run, trace: list[Event], at: int, named: dict[int, str], most: int = 2000
+) -> dict[str, Any]:
+    """Return the bytes of each category over the step of the peak, as docs/phantomgpu.md says.
+
+    Of events that share a point, the one with the most bytes is kept.
+    """
+    step = phase_of(run, trace[at])[1]
+    began = min((time for time, _, number in run.phases if number == step), default=0)
+    over = min((time for time, _, number in run.phases if number > step > 0), default=1 << 62)
+    inside = [i for i, event in enumerate(trace) if began <= event["time_us"] <= over]
+    first, width = inside[0], 1 + (inside[-1] - inside[0]) // most
+    ends = lives(trace)
+    freed = {end: index for index, end in ends.items()}
+    now: Counter[str] = Counter()
+    points: dict[int, Counter[str]] = {}
+    marks = {"peak": at}
+    for index, event in enumerate(trace[: inside[-1] + 1]):
+        if index in ends:
+            now[named[index]] += event["size"]
+        elif index in freed:
+            now[named[freed[index]]] -= trace[freed[index]]["size"]
+        if index >= first:
+            if event["action"] == "alloc":
+                marks.setdefault(phase_of(run, event)[0], index)
+            point = (index - first) // width
+            if point not in points or now.total() > points[point].total():
+                points[point] = now.copy()
+    names = sorted(now, key=lambda name: min(counts[name] for counts in points.values()))[::-1]
+    texts = {"peak": "peak", "backward": "backward", "optimizer": "optimizer step"}
+    return {
+        "times": [point * width for point in points],
+        "categories": [
+            {"name": name, "bytes": [counts[name] for counts in points.values()]} for name in names
+        ],
+        "marks": [
+            {"at": (marks[name] - first) // width, "text": text}
+            for name, text in texts.items()
+            if name in marks
+        ],
+    }
 
 
 def tensors_now() -> list[tuple[str, set[int]]]:
@@ -147,35 +181,29 @@ def tensors_now() -> list[tuple[str, set[int]]]:
     return list(found.items())
 
 
-def explain(
-    run: Run,
-    trace: list[Event],
-    live: list[int],
-    ends: dict[int, int],
-    owners: list[tuple[int, str, set[int]]],
-) -> tuple[Counter[str], Counter[str]]:
-    """Return the bytes of each category, and of each place that allocated what has no owner."""
+def categorise(
+    run: Run, trace: list[Event], ends: dict[int, int], owners: list[tuple[int, str, set[int]]]
+) -> dict[int, str]:
+    """Return the category of each block, by the event that allocated it."""
     known: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for seen, what, found in owners:
         for address in found:
             known[address].append((seen, what))
     logits = {
-        event["size"]
-        for event in trace
-        if event["action"] == "alloc" and event["size"] >= _LARGE and is_loss(event)
+        trace[index]["size"]
+        for index in ends
+        if trace[index]["size"] >= _LARGE and is_loss(trace[index])
     }
-    categories: Counter[str] = Counter()
-    places: Counter[str] = Counter()
-    for index in live:
-        event, end = trace[index], ends.get(index, 1 << 62)
+    named: dict[int, str] = {}
+    for index, end in ends.items():
+        event, is_kept = trace[index], end == len(trace)
+        until = 1 << 62 if is_kept else trace[end]["time_us"]
         owned = known.get(event["addr"], ())
-        owner = next((what for seen, what in owned if event["time_us"] <= seen <= end), None)
-        if owner is None and event["size"] in _WORKSPACES and index not in ends:
+        owner = next((what for seen, what in owned if event["time_us"] <= seen <= until), None)
+        if owner is None and event["size"] in _WORKSPACES and is_kept:
             owner = "workspaces"
-        if owner is None:
-            places[place(run, event)] += event["size"]
-        categories[owner or category(run, event, logits)] += event["size"]
-    return categories, places
+        named[index] = owner or category(run, event, logits)
+    return named
 
 
 def category(run: Run, event: Event, logits: set[int]) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import importlib.machinery
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -72,26 +73,30 @@ def _find_cuda_torch() -> importlib.machinery.ModuleSpec | None:
     if spec is None or spec.origin is None:
         return None
     folder = Path(spec.origin).parent
-    if (folder / "lib" / "libtorch_cuda.so").exists():
+    version, cuda = _versions(folder)
+    if cuda.startswith("13") and (folder / "lib" / "libtorch_cuda.so").exists():
         return spec
     standins.check_system()
-    version = _version(folder)
     made = standins.setup_folder(version)
     if not (made / "torch" / "lib" / "libtorch_cuda.so").exists():
         raise SetupNeededError(
-            f"cannot run: torch {version} is installed without CUDA code; run `phantomgpu setup` "
-            "once (it downloads the CUDA build of that version, about 530 MB)"
+            f"cannot run: torch {version} is installed {f'for CUDA {cuda}' * bool(cuda)}"
+            f"{'without CUDA code' * (not cuda)}, and the stand-ins are for CUDA 13; run "
+            "`phantomgpu setup` once (it downloads the build of that version for CUDA 13, about "
+            "530 MB, and leaves your environment as it is)"
         )
     if str(made) not in sys.path:
         sys.path.insert(0, str(made))
     return importlib.machinery.PathFinder.find_spec("torch")
 
 
-def _version(folder: Path) -> str:
-    for line in (folder / "version.py").read_text().splitlines():
-        if line.startswith("__version__"):
-            return line.split("'")[1].partition("+")[0]
-    raise PhantomError(f"cannot find the version of the torch in {folder}")
+def _versions(folder: Path) -> tuple[str, str]:
+    """Return the version of the torch in a folder, and of the CUDA that it was built for."""
+    text = (folder / "version.py").read_text()
+    found = dict(re.findall(r"^(__version__|cuda)\b.*= '(.*)'", text, re.MULTILINE))
+    if "__version__" not in found:
+        raise PhantomError(f"cannot find the version of the torch in {folder}")
+    return found["__version__"].partition("+")[0], found.get("cuda", "")
 
 
 class _Then(Loader):
@@ -198,7 +203,7 @@ class Run:
         import torch
 
         sys.__excepthook__(kind, error, trace)
-        if issubclass(kind, torch.OutOfMemoryError):
+        if issubclass(kind, torch.OutOfMemoryError) or "no room for NCCL" in str(error):
             self.problem = {"problem": str(error)}
             self.finish("does not fit", DOES_NOT_FIT)
         self.problem = {"problem": f"{kind.__name__}: {error}"}

@@ -44,7 +44,10 @@ def run(
         bool, typer.Option("--modules", help="Run a second time for the names of modules.")
     ] = False,
     cudnn: Annotated[bool, typer.Option("--cudnn", help="Leave cuDNN on.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the report as JSON, with memory over time; - prints.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Hide what the command prints.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw memory over time (PNG).")] = None,
     snapshot: Annotated[
         Path | None, typer.Option(help="Write torch's snapshot, for its memory viewer.")
@@ -54,6 +57,7 @@ def run(
     from phantomgpu.running import run as run_script
 
     warn(gpu, memory)
+    prints = str(json) == "-"
     report = run_script(
         command,
         gpu=gpu,
@@ -64,9 +68,11 @@ def run(
         modules=modules,
         cudnn=cudnn,
         snapshot=snapshot,
-        quiet=as_json,
+        quiet=quiet or prints,
     )
-    typer.echo(report.to_json() if as_json else f"\n{report}")  # progress bars leave a line open
+    typer.echo(report.to_json() if prints else f"\n{report}")  # progress bars leave a line open
+    if json is not None and not prints:
+        json.write_text(report.to_json())
     if picture is not None:
         draw(report, str(picture))
     raise typer.Exit(exit_code(report))

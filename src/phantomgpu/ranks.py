@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+from phantomgpu.values import leaves
 
 _KEPT: list[object] = []
+_COLLECTIVES = (
+    "allreduce_ allreduce_coalesced_ broadcast_ reduce_ allgather_ _allgather_base_ "
+    "allgather_coalesced_ allgather_into_tensor_coalesced_ reduce_scatter_ _reduce_scatter_base_ "
+    "reduce_scatter_tensor_coalesced_ gather_ scatter_ alltoall_ alltoall_base_ barrier send recv_ "
+    "recv_any_source_ monitored_barrier_"
+)
 
 
 def start() -> None:
     """Play the part of torchrun: a store that a script's `init_process_group` joins.
 
-    The stand-in NCCL needs no other rank. Gloo connects to the others only when it is used.
+    The stand-in NCCL needs no other rank. Gloo connects to the others only when it is used, and
+    its collectives are answered here.
     """
+    import torch
     from torch import distributed
 
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
@@ -19,7 +33,12 @@ def start() -> None:
     store = distributed.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
-    _KEPT.append(store)
+    ours = torch.library.Library("c10d", "IMPL")
+    _KEPT.extend((store, ours))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is overridden
+        for name in _COLLECTIVES.split():
+            ours.impl(name, _answer(getattr(torch.ops.c10d, name).default), "CPU")
     os.environ |= {
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -28,3 +47,21 @@ def start() -> None:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCH_GLOO_LAZY_INIT": "1",
     }
+
+
+def _answer(operation: Any) -> Callable[..., Any]:
+    """Return a collective of tensors on the CPU in which all ranks hold what this one holds."""
+    from torch._C._distributed_c10d import FakeWork
+
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        del kwargs
+        sources = leaves(args[1])
+        for to, source in zip(leaves(args[0]), cycle(sources)) if sources else ():
+            if to.numel() and source.numel():
+                values = source.flatten().repeat(-(-to.numel() // source.numel()))
+                to.copy_(values[: to.numel()].view_as(to))
+        work = FakeWork().boxed()
+        returned = len(operation._schema.returns)
+        return (args[0], work) if returned == 2 else work if returned else None
+
+    return collective

@@ -29,7 +29,9 @@ class Report:
         categories: Bytes at that peak: parameters, gradients, optimizer, activations, logits, ...
         places: The largest of the bytes without an owner, by module or by line of code.
         host_pinned: Most bytes of pinned memory of the host.
+        nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu.md.
         ranks: The number of ranks; the report is that of rank 0.
+        timeline: Bytes of each category over the step of the peak: see docs/phantomgpu.md.
         problem: The error that ended the script, if one did.
         notes: What the figures do not contain.
     """
@@ -47,13 +49,14 @@ class Report:
     places: dict[str, int] = field(default_factory=dict)
     host_pinned: int = 0
     host_managed: int = 0
+    nccl: int = 0
     ranks: int = 1
     problem: str | None = None
     notes: tuple[str, ...] = ()
     torch: str = ""
     seconds: float = 0.0
     exit_code: int = 0
-    timeline: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    timeline: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -63,13 +66,18 @@ class Report:
     @property
     def available(self) -> int:
         """Bytes that torch can reserve."""
-        return self.memory - self.context
+        return self.memory - self.context - self.nccl
 
     def to_json(self) -> str:
-        """Return the report as JSON, without the timeline."""
-        values = asdict(self)
-        del values["timeline"]
-        return json.dumps({**values, "fits": self.fits}, indent=2)
+        """Return the report as JSON."""
+        head = {
+            "title": self.lines()[0],
+            "limit_bytes": self.available,
+            "peak_bytes": self.peak_allocated,
+        }
+        return json.dumps(
+            {**asdict(self), "fits": self.fits, "timeline": {**head, **self.timeline}}
+        )
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -94,6 +102,7 @@ class Report:
         tables = {
             "": self.categories,
             "largest: ": dict(list(self.places.items())[:4]),
+            "outside torch: ": {"context": self.context, "NCCL": self.nccl} if self.nccl else {},
             "on the host: ": {"pinned": self.host_pinned, "managed": self.host_managed},
         }
         lines += [f"  {name}{table}" for name, sizes in tables.items() if (table := _table(sizes))]
@@ -106,7 +115,6 @@ def build_report(result: dict[str, Any], **known: Any) -> Report:
     """Return the report of what a process wrote."""
     names = set(Report.__dataclass_fields__) - set(known)
     values = {name: value for name, value in result.items() if name in names}
-    values["timeline"] = tuple(tuple(point) for point in values.get("timeline", ()))
     return Report(**values, **known, notes=tuple(_notes(result, known)))
 
 
@@ -118,8 +126,8 @@ def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
         notes.append("cuDNN is off: convolutions and RNNs run through torch's own kernels")
     if known["ranks"] > 1 or result.get("distributed"):
         notes.append(
-            "other ranks are not there: what this rank gathers are its own values, and NCCL's own "
-            "buffers are not counted"
+            "other ranks are not there: what this rank gathers are its own values; NCCL's buffers "
+            "are counted as on A100 with NVLink, and other machines differ"
         )
     if result.get("compiled"):
         notes.append("whole numbers that compiled code computes are zero, like other results")
@@ -146,10 +154,11 @@ def draw(report: Report, file: str) -> None:
     figure = Figure(figsize=(9, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    times = [point[0] / 1e6 for point in report.timeline]
-    for index, name in ((2, "reserved"), (1, "allocated")):
-        axes.fill_between(times, [point[index] / GIB for point in report.timeline], label=name)
+    categories = report.timeline.get("categories", [])
+    stacked = [[size / GIB for size in one["bytes"]] for one in categories]
+    names = [one["name"] for one in categories]
+    axes.stackplot(report.timeline.get("times", []), stacked, labels=names, step="post")
     axes.axhline(report.available / GIB, color="black", linestyle="--", label="available")
-    axes.set(xlabel="seconds (on this machine's CPU)", ylabel="GiB", title=report.lines()[0])
+    axes.set(xlabel="allocations and frees of one step", ylabel="GiB", title=report.lines()[0])
     axes.legend()
     figure.savefig(file)

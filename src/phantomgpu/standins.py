@@ -18,25 +18,16 @@ from pathlib import Path
 from phantomgpu.errors import NotSupportedError
 
 NATIVE = Path(__file__).parent / "native"
+_SAME = "cublas cublasLt cudnn cufft cupti curand cusolver cusparse cusparseLt nccl nvrtc"
 PREFIXES = {
-    # library: how the names of its functions begin
+    **{f"lib{prefix}": prefix for prefix in _SAME.split()},
     "libcuda": "cu",
     "libcudart": "cuda",
-    "libcublas": "cublas",
-    "libcublasLt": "cublasLt",
-    "libcudnn": "cudnn",
-    "libcufft": "cufft",
     "libcufile": "cuFile",
-    "libcupti": "cupti",
-    "libcurand": "curand",
-    "libcusolver": "cusolver",
-    "libcusparse": "cusparse",
-    "libcusparseLt": "cusparseLt",
-    "libnccl": "nccl",
     "libnvidia-ml": "nvml",
-    "libnvrtc": "nvrtc",
     "libnvshmem_host": "nvshmem",
 }
+"""How the names of a library's functions begin."""
 SOURCES = {
     "libcuda": ["device.c", "driver.c"],
     "libcudart": ["runtime.c"],
@@ -162,7 +153,11 @@ def known_names() -> dict[str, str]:
     """Return the functions of CUDA that need no code, and what each of them does (names.txt)."""
     lines = (NATIVE / "names.txt").read_text().splitlines()
     words = [word for line in lines if not line.startswith("#") for word in line.split()]
-    return {word.lstrip("+*>"): word[0] if word[0] in "+*>" else "" for word in words}
+    found = {}
+    for word in words:
+        name, _, same = word.lstrip("+*>").partition("=")
+        found[name] = same or (word[0] if word[0] in "+*>" else "")
+    return found
 
 
 def _symbols(files: Iterable[Path], which: str) -> Iterable[tuple[str, str]]:
@@ -217,9 +212,13 @@ def _default(name: str, stem: str, *, called: bool) -> str:
     back, where torch would compute with cuDNN, and where nobody checked what comes back, the answer
     is an error.
     """
+    does = known_names().get(name, "")
+    if len(does) > 1:  # up to eight numbers or addresses, and an answer of any type
+        call = f"return {does}(a, b, c, d, e, f, g, h);"
+        arguments = ", ".join(f"void *{one}" for one in "abcdefgh")
+        return f"void *{does}(); void *{name}({arguments}) {{ {call} }}"
     if name.endswith(("GetErrorString", "GetErrorName", "GetLastError", "GetResultString")):
         return f'const char *{name}(void) {{ return "not supported by phantomgpu"; }}'
-    does = known_names().get(name, "")
     if does == "*":
         return f"int {name}(void **to) {{ *to = phantom_handle(); return 0; }}"
     if does == ">":

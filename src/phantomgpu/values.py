@@ -97,7 +97,7 @@ def _override(name: str, operation: Any, bytes_of: Bytes) -> Callable[..., Any]:
     plain, sized = base in _PLAIN, name in SIZED.split()
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = _leaves((args, kwargs))
+        tensors = leaves((args, kwargs))
         if sized:
             original(keys, *args, **kwargs)  # for what it allocates
             device = next(t for t in tensors if t.is_cuda).device
@@ -113,11 +113,11 @@ def _override(name: str, operation: Any, bytes_of: Bytes) -> Callable[..., Any]:
             bytes_of.mind(args[0])
         if base == "equal":
             return operation(*_cpu(args))
-        outputs = _leaves(out)
+        outputs = leaves(out)
         if any(_computed(t, plain=plain) for t in outputs):
             with suppress(*_REFUSED):
                 cpu_args, cpu_kwargs = before or (_cpu(args), _cpu(kwargs))
-                results = _leaves(operation(*cpu_args, **cpu_kwargs))
+                results = leaves(operation(*cpu_args, **cpu_kwargs))
                 for to, result in zip(outputs, results, strict=True):
                     if _computed(to, plain=plain) and to.is_cuda:
                         bytes_of.write(to, result)
@@ -155,7 +155,7 @@ def _computed(tensor: torch.Tensor, *, plain: bool) -> bool:
     return whole or (plain and tensor.numel() <= FEW)
 
 
-def _leaves(value: Any) -> list[torch.Tensor]:
+def leaves(value: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments or results."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -163,7 +163,7 @@ def _leaves(value: Any) -> list[torch.Tensor]:
         value = value.values()
     elif not isinstance(value, list | tuple):
         return []
-    return [tensor for one in value for tensor in _leaves(one)]
+    return [tensor for one in value for tensor in leaves(one)]
 
 
 def _cpu(value: Any, *, clone: bool = False, zeros: bool = False) -> Any:

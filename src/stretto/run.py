@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from stretto.batching.seesaw import Coupling, paired
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.data.weights import MicroBatchView, Units, weights_of
 from stretto.distributed.logged import Logged, Reduce
+from stretto.distributed.mesh import Mesh, as_mesh
 from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, TrainingError
@@ -36,6 +37,9 @@ from stretto.runtime.packing import PackingError, count, pack, unpack
 from stretto.settings import Loading, one_of, read_settings
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
 from stretto.timing.timestamp import NANOSECONDS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _VERSION = 1
 _NOTHING: frozenset[str] = frozenset()
@@ -62,6 +66,8 @@ def prepare(
     model: nn.Module | None = None,
     callbacks: Sequence[object] = (),
     folder: Path | None = None,
+    mesh: DeviceMesh | Mesh | None = None,
+    idle_ranks: bool = False,
 ) -> Run:
     """Prepare a run for a training loop of your own.
 
@@ -101,6 +107,8 @@ def prepare(
         model: the model, for callbacks.
         callbacks: the callbacks of the run, for each other.
         folder: the run folder, for callbacks.
+        mesh: as in `Trainer`: the mesh of all ranks if they share the model, too.
+        idle_ranks: as in `Trainer`: whether a batch may have fewer samples than there are ranks.
 
     Raises:
         StrettoError: the arguments do not fit; the message says what to write instead.
@@ -124,6 +132,8 @@ def prepare(
         model=model,
         callbacks=callbacks,
         folder=folder,
+        mesh=as_mesh(mesh),
+        idle_ranks=idle_ranks,
     )
     return run if optimizer is None else run.bind(optimizer)
 
@@ -151,6 +161,8 @@ class Run:
         model: nn.Module | None = None,
         callbacks: Sequence[object] = (),
         folder: Path | None = None,
+        mesh: Mesh | None = None,
+        idle_ranks: bool = False,
     ) -> None:
         self.spec = spec
         self.prepared = prepared
@@ -180,6 +192,8 @@ class Run:
         """Values logged since the last line of metrics; for the loop."""
         self.latest_loss: float | Tensor | Callable[[], float] = _NAN
         """What `loss` reads; for the loop."""
+        self._mesh = mesh
+        self._idle_ranks = idle_ranks
         self._model = model
         self._base: list[list[GroupValues]] | None = None
         self._loader: StepLoader | None = None
@@ -232,6 +246,8 @@ class Run:
             self.micro_batch_size = micro_batch_size
         if strategy is not None:
             self._ranks, rank, world_size = strategy.ranks, strategy.rank, strategy.world_size
+        elif rank is None and self._mesh is not None:
+            rank, world_size = self._mesh.rank, self._mesh.world_size
         settings = {one.name: getattr(self.loading, one.name) for one in fields(Loading)}
         del settings["last_batch"]
         self._loader = StepLoader(
@@ -240,6 +256,7 @@ class Run:
             micro_batch_size=self.micro_batch_size,
             rank=rank,
             world_size=world_size,
+            idle_ranks=self._idle_ranks,
             **settings,
         )
         self.optimizers = tuple(each)
@@ -324,6 +341,7 @@ class Run:
                 base=self.hyperparameters.base,
                 tracks_tokens=self.loader.tracks_tokens,
                 resume_at=self.timer.timestamp,
+                idle_ranks=self._idle_ranks,
             )
         return self._plan
 
@@ -547,12 +565,15 @@ class Run:
         """The processes of the run. If they were not given, all of them must ask for it."""
         if self._ranks is None:
             self._ranks = Ranks.from_environment()
+            self._ranks.counts = self._mesh is None or self._mesh.counts
         return self._ranks
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this is rank 0, which writes and prints."""
-        return self.rank == 0
+        """Whether this is the first of all ranks, which writes and prints."""
+        if self._ranks is not None:
+            return self._ranks.is_first
+        return self.rank == 0 and (self._mesh is None or self._mesh.counts)
 
     @property
     def loss(self) -> float:
@@ -608,19 +629,23 @@ class Run:
     def all_reduce(self, value: _T, reduce: Literal["sum", "mean", "max", "min"] = "sum") -> _T:
         """Return a number, or a tensor element by element, reduced over all ranks.
 
-        Every rank must call it, with a tensor of the same shape and type on its device.
+        Every rank must call it, with a tensor of the same shape and type on its device. Ranks that
+        share a model count once in a sum or mean.
 
         Raises:
             TrainingError: there is no such reduction, or another rank has ended.
         """
         one_of("reduce", reduce, ("sum", "mean", "max", "min"))
         operation = "sum" if reduce == "mean" else reduce
-        divisor = self.ranks.world_size if reduce == "mean" else 1
+        divisor = self.world_size if reduce == "mean" else 1
+        is_left_out = operation == "sum" and not self.ranks.counts
         if isinstance(value, Tensor):
             total = value.detach().clone()
+            if is_left_out:
+                total.zero_()
             self.ranks.reduce(total, operation)
             return total / divisor if divisor > 1 else total
-        packed = torch.tensor([value], dtype=torch.float64)
+        packed = torch.tensor([0.0 if is_left_out else value], dtype=torch.float64)
         self.ranks.reduce(packed, operation)
         return float(packed.item()) / divisor
 

@@ -184,7 +184,8 @@ class Checkpointing:
     """Whether less or more of the metric is better."""
     upload: Any = None
     """Where copies go in the background: an address that fsspec knows, such as `"s3://bucket/run"`,
-    or a `stretto.checkpoint.Store` of yours. Training never waits for it."""
+    or a `stretto.checkpoint.Store` of yours. Training never waits for it. Endpoints and keys are
+    those of fsspec, such as `FSSPEC_S3='{"endpoint_url": ...}'`."""
 
     def __post_init__(self) -> None:
         _choice("mode", self.mode, ("min", "max"))

@@ -26,7 +26,7 @@ def _sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = torch.arange(12.0).reshape(4, 3)
     begin_checkpoint(path)
     for rank in range(2):
-        half = Shard(whole[2 * rank : 2 * rank + 2], shape=(4, 3), dim=0, offset=2 * rank)
+        half = Shard(whole[2 * rank : 2 * rank + 2], shape=(4, 3), offset=(2 * rank, 0))
         model: dict[str, Tensor | Shard]
         model = {"weight": half, "tied": half, "count": torch.tensor(7)}
         staged = HostCopies().take({"model": model, "optimizer": {}})

@@ -49,7 +49,7 @@ def written_by_ranks(folder: Path, whole: Tensor, ranks: int) -> Path:
     size = -(-len(whole) // ranks)
     for rank in range(ranks):
         local = whole[rank * size : (rank + 1) * size].clone()
-        shard = Shard(local, tuple(whole.shape), 0, min(rank * size, len(whole)))
+        shard = Shard(local, tuple(whole.shape), (min(rank * size, len(whole)), 0))
         plain: dict[str, dict[str, Tensor | Shard]] = {
             "model": {"plain": torch.ones(2), "weight": shard, "tied": shard}
         }

@@ -61,7 +61,9 @@ def write(path: Path, world_size: int) -> None:
                 if tensor.dim():
                     piece = tensor.tensor_split(world_size)[rank]
                     offset = sum(len(one) for one in tensor.tensor_split(world_size)[:rank])
-                    given["model"][name] = Shard(piece, tuple(tensor.shape), 0, offset)
+                    given["model"][name] = Shard(
+                        piece, tuple(tensor.shape), (offset, *[0] * (tensor.dim() - 1))
+                    )
         write_part(path, HostCopies().take(given), rank=rank, world_size=world_size)
     finish_checkpoint(path, RECORDS, world_size=world_size, clock=lambda: 1.8e9)
 
@@ -70,7 +72,7 @@ def content(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-@pytest.mark.parametrize("name", ["format-2", "format-2-of-two-writers"])
+@pytest.mark.parametrize("name", ["format-2", "format-2-of-two-writers", "format-3-of-two-writers"])
 def test_a_checkpoint_of_every_format_is_read_to_the_last_bit(name: str) -> None:
     found, records = read_checkpoint(GOLDEN / name)
     assert records == RECORDS
@@ -83,7 +85,7 @@ def test_a_checkpoint_of_every_format_is_read_to_the_last_bit(name: str) -> None
     assert describe(GOLDEN / name).is_whole
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("format-2", 1), ("format-2-of-two-writers", 2)])
+@pytest.mark.parametrize(("name", "world_size"), [("format-2", 1), ("format-3-of-two-writers", 2)])
 def test_the_present_format_is_written_as_pinned(
     name: str, world_size: int, tmp_path: Path
 ) -> None:

@@ -86,6 +86,6 @@ def test_any_bytes_are_refused(content: bytes, tmp_path_factory: pytest.TempPath
 
 
 def test_a_newer_format_is_said_to_be_newer(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text('{"format": 3, "something": "else"}')
+    (tmp_path / "manifest.json").write_text('{"format": 4, "something": "else"}')
     with pytest.raises(CheckpointError, match="install"):
         open_checkpoint(tmp_path)

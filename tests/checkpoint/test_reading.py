@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.checkpoint import (
+    Box,
     HostCopies,
     Shard,
     begin_checkpoint,
@@ -31,7 +32,8 @@ def write_cut(path: Path, whole: Tensor, dim: int, lengths: list[int]) -> None:
     begin_checkpoint(path)
     offset = 0
     for rank, length in enumerate(lengths):
-        shard = Shard(whole.narrow(dim, offset, length), tuple(whole.shape), dim, offset)
+        place = tuple(offset if one == dim else 0 for one in range(whole.dim()))
+        shard = Shard(whole.narrow(dim, offset, length), tuple(whole.shape), place)
         staged = HostCopies().take({"model": {"weight": shard}})
         write_part(path, staged, rank=rank, world_size=len(lengths))
         offset += length
@@ -52,11 +54,11 @@ def test_any_part_of_a_tensor_that_was_cut_is_that_part(
     assert reader.shape("model", "weight") == tuple(shape)
     assert reader.entries("model")[0].dtype == torch.int64
     assert torch.equal(reader.tensor("model", "weight"), whole)
-    along = data.draw(st.integers(0, 1), label="along")
-    offset = data.draw(st.integers(0, shape[along]), label="offset")
-    length = data.draw(st.integers(0, shape[along] - offset), label="length")
-    part = reader.part("model", "weight", along, offset, length)
-    assert torch.equal(part, whole.narrow(along, offset, length))
+    at = [data.draw(st.integers(0, size), label="offset") for size in shape]
+    most = [size - start for size, start in zip(shape, at, strict=True)]
+    length = [data.draw(st.integers(0, one), label="length") for one in most]
+    box = Box(tuple(at), tuple(length))
+    assert torch.equal(reader.part("model", "weight", box), whole[box.slices])
 
 
 def test_what_was_read_has_memory_of_its_own(tmp_path: Path) -> None:
@@ -73,19 +75,19 @@ def test_what_was_read_has_memory_of_its_own(tmp_path: Path) -> None:
     [
         ("model", "none", None),
         ("none", "weight", None),
-        ("model", "weight", (0, 3, 2)),
-        ("model", "weight", (2, 0, 1)),
-        ("model", "weight", (0, -1, 1)),
-        ("model", "weight", (0, 2, -1)),
-        ("model", "count", (0, 0, 1)),
+        ("model", "weight", Box((3, 0), (2, 3))),
+        ("model", "weight", Box((0, 0, 0), (1, 1, 1))),
+        ("model", "weight", Box((-1, 0), (1, 3))),
+        ("model", "weight", Box((2, 0), (-1, 3))),
+        ("model", "count", Box((0,), (1,))),
     ],
 )
 def test_what_is_not_there_cannot_be_read(
-    group: str, name: str, part: tuple[int, int, int] | None, sharded: Path
+    group: str, name: str, part: Box | None, sharded: Path
 ) -> None:
     reader = open_checkpoint(sharded)
     with pytest.raises(CheckpointError, match="read"):
-        reader.tensor(group, name) if part is None else reader.part(group, name, *part)
+        reader.tensor(group, name) if part is None else reader.part(group, name, part)
 
 
 @pytest.mark.parametrize(

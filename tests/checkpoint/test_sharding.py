@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard as Strided
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stretto.checkpoint import LazyTensor, Shard, TensorSlice, shard_like, to_shard
+from stretto.checkpoint import Box, LazyTensor, Shard, shard_like, to_shard
+from stretto.checkpoint.parts import tile
 from stretto.checkpoint.sharding import is_dtensor, replicate_like
 
 
@@ -53,11 +58,8 @@ def test_shards_tile_the_whole_and_come_back(
             else:
                 assert isinstance(piece, Shard)
                 assert piece.shape == shape
-                assert piece.dim == dim % len(shape)
                 assert piece.local.data_ptr() == tensor.to_local().data_ptr()
-                filled.narrow(piece.dim, piece.offset, piece.local.shape[piece.dim]).copy_(
-                    piece.local
-                )
+                filled[Box(piece.offset, tuple(piece.local.shape)).slices] = piece.local
             for stored in (whole, LazyTensor(shape, lambda part: reader(whole, part))):
                 back = shard_like(tensor, stored)
                 assert is_dtensor(back)
@@ -68,15 +70,15 @@ def test_shards_tile_the_whole_and_come_back(
     assert torch.equal(filled, whole)
 
 
-def reader(whole: Tensor, part: TensorSlice | None) -> Tensor:
-    return whole if part is None else whole.narrow(part.dim, part.offset, part.length)
+def reader(whole: Tensor, part: Box | None) -> Tensor:
+    return whole if part is None else whole[part.slices]
 
 
 def test_a_rank_reads_its_part_alone() -> None:
-    asked: list[TensorSlice | None] = []
+    asked: list[Box | None] = []
     whole = torch.arange(10.0).view(5, 2)
 
-    def read(part: TensorSlice | None) -> Tensor:
+    def read(part: Box | None) -> Tensor:
         asked.append(part)
         return reader(whole, part)
 
@@ -84,7 +86,7 @@ def test_a_rank_reads_its_part_alone() -> None:
         reference = spread(whole, 2, 0)
         shard_like(reference, LazyTensor((5, 2), read))
         shard_like(torch.zeros(5, 2), LazyTensor((5, 2), read))
-    assert asked == [TensorSlice(dim=0, offset=3, length=2), None]
+    assert asked == [Box((3, 0), (2, 2)), None]
 
 
 def test_a_part_keeps_nothing_else_alive() -> None:
@@ -125,9 +127,8 @@ def test_two_dimensions_come_back_as_they_were(rank: int) -> None:
         # Nothing is gathered, and of two equal parts one is written.
         piece = to_shard(tensor)
         assert isinstance(piece, Shard)
-        expected = whole.chunk(2)[rank] if rank < 2 else whole[:0]
-        assert torch.equal(piece.local, expected)
-        assert (piece.shape, piece.dim, piece.offset) == ((5, 2), 0, 3 * rank if rank < 2 else 5)
+        assert torch.equal(piece.local, whole.chunk(2)[rank]) if rank < 2 else not len(piece.local)
+        assert (piece.shape, piece.offset) == ((5, 2), (3 * (rank % 2), 0))
 
 
 def test_another_shape_is_left_for_torch_to_refuse() -> None:
@@ -143,3 +144,70 @@ def test_a_parameter_gives_a_tensor_without_a_graph() -> None:
     assert isinstance(piece, Tensor)
     assert not piece.requires_grad
     assert piece.data_ptr() == parameter.data_ptr()
+
+
+MESHES = {
+    "TP x FSDP2": ((2, 2), [Strided(0, split_factor=2), Cut(0)]),
+    "rows and columns": ((2, 2), [Cut(0), Cut(1)]),
+    "rows twice": ((2, 2), [Cut(0), Cut(0)]),
+    "HSDP x TP": ((2, 2, 3), [Replicate(), Strided(1, split_factor=3), Cut(1)]),
+    "columns, the rest copies": ((2, 3), [Replicate(), Cut(1)]),
+    "rows, the rest copies": ((3, 2), [Cut(0), Replicate()]),
+}
+
+
+@pytest.mark.parametrize(("sizes", "placements"), MESHES.values(), ids=MESHES)
+def test_boxes_of_any_mesh_tile_the_whole_and_come_back(
+    sizes: tuple[int, ...], placements: list[Any]
+) -> None:
+    whole = torch.arange(7.0 * 11).view(7, 11)
+    written: list[Box] = []
+    world_size = math.prod(sizes)
+    for rank in range(world_size):
+        with as_rank(rank, world_size):
+            mesh = init_device_mesh("cpu", sizes)
+            local, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+            box = Box(tuple(offset), tuple(local))
+            mine = whole[box.slices]
+            tensor = DTensor.from_local(
+                mine, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+            assert torch.equal(shard_like(tensor, whole).to_local(), mine)  # type: ignore[attr-defined]
+            piece = to_shard(tensor)
+            assert isinstance(piece, Shard)
+            if piece.local.numel():
+                assert torch.equal(piece.local, mine)
+                written.append(Box(piece.offset, tuple(piece.local.shape)))
+    assert tile((7, 11), written)
+
+
+def test_a_copy_on_other_ranks_is_written_once() -> None:
+    """A layer that only FSDP2 cuts: each rank of a model group has the same part of it."""
+    whole, lengths = torch.arange(6.0).view(3, 2), []
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+            piece = to_shard(distribute_tensor(whole, mesh, [Cut(0)], src_data_rank=None))
+            assert isinstance(piece, Shard)
+            lengths.append(len(piece.local))
+    assert lengths == [2, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "are_whole"),
+    [
+        ((), [((), ())], True),
+        ((4,), [((0,), (2,)), ((2,), (2,))], True),
+        ((4,), [((0,), (2,)), ((1,), (2,))], False),
+        ((4,), [((0,), (4,)), ((0,), (4,)), ((0,), (4,))], False),
+        ((2, 2), [((0, 0), (1, 2)), ((1, 0), (1, 1)), ((1, 1), (1, 1))], True),
+        ((2, 2), [((0, 0), (1, 2)), ((1, 0), (1, 1)), ((1, 0), (1, 1))], False),
+        ((2, 2), [((0, 0), (2, 1)), ((0, 2), (2, 1))], False),
+        ((2, 2), [((0,), (4,))], False),
+        ((0, 3), [], True),
+    ],
+)
+def test_boxes_that_leave_holes_or_overlap_are_found(
+    shape: tuple[int, ...], boxes: list[Any], *, are_whole: bool
+) -> None:
+    assert tile(shape, [Box(*box) for box in boxes]) is are_whole

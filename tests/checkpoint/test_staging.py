@@ -60,15 +60,15 @@ def test_views_that_show_other_values_are_no_aliases() -> None:
 def test_parts_that_lie_in_other_places_are_no_aliases() -> None:
     local = torch.ones(2)
     parts = {
-        "a": Shard(local, (4,), 0, 0),
-        "b": Shard(local, (4,), 0, 2),
-        "c": Shard(local, (4,), 0, 0),
+        "a": Shard(local, (4,), (0,)),
+        "b": Shard(local, (4,), (2,)),
+        "c": Shard(local, (4,), (0,)),
     }
     staged = HostCopies().take({"model": parts})
     assert staged.aliases == {"model": {"c": "a"}}
     taken = staged.tensors["model"]["b"]
     assert isinstance(taken, Shard)
-    assert taken[1:] == ((4,), 0, 2)
+    assert taken[1:] == ((4,), (2,))
     assert taken.local is not local
 
 

@@ -25,7 +25,7 @@ WHOLE = torch.arange(8.0).reshape(4, 2)
 
 
 def part(offset: int, length: int, **others: torch.Tensor) -> dict[str, torch.Tensor | Shard]:
-    return {"weight": Shard(WHOLE[offset : offset + length], (4, 2), 0, offset), **others}
+    return {"weight": Shard(WHOLE[offset : offset + length], (4, 2), (offset, 0)), **others}
 
 
 def write_parts(path: Path, *parts: dict[str, torch.Tensor | Shard]) -> None:
@@ -57,7 +57,7 @@ def test_parts_of_ranks_make_a_whole_in_any_order(tmp_path: Path) -> None:
 
 def test_a_tensor_that_no_rank_has_anything_of_keeps_its_type(tmp_path: Path) -> None:
     empty = torch.empty(0, 3, dtype=torch.float16)
-    parts: list[dict[str, torch.Tensor | Shard]] = [{"w": Shard(empty, (0, 3), 0, 0)}] * 2
+    parts: list[dict[str, torch.Tensor | Shard]] = [{"w": Shard(empty, (0, 3), (0, 0))}] * 2
     write_parts(tmp_path / "a", *parts)
     found = open_checkpoint(tmp_path / "a").tensor("model", "w")
     assert (found.shape, found.dtype) == ((0, 3), torch.float16)
@@ -70,8 +70,8 @@ def test_a_tensor_that_no_rank_has_anything_of_keeps_its_type(tmp_path: Path) ->
         [part(0, 2), part(1, 3)],
         [part(0, 2), part(2, 1)],
         [part(0, 4), part(0, 4)],
-        [part(0, 2), {"weight": Shard(WHOLE[2:], (5, 2), 0, 2)}],
-        [part(0, 2), {"weight": Shard(WHOLE[2:], (4, 2), 1, 2)}],
+        [part(0, 2), {"weight": Shard(WHOLE[2:], (5, 2), (2, 0))}],
+        [part(0, 2), {"weight": Shard(WHOLE[2:], (4, 2), (0, 2))}],
     ],
     ids=["hole", "overlap", "short", "twice", "shape", "dimension"],
 )

@@ -40,7 +40,7 @@ class Cluster:
 
     def add(self) -> None:
         conf = f"is_host={str(not self.started).lower()},join_timeout=600,last_call_timeout=2"
-        conf += ",keep_alive_interval=1,keep_alive_max_attempt=3"
+        conf += ",keep_alive_interval=1,keep_alive_max_attempt=10"
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:4"]
         command += ["--nproc-per-node=1", "--max-restarts=50", "--rdzv-backend=c10d"]
         command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=job"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stretto.checkpoint import (
+    Box,
     HostCopies,
     Shard,
     begin_checkpoint,
@@ -78,7 +79,7 @@ def apart() -> None:
     """Two ranks, between whose parts there is a hole."""
     begin_checkpoint(PATH)
     for rank, offset in enumerate((0, 3)):
-        shard = Shard(WEIGHT, (5, 3), 0, offset)
+        shard = Shard(WEIGHT, (5, 3), (offset, 0))
         staged = HostCopies().take({"model": {"weight": shard}})
         write_part(PATH, staged, rank=rank, world_size=2)
     finish_checkpoint(PATH, {}, world_size=2)
@@ -108,7 +109,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         lambda: read("model.safetensors", lambda text: text[:-1] + b"\1"),
     ),
     ("checkpoint-no-tensor", lambda: open_checkpoint(written()).tensor("model", "bias")),
-    ("checkpoint-no-part", lambda: open_checkpoint(written()).part("model", "weight", 0, 1, 2)),
+    (
+        "checkpoint-no-part",
+        lambda: open_checkpoint(written()).part("model", "weight", Box((1, 0), (2, 9))),
+    ),
     ("checkpoint-folder", in_the_way),
     ("checkpoint-group", lambda: write({"my model": {}})),
     ("checkpoint-sparse", lambda: write({"model": {"weight": WEIGHT.to_sparse()}})),

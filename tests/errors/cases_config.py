@@ -203,7 +203,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         convert, "0.1dur", to="ba", max_duration="90ep", batch_size=128)),
     # pictures and reports
     ("config-picture-ending", lambda: check_format(Path("plan.gif"))),
-    ("config-picture-tokens", lambda: draw_plan(plan(Horizon("40sp"), 8), Path("a.png"), unit="tok")),
+    ("config-picture-tokens", lambda: draw_plan(
+        plan(Horizon("40sp"), 8), Path("a.png"), unit="tok")),
     ("config-picture-end", lambda: draw_plan(plan(Horizon("10m"), 8), Path("a.png"))),
     ("config-report-absent", lambda: read_metrics(Path("runs/a"))),
     ("config-report-broken", written("metrics.jsonl", json.dumps({"loss": 1}) + "\n",

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,13 @@ import torch.distributed as dist
 from tests.integrations import titan_toys
 from tests.integrations.titan_toys import MICRO, RATE, SCHEDULES, SEED, SIZES, N, configuration
 from torch.utils.data import TensorDataset
-from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config import ConfigManager
 
 from stretto.batching import NoiseScale
 from stretto.errors import TrainingError
-from stretto.integrations.torchtitan import Schedules, StepDataLoader, check
+from stretto.integrations.torchtitan import RunTrainer, Schedules, StepDataLoader, check
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
 from stretto.timing import Horizon
@@ -78,11 +79,11 @@ def test_every_step_is_the_planned_one_when_the_ranks_change(
 ) -> None:
     alone = launch("alone", "whole", ranks=1)
     assert alone == planned()
-    found = launch("changed", "first", ranks=2, stop_after=20)
+    found = launch("changed", "first", ranks=1, stop_after=20)
     assert max(found) == sorted(planned())[19]
-    rest = launch("changed", "second", ranks=1, stop_after=33)
+    rest = launch("changed", "second", ranks=2, stop_after=33)
     assert min(rest) == sorted(planned())[14]  # checkpoints come every 7 steps
-    last = launch("changed", "third", ranks=2)
+    last = launch("changed", "third", ranks=1)
     assert min(last) == sorted(planned())[28]
     assert found | rest | last == planned()
     one, other = [torch.load(tmp_path / name / "weights.pt") for name in ("alone", "changed")]
@@ -96,7 +97,7 @@ def test_every_step_is_the_planned_one_when_the_ranks_change(
 
 @pytest.mark.distributed
 def test_tensor_parallel_ranks_share_a_batch(launch: Callable[..., Rows]) -> None:
-    first = launch("out", "data", ranks=2, stop_after=14)
+    first = launch("out", "data", ranks=2, stop_after=15)
     rest = launch("out", "tensor", ranks=2, tensor_parallel=2, stop_after=24)
     assert min(rest) == sorted(planned())[14]
     each = {sample: (sorted([*ids, *ids]), rates) for sample, (ids, rates) in planned().items()}
@@ -157,6 +158,31 @@ def bound(data: Any = None, **changed: Any) -> StepDataLoader:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     loader.bind([optimizer], Schedules.Config())
     return loader
+
+
+def unmade(loader: StepDataLoader, step: int) -> Any:
+    """A trainer before its first step; to make it, torchtitan needs processes."""
+    trainer: Any = object.__new__(RunTrainer)
+    trainer.dataloader, trainer.step, trainer.saved = loader, step, []
+    trainer.checkpointer = SimpleNamespace(save=lambda *how, **more: trainer.saved.append(how))
+    return trainer
+
+
+def test_a_checkpoint_without_the_position_is_refused() -> None:
+    """Its learning rates would begin anew."""
+    trainer = unmade(bound(even=False), 5)
+    with pytest.raises(TrainingError, match="step"):
+        trainer.train_step(iter(()))
+
+
+def test_the_end_is_saved_where_it_was_not_known() -> None:
+    loader = bound(even=False, max_duration="2ba")
+    while loader.draw() is not None:
+        loader.run.finish()
+    trainer = unmade(loader, 3)
+    with pytest.raises(DataloaderExhaustedError):
+        trainer.train_step(iter(()))
+    assert trainer.saved == [(2,)]
 
 
 @pytest.mark.parametrize(

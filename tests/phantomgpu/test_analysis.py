@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from phantomgpu import Report
-from phantomgpu.analysis import explain, live_at, peak, phase_of, reserved, timeline
+from phantomgpu.analysis import categorise, lives, peak, phase_of, place, timeline
 from phantomgpu.child import Run, Settings
 from phantomgpu.report import build_report, draw
 
@@ -47,23 +48,20 @@ def run() -> Run:
 
 
 def test_the_peak_is_where_most_is_live() -> None:
-    assert peak(TRACE) == (18 * MIB, 4)
-    assert reserved(TRACE) == 22 * MIB
-    live, ends = live_at(TRACE, 4)
-    assert live == [1, 2, 3, 4]
-    assert ends == {3: 14, 4: 31}
+    assert peak(TRACE) == (18 * MIB, 4, 22 * MIB)
+    assert lives(TRACE) == {1: 9, 2: 9, 3: 5, 4: 8, 6: 9}
 
 
 def test_blocks_belong_to_who_held_them_while_they_lived(run: Run) -> None:
-    live, ends = live_at(TRACE, 4)
-    categories, places = explain(run, TRACE, live, ends, run.owners)
-    assert categories == {
-        "parameters": 4 * MIB,
-        "gradients": 4 * MIB,
-        "activations": 2 * MIB,
-        "logits": 8 * MIB,
+    assert categorise(run, TRACE, lives(TRACE), run.owners) == {
+        1: "parameters",
+        2: "activations",
+        3: "logits",
+        4: "gradients",
+        6: "scratch of the optimizer",
     }
-    assert places == {"model.py:7 forward": 2 * MIB, "train.py:7 main": 8 * MIB}
+    assert place(run, TRACE[2]) == "model.py:7 forward"
+    assert place(run, TRACE[4]) == "backward"
 
 
 def test_phases(run: Run) -> None:
@@ -77,13 +75,20 @@ def test_phases(run: Run) -> None:
 
 def test_modules_name_places_when_they_were_followed(run: Run) -> None:
     run.spans = [(11, "layers.0.mlp"), (12, "")]
-    live, ends = live_at(TRACE, 4)
-    assert explain(run, TRACE, live, ends, run.owners)[1]["layers.0.mlp"] == 2 * MIB
+    assert place(run, TRACE[2]) == "layers.0.mlp"
 
 
-def test_a_timeline_keeps_the_peak() -> None:
-    points = timeline(TRACE, points=3)
-    assert max(used for _, used, _ in points) == 18 * MIB
+@pytest.mark.parametrize("most", [100, 2])
+def test_a_timeline_is_one_step_with_its_peak(run: Run, most: int) -> None:
+    named = categorise(run, TRACE, lives(TRACE), run.owners)
+    made = timeline(run, TRACE, 4, named, most)
+    columns = {one["name"]: one["bytes"] for one in made["categories"]}
+    totals = [sum(sizes) for sizes in zip(*columns.values(), strict=True)]
+    marks = {mark["text"]: mark["at"] for mark in made["marks"]}
+    assert len(made["times"]) == len(totals) <= most + 1
+    assert totals[marks["peak"]] == max(totals) == 18 * MIB
+    assert set(marks) == {"peak", "backward", "optimizer step"}
+    assert columns["parameters"] == [4 * MIB] * len(totals)
 
 
 def report(**values: Any) -> Report:
@@ -93,7 +98,11 @@ def report(**values: Any) -> Report:
         "phase": "backward",
         "step": 2,
         "steps": 3,
-        "timeline": [[0, 0, 0], [10, 1 << 30, 2 << 30]],
+        "timeline": {
+            "times": [0, 10],
+            "categories": [{"name": "parameters", "bytes": [0, 1 << 30]}],
+            "marks": [{"at": 1, "text": "peak"}],
+        },
         **values,
     }
     return build_report(
@@ -108,8 +117,17 @@ def test_a_report_is_text_and_json() -> None:
     assert "backward of step 2" in text
     assert "parameters 0.50" in text
     assert "little" not in text
-    assert '"peak_allocated": 1073741824' in made.to_json()
+    values = json.loads(made.to_json())
+    assert values["peak_allocated"] == values["timeline"]["peak_bytes"] == 1 << 30
+    assert values["timeline"]["limit_bytes"] == made.available == 79 << 30
+    assert values["timeline"]["title"] in text
     assert made.fits
+
+
+def test_buffers_of_nccl_are_counted() -> None:
+    made = report(nccl=1 << 30)
+    assert made.available == 78 << 30
+    assert "NCCL 1.00" in str(made)
 
 
 def test_notes_say_what_the_figures_do_not_contain() -> None:

@@ -99,7 +99,7 @@ def test_the_command(tmp_path: Path) -> None:
         "    model(torch.ones(int(sys.argv[1]), 1024, device='cuda')).sum().backward()\n"
         "    optimizer.step()\n"
     )
-    command = ["run", "--gpu", "h100", "--memory", "2GiB", "--json", "--", sys.executable]
+    command = ["run", "--gpu", "h100", "--memory", "2GiB", "--json", "-", "--", sys.executable]
     fits = CliRunner().invoke(app, [*command, str(script), "64"])
     assert fits.exit_code == 0, fits.output
     assert '"fits": true' in fits.output
@@ -248,3 +248,54 @@ def test_one_rank_of_many() -> None:
 
 
 SHARDED = (("ddp", 2), ("fsdp", 2), ("fsdp", 64))
+
+
+def meshed(kind: str) -> None:
+    """Train with the Trainer on a mesh of all ranks."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    from stretto.training import Trainer
+
+    torch.distributed.init_process_group("nccl")
+    world = torch.distributed.get_world_size()
+    shape, names = {
+        "fsdp": ((world, 1), ("dp", "tp")),
+        "hsdp": ((world // 8, 8), ("dp_replicate", "dp_shard")),
+        "tpfsdp": ((world // 8, 8), ("dp", "tp")),
+    }[kind]
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    layers = [torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)]
+    model = torch.nn.Sequential(*layers).cuda()
+    if kind == "tpfsdp":
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh if kind == "hsdp" else mesh["dp"])
+    Trainer(
+        model,
+        torch.randn(640, 1024),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        loss=lambda model, batch: model(batch).square().mean(),
+        max_duration="10ba",
+        batch_size=128,
+        clip_norm=1.0,
+        mesh=mesh,
+    ).fit()
+
+
+def test_the_trainer_on_a_mesh_of_64() -> None:
+    """A rank has 1/64 of the model, 1/8 with HSDP of 8 x 8, and 1/64 with TP 8 x FSDP 8."""
+    fsdp, hsdp, both = (run(meshed, kind, ranks=64) for kind in ("fsdp", "hsdp", "tpfsdp"))
+    whole = 4 * (2 * 1024 * 4096 + 5 * 1024)
+    assert fsdp.fits
+    assert hsdp.fits
+    assert both.fits
+    for report, parts in ((fsdp, 64), (hsdp, 8), (both, 64)):
+        assert report.ranks == 64
+        assert report.categories["optimizer"] == pytest.approx(2 * whole / parts, rel=0.1)
+    assert both.peak_allocated < fsdp.peak_allocated  # FSDP2 alone gathers whole layers

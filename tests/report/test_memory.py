@@ -11,7 +11,7 @@ from stretto.errors import ConfigError, FitError
 from stretto.memory import Answer
 from stretto.memory.answer import Cost
 from stretto.memory.limits import MemoryLimit
-from stretto.report.memory import draw_memory, memory_table, ranks_table
+from stretto.report.memory import answers_table, draw_memory, memory_table
 
 FOUND = Answer(
     size=100,
@@ -37,7 +37,12 @@ def test_where_all_there_are_fit_that_is_said() -> None:
 
 
 def test_the_table_of_ranks_has_the_whole_batch() -> None:
-    assert ranks_table({8: FOUND}).splitlines()[1].split()[:3] == ["8", "100", "800"]
+    rows = [({"ranks": 8}, replace(FOUND, notes=("a note",))), ({"ranks": 4}, None)]
+    head, eight, four, note = answers_table(rows).splitlines()
+    assert head.split()[:3] == ["ranks", "micro-batch", "batch"]
+    assert eight.split() == ["8", "100", "800", "1.95", "KiB", "estimate"]
+    assert four.split() == ["4", "none", "fits"]
+    assert note == "a note"
 
 
 def test_a_picture(tmp_path: Path) -> None:

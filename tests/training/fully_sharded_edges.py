@@ -164,7 +164,7 @@ def pieces() -> Outcome:
     for name, tensor in tensors.items():
         piece = to_shard(tensor)
         if isinstance(piece, Shard):
-            found[name] = [piece.dim, piece.offset, piece.shape[0], len(piece.local)]
+            found[name] = [0, piece.offset[0], piece.shape[0], len(piece.local)]
         else:
             found[name] = None
     return found

@@ -31,6 +31,7 @@ struct facts {
 extern struct facts facts;
 extern _Thread_local int current_device;
 extern size_t phantom_most_managed; /* most bytes of managed memory, which lie on the host */
+extern size_t phantom_nccl;         /* most bytes of NCCL's own buffers */
 
 /* An attribute, numbered as in CUdevice_attribute and cudaDeviceAttr; 0 if unknown. */
 int phantom_attribute(int attribute);

@@ -124,8 +124,6 @@ int cuCtxSetCurrent(void *context) {
   return OK;
 }
 
-int cuCtxPushCurrent_v2(void *context) { return cuCtxSetCurrent(context); }
-
 int cuCtxPopCurrent_v2(void **context) { return context ? cuCtxGetCurrent(context) : OK; }
 
 int cuCtxGetDevice(int *device) {
@@ -186,8 +184,6 @@ int cuGetErrorString(int error, const char **text) {
                                  : "no error";
   return OK;
 }
-
-int cuGetErrorName(int error, const char **text) { return cuGetErrorString(error, text); }
 
 /* A name without its version means the newest one that is here. */
 void *phantom_function(const char *name) {

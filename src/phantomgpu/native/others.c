@@ -7,8 +7,6 @@
 #ifdef LIBRARY_cublas
 int cublasGetMathMode(void *handle, int *mode) { return *mode = 0; }
 
-int cublasGetPointerMode_v2(void *handle, int *mode) { return *mode = 0; }
-
 int cublasGetVersion_v2(void *handle, int *version) {
   *version = 130100;
   return 0;
@@ -83,15 +81,7 @@ int nvrtcVersion(int *major, int *minor) {
 
 int nvrtcGetPTXSize(void *program, size_t *bytes) { return *bytes = 1, 0; }
 
-int nvrtcGetCUBINSize(void *program, size_t *bytes) { return *bytes = 1, 0; }
-
-int nvrtcGetProgramLogSize(void *program, size_t *bytes) { return *bytes = 1, 0; }
-
 int nvrtcGetPTX(void *program, char *to) { return *to = 0; }
-
-int nvrtcGetCUBIN(void *program, char *to) { return *to = 0; }
-
-int nvrtcGetProgramLog(void *program, char *to) { return *to = 0; }
 
 int nvrtcGetLoweredName(void *program, const char *name, const char **to) {
   *to = "kernel";
@@ -100,11 +90,6 @@ int nvrtcGetLoweredName(void *program, const char *name, const char **to) {
 #endif
 
 #ifdef LIBRARY_nvml
-int nvmlDeviceGetCount_v2(unsigned *count) {
-  *count = facts.devices;
-  return 0;
-}
-
 /* For the message of torch.OutOfMemoryError: no other program uses the device. */
 int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *processes) {
   return *count = 0;

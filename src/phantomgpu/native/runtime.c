@@ -14,9 +14,6 @@ typedef struct {
   unsigned x, y, z;
 } dim3;
 
-extern void *phantom_function(const char *name);
-extern int cuMemGetInfo_v2(size_t *, size_t *);
-extern int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *, const void *, int, size_t);
 
 static _Thread_local int last_error;
 
@@ -41,8 +38,6 @@ const char *cudaGetErrorString(int error) {
   }
 }
 
-const char *cudaGetErrorName(int error) { return cudaGetErrorString(error); }
-
 /* Devices */
 
 int cudaGetDeviceCount(int *count) {
@@ -50,19 +45,9 @@ int cudaGetDeviceCount(int *count) {
   return *count ? OK : fail(NO_DEVICE);
 }
 
-int cudaGetDevice(int *device) {
-  *device = current_device;
-  return OK;
-}
-
 int cudaSetDevice(int device) {
   if (device < 0 || device >= facts.devices) return fail(INVALID_DEVICE);
   current_device = device;
-  return OK;
-}
-
-int cudaDeviceGetAttribute(int *value, int attribute, int device) {
-  *value = phantom_attribute(attribute);
   return OK;
 }
 
@@ -104,23 +89,9 @@ int cudaDeviceGetPCIBusId(char *text, int length, int device) {
   return OK;
 }
 
-int cudaDriverGetVersion(int *version) {
-  *version = 13000;
-  return OK;
-}
-
-int cudaRuntimeGetVersion(int *version) { return cudaDriverGetVersion(version); }
-
 int cudaDeviceCanAccessPeer(int *can, int device, int peer) {
   *can = device != peer;
   return OK;
-}
-
-int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
-                                     uint64_t flags, int *result) {
-  *function = phantom_function(name);
-  if (result) *result = *function ? 0 : 1;
-  return *function ? OK : fail(NOT_FOUND);
 }
 
 /* Memory of devices */
@@ -128,18 +99,6 @@ int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned
 int cudaMalloc(void **pointer, size_t bytes) {
   int error = phantom_malloc(pointer, bytes, current_device);
   return error ? fail(error) : OK;
-}
-
-int cudaMallocAsync(void **pointer, size_t bytes, stream_t stream) {
-  return cudaMalloc(pointer, bytes);
-}
-
-int cudaMallocFromPoolAsync(void **pointer, size_t bytes, void *pool, stream_t stream) {
-  return cudaMalloc(pointer, bytes);
-}
-
-int cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
-  return cuMemGetInfo_v2(free_bytes, total_bytes);
 }
 
 /* The pool of device n is the address n + 1; it returns freed memory at once. */
@@ -211,8 +170,6 @@ int cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
   return host_alloc(pointer, bytes, 1);
 }
 
-int cudaMallocHost(void **pointer, size_t bytes) { return host_alloc(pointer, bytes, 1); }
-
 int cudaMallocManaged(void **pointer, size_t bytes, unsigned flags) {
   return host_alloc(pointer, bytes, 3);
 }
@@ -224,8 +181,6 @@ int cudaFree(void *pointer) {
   int error = phantom_free(pointer);
   return error ? fail(error) : OK;
 }
-
-int cudaFreeAsync(void *pointer, stream_t stream) { return cudaFree(pointer); }
 
 int cudaHostGetDevicePointer(void **device, void *host, unsigned flags) {
   *device = host;
@@ -253,12 +208,6 @@ int cudaMemcpyPeer(void *to, int device, const void *from, int other, size_t byt
   return OK;
 }
 
-int cudaMemcpyPeerAsync(void *to, int device, const void *from, int other, size_t bytes,
-                        stream_t stream) {
-  phantom_copy(to, from, bytes);
-  return OK;
-}
-
 int cudaMemcpy2D(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width,
                  size_t height, int kind) {
   for (size_t row = 0; row < height; row++)
@@ -266,18 +215,9 @@ int cudaMemcpy2D(char *to, size_t to_pitch, const char *from, size_t from_pitch,
   return OK;
 }
 
-int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width,
-                      size_t height, int kind, stream_t stream) {
-  return cudaMemcpy2D(to, to_pitch, from, from_pitch, width, height, kind);
-}
-
 int cudaMemset(void *to, int value, size_t bytes) {
   phantom_set(to, value, 1, bytes);
   return OK;
-}
-
-int cudaMemsetAsync(void *to, int value, size_t bytes, stream_t stream) {
-  return cudaMemset(to, value, bytes);
 }
 
 int cudaGetSymbolAddress(void **pointer, const void *symbol) {
@@ -324,10 +264,6 @@ int cudaEventElapsedTime(float *milliseconds, event_t start, event_t end) {
 int cudaEventRecord(event_t event, stream_t stream) {
   if (is_captured(stream) && num_joins < MOST_JOINS) joins[num_joins++] = event;
   return OK;
-}
-
-int cudaEventRecordWithFlags(event_t event, stream_t stream, unsigned flags) {
-  return cudaEventRecord(event, stream);
 }
 
 int cudaStreamWaitEvent(stream_t stream, event_t event, unsigned flags) {
@@ -412,22 +348,6 @@ int cudaFuncGetAttributes(int *to, const void *function) {
   to[7] = 32;                            /* registers: so few that they never limit the blocks */
   to[8] = to[9] = facts.code;            /* versions of PTX and of the code */
   to[11] = facts.shared_per_block_optin; /* dynamic shared memory */
-  return OK;
-}
-
-int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads,
-                                                  size_t shared) {
-  return cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, threads, shared);
-}
-
-int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function,
-                                                           int threads, size_t shared,
-                                                           unsigned flags) {
-  return cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, threads, shared);
-}
-
-int cudaOccupancyMaxActiveClusters(int *clusters, const void *function, const void *config) {
-  *clusters = 16;
   return OK;
 }
 

@@ -21,10 +21,10 @@ from stretto.checkpoint.reading import (
     read_checkpoint,
 )
 from stretto.checkpoint.sharding import (
+    Box,
     HostCopies,
     LazyTensor,
     Shard,
-    TensorSlice,
     shard_like,
     to_shard,
 )
@@ -42,7 +42,7 @@ __all__ = [
     "CheckpointReader",
     "Description",
     "HostCopies",
-    "TensorSlice",
+    "Box",
     "Shard",
     "LazyTensor",
     "TensorGroup",

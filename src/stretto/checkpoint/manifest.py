@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 
 from stretto.errors import CheckpointError, first_line, shown
 
-FORMAT = 2
-"""Version of the layout; it grows if older readers cannot read it."""
+FORMAT, UNCUT = 3, 2
+"""Versions of the layout: with tensors that are cut into boxes, and with whole ones only."""
 MANIFEST = "manifest.json"
 RECORDS = "state.json"
 
@@ -78,9 +78,9 @@ def group_of(file: str) -> str | None:
     return found["group"] if found else None
 
 
-def manifest_text(files: Mapping[str, tuple[int, str]]) -> str:
+def manifest_text(files: Mapping[str, tuple[int, str]], version: int = UNCUT) -> str:
     """Return the manifest for files of these sizes and digests."""
-    return json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n"
+    return json.dumps({"format": version, "files": files}, indent=1) + "\n"
 
 
 def read_manifest(path: Path) -> dict[str, Entry]:
@@ -109,7 +109,8 @@ def read_manifest(path: Path) -> dict[str, Entry]:
     with damage(MANIFEST):
         files = {name: Entry(*entry) for name, entry in document["files"].items()}
         names = [name for name in files if name != RECORDS and not group_of(name)]
-        if names or RECORDS not in files or text != manifest_text(files):
+        spellings = [manifest_text(files, one) for one in (UNCUT, FORMAT)]
+        if names or RECORDS not in files or text not in spellings:
             raise DamagedError(f"{MANIFEST} is not what was written")
         return files
 

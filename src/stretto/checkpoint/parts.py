@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
+import json
 import math
 import os
 import re
@@ -16,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stretto.checkpoint.manifest import RECORDS, DamagedError, Entry
+from stretto.checkpoint.manifest import DamagedError, Entry
+from stretto.checkpoint.sharding import Box
 from stretto.errors import CheckpointError
 
 
@@ -24,8 +27,7 @@ class FilePart(NamedTuple):
     """The part of a tensor in one file."""
 
     file: str
-    offset: int
-    length: int
+    box: Box
 
 
 class TensorEntry(NamedTuple):
@@ -33,10 +35,7 @@ class TensorEntry(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    dim: int
-    """The dimension along which it is sharded."""
     parts: tuple[FilePart, ...]
-    """In order; a single part if it is not sharded."""
 
     @property
     def num_bytes(self) -> int:
@@ -44,26 +43,58 @@ class TensorEntry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-TensorInfo: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
-"""The type and shape of what one file has of a tensor."""
+class TensorInfo(NamedTuple):
+    """What one file has of a tensor."""
+
+    dtype: torch.dtype
+    length: tuple[int, ...]
+    shape: tuple[int, ...]
+    """That of the whole tensor."""
+    offset: tuple[int, ...]
 
 
-def stored_entry(parts: Mapping[str, TensorInfo], shard: Any) -> TensorEntry:
-    """Return the entry of a tensor from its parts by file; `shard` lists several of them.
+def stored_entry(parts: Mapping[str, TensorInfo]) -> TensorEntry:
+    """Return the entry of a tensor from its parts by file.
 
     Raises:
-        DamagedError: they are not what `shard` lists.
+        DamagedError: they do not make a tensor.
     """
-    if shard is None:
-        ((file, (dtype, shape)),) = parts.items()
-        return TensorEntry(dtype, shape, 0, (FilePart(file, 0, shape[0] if shape else 1),))
-    shape, dim, pieces = tuple(shard["shape"]), shard["dim"], shard["pieces"]
-    placed = tuple(FilePart(file, at, parts[file][1][dim]) for file, at in pieces)
-    if sum(part.length for part in placed) != shape[dim]:
-        raise DamagedError(f"{RECORDS} does not describe the tensors")
-    return TensorEntry(parts[placed[0].file][0], shape, dim, placed)
+    boxes = {file: Box(part.offset, part.length) for file, part in parts.items()}
+    kinds = {(part.dtype, part.shape) for part in parts.values()}
+    if len(kinds) > 1 or not tile(next(iter(kinds))[1], tuple(boxes.values())):
+        raise DamagedError("the files do not describe whole tensors")
+    dtype, shape = next(iter(kinds))
+    return TensorEntry(dtype, shape, tuple(map(FilePart, boxes, boxes.values())))
 
 
+def tile(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Return whether boxes cover a tensor of that shape, each element once.
+
+    They do if their volumes add up and each corner belongs to an even number of them, but for those
+    of the whole: then an odd number of boxes covers each element.
+
+    >>> tile((4, 2), [Box((0, 0), (1, 2)), Box((1, 0), (3, 2))])
+    True
+    """
+    rank = len(shape)
+    if any(len(at) != rank or len(length) != rank for at, length in boxes):
+        return False
+    whole = Box((0,) * rank, tuple(shape))
+    cut = [dim for dim in range(rank) if any(box.length[dim] != shape[dim] for box in boxes)]
+    corners: set[tuple[int, ...]] = set()
+    for box in (whole, *boxes):
+        if math.prod(box.length):
+            ends = [(box.offset[dim], box.offset[dim] + box.length[dim]) for dim in cut]
+            corners ^= set(itertools.product(*ends))
+        if any(at < 0 or at + n > m for (at, n, m) in zip(*box, shape, strict=True)):
+            return False
+    # Uncut dimensions begin at 0: a box as long as the tensor fits nowhere else.
+    volume = sum(math.prod(box.length) for box in boxes)
+    return not corners and volume == math.prod(shape)
+
+
+PLACES = "places"
+"""What the metadata of a file call the shapes and offsets of its tensors."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -87,8 +118,15 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Entry:
+def write_tensors(
+    file: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Any] | None = None
+) -> Entry:
     """Write contiguous tensors in host memory to a new file, with fsync.
+
+    Args:
+        file: the file.
+        tensors: the tensors.
+        places: by name, the shape of the whole and the offset of a tensor that is a part.
 
     Raises:
         CheckpointError: the format cannot hold one of them.
@@ -98,7 +136,8 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Entry:
         check_tensor(name, tensor)
     file.open("xb").close()
     try:
-        save_file(dict(tensors), file)
+        metadata = {PLACES: json.dumps(places, separators=(",", ":"))} if places else None
+        save_file(dict(tensors), file, metadata)
     except SafetensorError as error:
         code = re.search(r"os error (\d+)", str(error))  # it has no other place for it
         number = int(code[1]) if code else errno.EIO
@@ -124,8 +163,8 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     raise CheckpointError.cannot(f"save the tensor {name!r}", why=why, instead=instead)
 
 
-ShardEntry: TypeAlias = tuple[Sequence[int], int, int, int, str]
-"""One rank's shard of a tensor: shape of the whole, dimension, offset, length and file."""
+ShardEntry: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""One rank's shard of a tensor: shape of the whole, offset and length."""
 
 
 class RankPart(NamedTuple):
@@ -137,31 +176,25 @@ class RankPart(NamedTuple):
     """By group and name."""
 
 
-def merge(parts: Sequence[RankPart]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the aliases and shards of the whole checkpoint; parts are in rank order.
+def merge(parts: Sequence[RankPart]) -> dict[str, Any]:
+    """Return the aliases of the whole checkpoint; parts are in rank order.
 
     Raises:
         CheckpointError: the shards of a tensor are incomplete or overlap.
     """
     aliases = {group: named for group, named in parts[0].aliases.items() if named}
-    shards: dict[str, dict[str, Any]] = {}
-    for group in dict.fromkeys(group for part in parts for group in part.shards):
-        gathered: dict[str, list[ShardEntry]] = {}
-        for part in parts:
-            for name, entry in part.shards.get(group, {}).items():
-                gathered.setdefault(name, []).append(entry)
-        for name, entries in gathered.items():
-            entries.sort(key=lambda entry: entry[2])
-            shape, dim, *_ = entries[0]
-            ends = [offset + length for _, _, offset, length, _ in entries]
-            starts = [offset for _, _, offset, _, _ in entries]
-            is_same = all(entry[:2] == entries[0][:2] for entry in entries)
-            if not is_same or starts != [0, *ends[:-1]] or ends[-1] != shape[dim]:
-                raise CheckpointError.cannot(
-                    f"save {name!r} of {group}",
-                    why=f"the shards of the ranks do not form a tensor of shape {tuple(shape)}",
-                    instead="save from every rank that has a shard, all at the same step",
-                )
-            pieces = [[file, offset] for _, _, offset, _, file in entries]
-            shards.setdefault(group, {})[name] = {"shape": shape, "dim": dim, "pieces": pieces}
-    return aliases, shards
+    gathered: dict[tuple[str, str], list[ShardEntry]] = {}
+    for part in parts:
+        for group, named in part.shards.items():
+            for name, entry in named.items():
+                gathered.setdefault((group, name), []).append(entry)
+    for (group, name), entries in gathered.items():
+        shape = entries[0][0]
+        boxes = [Box(tuple(offset), tuple(length)) for _, offset, length in entries]
+        if any(entry[0] != shape for entry in entries) or not tile(shape, boxes):
+            raise CheckpointError.cannot(
+                f"save {name!r} of {group}",
+                why=f"the shards of the ranks do not form a tensor of shape {tuple(shape)}",
+                instead="save from every rank that has a shard, all at the same step",
+            )
+    return aliases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter
@@ -26,7 +27,8 @@ from stretto.checkpoint.manifest import (
     read_errors,
     read_manifest,
 )
-from stretto.checkpoint.parts import DTYPES, TensorEntry, TensorInfo, stored_entry
+from stretto.checkpoint.parts import DTYPES, PLACES, TensorEntry, TensorInfo, stored_entry
+from stretto.checkpoint.sharding import Box
 from stretto.errors import CheckpointError, shown
 
 PAUSES = (0.1, 0.4)
@@ -54,7 +56,7 @@ class CheckpointReader:
     >>> reader = open_checkpoint(path)
     >>> reader.records, reader.groups, reader.names("model")
     ({'epoch': 1}, ('model',), ('weight',))
-    >>> reader.part("model", "weight", 0, 4, 2)
+    >>> reader.part("model", "weight", Box((4,), (2,)))
     tensor([4, 5])
     """
 
@@ -107,42 +109,37 @@ class CheckpointReader:
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read any more.
         """
-        place = self._entry(group, name)
-        if place.shape:
-            return self.part(group, name, place.dim, 0, place.shape[place.dim])
-        file = place.parts[0].file
-        with read_errors(self._path), damage(file):
-            tensor: Tensor = self._open(self._path / file).get_tensor(self.original(group, name))
-            return tensor.clone()
+        shape = self._entry(group, name).shape
+        return self.part(group, name, Box((0,) * len(shape), shape))
 
-    def part(self, group: str, name: str, dim: int, offset: int, length: int) -> Tensor:
-        """Return the indices `[offset, offset + length)` of dimension `dim` of a tensor.
+    def part(self, group: str, name: str, box: Box) -> Tensor:
+        """Return a box of a tensor.
 
         Raises:
             CheckpointError: there is no such part, or its file cannot be read any more.
         """
         place = self._entry(group, name)
-        shape = list(place.shape)
-        if not (0 <= dim < len(shape) and 0 <= offset <= offset + length <= shape[dim]):
-            what = f"read {length} indices from {offset} of dimension {dim} of {shown(name)}"
+        if not (len(box.offset) == len(box.length) == len(place.shape)) or any(
+            not 0 <= at <= at + n <= size for at, n, size in zip(*box, place.shape, strict=True)
+        ):
+            what = f"read {list(box.length)} from {list(box.offset)} of {shown(name)}"
             why = f"its shape is {place.shape}"
             raise CheckpointError.cannot(what, why=why, instead="ask for a part of it")
-        shape[dim] = length
         with read_errors(self._path), damage(name):
-            result = torch.empty(shape, dtype=place.dtype)
-        begin = offset if dim == place.dim else 0
-        for part in place.parts:
-            first = max(begin, part.offset)
-            last = min(begin + shape[place.dim], part.offset + part.length)
-            if first >= last or not result.numel():
+            result = torch.empty(box.length, dtype=place.dtype)
+        for file, own in place.parts:
+            begin = tuple(map(max, box.offset, own.offset))
+            ends = zip(*box, *own, strict=True)
+            end = [min(at + n, start + length) for at, n, start, length in ends]
+            length = tuple(last - first for first, last in zip(begin, end, strict=True))
+            if any(one <= 0 for one in length):
                 continue
-            index = [slice(None)] * len(shape)
-            index[dim] = slice(offset, offset + length)
-            index[place.dim] = slice(first - part.offset, last - part.offset)
-            with read_errors(self._path), damage(part.file):
-                opened = self._open(self._path / part.file)
-                read = opened.get_slice(self.original(group, name))[tuple(index)]
-                result.narrow(place.dim, first - begin, last - first).copy_(read)
+            from_file, to = (_within(Box(begin, length), one) for one in (own, box))
+            with read_errors(self._path), damage(file):
+                opened, original = self._open(self._path / file), self.original(group, name)
+                # A slice of a tensor without dimensions cannot be read.
+                read = opened.get_slice(original)[from_file] if to else opened.get_tensor(original)
+                result[to] = read
         return result
 
     def _entry(self, group: str, name: str) -> TensorEntry:
@@ -153,17 +150,32 @@ class CheckpointReader:
             instead = "ask for one of names(group)"
             raise CheckpointError.cannot(what, why=why, instead=instead) from None
 
-    def _index(self, files: Sequence[str], shards: Mapping[str, Any]) -> dict[str, TensorEntry]:
-        """Index the tensors of a group."""
+    def _index(self, files: Sequence[str], listed: Mapping[str, Any]) -> dict[str, TensorEntry]:
+        """Index the tensors of a group; format 2 has listed its parts apart from the files."""
         found: dict[str, dict[str, TensorInfo]] = {}
         for file in files:
             with damage(file):
                 opened = self._open(self._path / file)
+                places = json.loads((opened.metadata() or {}).get(PLACES, "{}"))
                 for name in opened.keys():  # noqa: SIM118  not a mapping
                     header = opened.get_slice(name)
-                    like = DTYPES[header.get_dtype()], tuple(header.get_shape())
-                    found.setdefault(name, {})[file] = like
-        return {name: stored_entry(parts, shards.get(name)) for name, parts in found.items()}
+                    length = tuple(header.get_shape())
+                    shape, offset = places.get(name, (length, (0,) * len(length)))
+                    if name in listed:
+                        shape, dim = listed[name]["shape"], listed[name]["dim"]
+                        starts = dict(listed[name]["pieces"])
+                        offset = [starts[file] if one == dim else 0 for one in range(len(shape))]
+                    info = TensorInfo(
+                        DTYPES[header.get_dtype()], length, tuple(shape), tuple(offset)
+                    )
+                    found.setdefault(name, {})[file] = info
+        return {name: stored_entry(parts) for name, parts in found.items()}
+
+
+def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return a box as an index of another one that contains it."""
+    offset = tuple(at - start for at, start in zip(box.offset, outer.offset, strict=True))
+    return Box(offset, box.length).slices
 
 
 def open_checkpoint(

@@ -1,14 +1,15 @@
-"""Shards of DTensors (FSDP2) in a checkpoint, and their copies in host memory.
+"""Shards of DTensors in a checkpoint, and their copies in host memory.
 
-A checkpoint describes whole tensors. Each rank writes its shard with its offset. A reader takes
-its part for any number of ranks. Neither needs communication.
+A checkpoint describes whole tensors. Each rank writes the boxes that it owns. A reader takes its
+box on any mesh. Neither needs communication.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, final
 
 import torch
 import torch.distributed as dist
@@ -21,30 +22,36 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+class Box(NamedTuple):
+    """The indices `[offset, offset + length)` of each dimension of a tensor.
+
+    >>> Box((2, 0), (1, 4)).slices
+    (slice(2, 3, None), slice(0, 4, None))
+    """
+
+    offset: tuple[int, ...]
+    length: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index."""
+        return tuple(slice(at, at + n) for at, n in zip(self.offset, self.length, strict=True))
+
+
 class Shard(NamedTuple):
     """This rank's shard of a tensor.
 
     >>> import torch
-    >>> Shard(torch.zeros(1, 4), shape=(3, 4), dim=0, offset=2)
-    Shard(local=tensor([[0., 0., 0., 0.]]), shape=(3, 4), dim=0, offset=2)
+    >>> Shard(torch.zeros(1, 4), shape=(3, 4), offset=(2, 0))
+    Shard(local=tensor([[0., 0., 0., 0.]]), shape=(3, 4), offset=(2, 0))
     """
 
     local: Tensor
-    """The shard; it can be empty if there are fewer rows than ranks."""
+    """The shard; it is empty if this rank has nothing to write."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    dim: int
-    """The sharded dimension."""
-    offset: int
-    """Start of the shard in that dimension."""
-
-
-class TensorSlice(NamedTuple):
-    """The indices `[offset, offset + length)` of a dimension."""
-
-    dim: int
-    offset: int
-    length: int
+    offset: tuple[int, ...]
+    """Where the shard begins in each dimension."""
 
 
 class LazyTensor(NamedTuple):
@@ -52,15 +59,15 @@ class LazyTensor(NamedTuple):
 
     >>> import torch
     >>> whole = torch.arange(6)
-    >>> stored = LazyTensor((6,), lambda part: whole if part is None else whole.narrow(*part))
-    >>> stored.read(TensorSlice(dim=0, offset=4, length=2))
+    >>> stored = LazyTensor((6,), lambda box: whole if box is None else whole[box.slices])
+    >>> stored.read(Box((4,), (2,)))
     tensor([4, 5])
     """
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    read: Callable[[TensorSlice | None], Tensor]
-    """Reads one slice; with None, the whole tensor."""
+    read: Callable[[Box | None], Tensor]
+    """Reads one box; with None, the whole tensor."""
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -87,9 +94,10 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 def to_shard(tensor: Tensor) -> Tensor | Shard:
     """Return what this rank writes of `tensor`, without a copy if possible.
 
-    A tensor sharded over one dimension of a mesh, as by `fully_shard`, becomes a `Shard`; of equal
-    ones (hybrid sharding), one rank has it, and the others' are empty. A replicated tensor becomes
-    a plain tensor. A tensor with any other placement is gathered, so every rank must call this.
+    A `DTensor` that is cut over any dimensions of a mesh, as by `fully_shard` or
+    `parallelize_module`, becomes a `Shard`; of ranks with the same box, one has it and the others'
+    are empty. A replicated tensor becomes a plain tensor. A tensor with any other placement is
+    gathered, so every rank must call this.
 
     >>> import torch
     >>> to_shard(torch.ones(2))
@@ -98,15 +106,26 @@ def to_shard(tensor: Tensor) -> Tensor | Shard:
     tensor = tensor.detach()
     if not is_dtensor(tensor):
         return tensor
-    at, mesh = _cut_dimension(tensor), tensor.device_mesh
-    if at is None:
-        return tensor.full_tensor()  # without communication if all of it is replicated
-    if mesh.size(at) == 1:
-        return tensor.to_local()
-    part, local = _part(tensor, at), tensor.to_local()
-    if any(number for axis, number in enumerate(_coordinate(mesh)) if axis != at):
-        local, part = local.narrow(part.dim, 0, 0), part._replace(offset=tensor.shape[part.dim])
-    return Shard(local, tuple(tensor.shape), part.dim, part.offset)
+    box = _box(tensor)
+    if box is None:
+        return tensor.full_tensor()
+    local, shape = tensor.to_local(), tuple(tensor.shape)
+    if box.length == shape and all(one.is_replicate() for one in tensor.placements):
+        return local
+    if tensor.device_mesh.size() == 1:
+        return local
+    return Shard(local if is_owner(tensor) else local.flatten()[:0], shape, box.offset)
+
+
+def is_owner(tensor: DTensor) -> bool:
+    """Return whether this rank is the first of those that have the same part of a tensor.
+
+    Of meshes that each have a copy of the tensor, the one with rank 0 comes first.
+    """
+    mesh = tensor.device_mesh
+    places = zip(tensor.placements, _coordinate(mesh), strict=True)
+    is_first = not any(number for one, number in places if one.is_replicate())
+    return is_first and bool((mesh.mesh == 0).any())
 
 
 def shard_like(reference: Tensor, stored: Tensor | LazyTensor) -> Tensor:
@@ -120,24 +139,24 @@ def shard_like(reference: Tensor, stored: Tensor | LazyTensor) -> Tensor:
         stored: the saved tensor, in memory or read lazily.
 
     >>> import torch
-    >>> shard_like(torch.zeros(2), LazyTensor((2,), lambda part: torch.ones(2)))
+    >>> shard_like(torch.zeros(2), LazyTensor((2,), lambda box: torch.ones(2)))
     tensor([1., 1.])
     """
     if isinstance(stored, Tensor):
         whole = stored
         stored = LazyTensor(
-            tuple(whole.shape), lambda part: whole if part is None else whole.narrow(*part).clone()
+            tuple(whole.shape), lambda box: whole if box is None else whole[box.slices].clone()
         )
     if not is_dtensor(reference) or tuple(reference.shape) != stored.shape:
         return stored.read(None)
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     mesh, placements = reference.device_mesh, reference.placements
-    at = _cut_dimension(reference)
-    if at is None:
+    box = _box(reference)
+    if box is None:
         return distribute_tensor(stored.read(None), mesh, placements, src_data_rank=None)
     return DTensor.from_local(
-        stored.read(_part(reference, at)),
+        stored.read(None if box.length == stored.shape else box),
         mesh,
         placements,
         run_check=False,
@@ -167,8 +186,10 @@ def replicas(model: nn.Module) -> dict[str, int]:
     for parameter in model.parameters():
         tensor, part = parameter.detach(), "whole"
         if is_dtensor(tensor):
-            at, place = _cut_dimension(tensor), _coordinate(tensor.device_mesh)
-            part = f"part {place if at is None else place[at]}"
+            mesh = tensor.device_mesh
+            places = zip(tensor.placements, _coordinate(mesh), strict=True)
+            place = [None if one.is_replicate() else number for one, number in places]
+            part = f"part {place} of {mesh.mesh_dim_names or tuple(mesh.shape)}"
             tensor = tensor.to_local()
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         whole = tensor.contiguous().view(_INTEGERS[tensor.itemsize])
@@ -183,29 +204,38 @@ def replicas(model: nn.Module) -> dict[str, int]:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _cut_dimension(tensor: DTensor) -> int | None:
-    """Return the only dimension of the mesh over which a tensor is sharded; None: no such one."""
-    # Not isinstance: a subclass shards in strides (tensor parallelism under FSDP).
+def _box(tensor: DTensor) -> Box | None:
+    """Return what this rank has of a tensor, as `torch.chunk` cuts; None: it is no box."""
+    # Not isinstance: a subclass cuts in strides, where a later dimension has cut before.
     from torch.distributed.tensor import Shard as Cut
 
-    others = [at for at, one in enumerate(tensor.placements) if not one.is_replicate()]
-    return others[0] if len(others) == 1 and type(tensor.placements[others[0]]) is Cut else None
+    mesh, placements = tensor.device_mesh, tensor.placements
+    place = _coordinate(mesh)
+    cuts = [axis for axis, one in enumerate(placements) if not one.is_replicate()]
+    plain = [axis for axis in cuts if type(placements[axis]) is Cut]
+    strided = [axis for axis in reversed(cuts) if axis not in plain]
+    offset, length = [0] * tensor.dim(), list(tensor.shape)
+    for axis in (*plain, *strided):
+        cut: Any = placements[axis]
+        if cut.is_partial():
+            return None
+        dim = cut.dim % tensor.dim()
+        later = [(one, getattr(placements[one], "dim", None)) for one in cuts if one > axis]
+        before = [mesh.size(one) for one, other in later if other == cut.dim]
+        if axis in strided and getattr(cut, "split_factor", 0) != math.prod(before):
+            return None
+        chunk = -(-length[dim] // mesh.size(axis))
+        start = min(length[dim], chunk * place[axis])
+        length[dim] = min(length[dim], start + chunk) - start
+        offset[dim] += start
+    is_as_torch_cuts = tuple(tensor.to_local().shape) == tuple(length)
+    return Box(tuple(offset), tuple(length)) if is_as_torch_cuts else None
 
 
 def _coordinate(mesh: DeviceMesh) -> list[int]:
     """Return where in a mesh this rank is."""
     place: list[int] = (mesh.mesh == dist.get_rank()).nonzero()[0].tolist()
     return place
-
-
-def _part(tensor: DTensor, at: int) -> TensorSlice:
-    """Return the slice of this rank, as `torch.chunk` splits; the last ranks may have none."""
-    mesh = tensor.device_mesh
-    dim = getattr(tensor.placements[at], "dim") % tensor.dim()  # noqa: B009  of a cut alone
-    size = tensor.shape[dim]
-    chunk = -(-size // mesh.size(at))
-    offset = min(size, chunk * _coordinate(mesh)[at])
-    return TensorSlice(dim, offset, min(size, offset + chunk) - offset)
 
 
 Tensors = Mapping[str, Mapping[str, Tensor | Shard]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -21,7 +22,15 @@ from typing import Any
 from torch import Tensor
 
 from stretto._location import local_path
-from stretto.checkpoint.manifest import MANIFEST, RECORDS, Entry, group_of, manifest_text
+from stretto.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    RECORDS,
+    UNCUT,
+    Entry,
+    group_of,
+    manifest_text,
+)
 from stretto.checkpoint.parts import RankPart, merge, write_tensors
 from stretto.checkpoint.sharding import HostCopies, Shard, Staged, Tensors
 from stretto.errors import CheckpointError
@@ -119,15 +128,15 @@ def write_part(path: Path, staged: Staged, *, rank: int = 0, world_size: int = 1
             shards = part.shards[group] = {}
             for name, entry in named.items():
                 if isinstance(entry, Shard):
-                    length = entry.local.shape[entry.dim]
                     # The first rank also writes an empty shard, so that the type is known.
-                    if length or rank == 0:
+                    if entry.local.numel() or (rank == 0 and not math.prod(entry.shape)):
                         own[name] = entry.local
-                        shards[name] = (entry.shape, entry.dim, entry.offset, length, file)
+                        shards[name] = (entry.shape, entry.offset, tuple(entry.local.shape))
                 elif rank == 0:
                     own[name] = entry
             if own or rank == 0:
-                part.files[file] = write_tensors(folder / file, own)
+                places = {name: (shape, offset) for name, (shape, offset, _) in shards.items()}
+                part.files[file] = write_tensors(folder / file, own, places)
         _write(folder / _part_file(rank), _encode(part))
 
 
@@ -161,18 +170,18 @@ def finish_checkpoint(
             file = folder / _part_file(rank)
             parts.append(RankPart(*json.loads(file.read_bytes())))
             file.unlink()
-        aliases, shards = map(_encode, merge(parts))
+        aliases = _encode(merge(parts))
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(clock()))
         files = {name: written for part in parts for name, written in part.files.items()}
         files[RECORDS] = _write(
             folder / RECORDS,
-            f'{{"created":"{created}",\n"aliases":{aliases},\n"shards":{shards},\n'
-            f'"records":{text}}}\n',
+            f'{{"created":"{created}",\n"aliases":{aliases},\n"shards":{{}},\n"records":{text}}}\n',
         )
         for name, (size, _) in files.items():
             if (folder / name).stat().st_size != size:
                 raise OSError(f"{name} was changed while it was written")
-        _write(folder / MANIFEST, manifest_text(files))
+        is_cut = any(named for part in parts for named in part.shards.values())
+        _write(folder / MANIFEST, manifest_text(files, FORMAT if is_cut else UNCUT))
         synchronize(folder)
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stretto.config.run import RunConfig
 from stretto.config.training import build_finding
 from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size, find_num_ranks
-from stretto.memory.search import MAXIMUM
-from stretto.report.memory import memory_table, ranks_table
+from stretto.memory.search import MAXIMUM, NothingFitsError
+from stretto.report.memory import answers_table, memory_table
+
+if TYPE_CHECKING:
+    from stretto.cli.causal import CausalModel
 
 REAL = ("try", "halve")
 """Methods that need a model with values."""
@@ -25,10 +30,19 @@ class Found(NamedTuple):
     """The answer for one device, which can be drawn."""
 
     @classmethod
-    def of(cls, answer: Answer, **more: int) -> Found:
+    def of(cls, answer: Answer, **more: object) -> Found:
         """Return the answer for one device."""
         text = f"{memory_table(answer)}\n\n{answer}".lstrip()
         return cls(text, more | _to_record(answer), answer)
+
+    @classmethod
+    def table(cls, rows: list[tuple[Mapping[str, object], Answer | None]]) -> Found:
+        """Return the answers to several questions; None: nothing fits."""
+        plain = [
+            {**asked, "size": None} if answer is None else {**asked, **_to_record(answer)}
+            for asked, answer in rows
+        ]
+        return cls(answers_table(rows), plain)
 
 
 def find(
@@ -45,17 +59,8 @@ def find(
     Raises:
         ConfigError: the options contradict each other, or the numbers of ranks cannot be read.
     """
-    numbers = [number.strip() for number in (world_size or "1").split(",")]
-    if not all(number.isdecimal() and int(number) for number in numbers):
-        raise ConfigError.bad(
-            "--world-size", world_size, "it is not a list of numbers", "write 64 or 8,16,64"
-        )
-    if asked["gpu"] is None and (world_size, micro_batch_size, shard) != (None, None, None):
-        raise ConfigError.cannot(
-            "find a batch size for ranks",
-            why="the kind of their GPUs is not known",
-            instead="write --gpu h100",
-        )
+    numbers = _numbers("--world-size", world_size or "1")
+    _check_ranks(asked, world_size, micro_batch_size, shard)
     found = None
     is_here = asked["gpu"] is None and asked["device_memory"] is None
     if not is_here and asked["method"] not in REAL:
@@ -72,15 +77,88 @@ def find(
         ranks, answer = find_num_ranks(found.step, found.batch, micro_batch_size, **asked)
         return Found.of(answer, num_ranks=ranks)
     asked["maximum"] = maximum or found.num_samples or MAXIMUM
-    answers = {
-        ranks: find_batch_size(found.step, found.batch, world_size=ranks, **asked)
-        for ranks in map(int, numbers)
-    }
-    if len(answers) == 1:
-        ((ranks, answer),) = answers.items()
-        return Found.of(answer) if world_size is None else Found.of(answer, ranks=ranks)
-    records = [{"ranks": ranks, **_to_record(answer)} for ranks, answer in answers.items()]
-    return Found(ranks_table(answers), records)
+    if len(numbers) > 1:
+        return Found.table(
+            [
+                ({"ranks": ranks}, _answer(found.step, found.batch, ranks, asked))
+                for ranks in numbers
+            ]
+        )
+    answer = find_batch_size(found.step, found.batch, world_size=numbers[0], **asked)
+    return Found.of(answer) if world_size is None else Found.of(answer, ranks=numbers[0])
+
+
+def find_causal(
+    model: CausalModel,
+    *,
+    sequence_length: str | None,
+    checkpointing: bool | None,
+    world_size: str | None,
+    shard: str | None,
+    maximum: int | None,
+    **asked: Any,
+) -> Found:
+    """Return the largest micro-batch of a model of transformers, for each length and world size.
+
+    Args:
+        model: the model, and what it is trained with.
+        sequence_length: one length, or several with commas.
+        checkpointing: whether activations are computed again; None: a row for each.
+        world_size: one number of ranks, or several with commas.
+        shard: how ranks share the model.
+        maximum: the largest size.
+        asked: other arguments of `find_batch_size`.
+
+    Raises:
+        ConfigError: an option is wrong, or the model is no causal language model.
+    """
+    import torch
+
+    if sequence_length is None:
+        raise ConfigError.cannot(
+            "find a batch size for --model",
+            why="the length of its sequences is not known",
+            instead="write --sequence-length 4096",
+        )
+    _check_ranks(asked, world_size, None, shard)
+    asked |= {"maximum": maximum or MAXIMUM, "shard": shard or "fsdp"}
+    lengths = _numbers("--sequence-length", sequence_length)
+    recomputes = (False, True) if checkpointing is None else (checkpointing,)
+    rows: list[tuple[Mapping[str, object], Answer | None]] = []
+    what = ""
+    for length, again in product(lengths, recomputes):
+        step, what = model.step(length, checkpointing=again)
+        for ranks in _numbers("--world-size", world_size or "1"):
+            batch = torch.zeros(2, length, dtype=torch.long)
+            row = {"tokens": length, "checkpointing": "on" if again else "off", "ranks": ranks}
+            rows.append((row, _answer(step, batch, ranks, asked)))
+    found = Found.table(rows)
+    return found._replace(
+        text=f"{what}\n\n{found.text}", plain={"model": what, "rows": found.plain}
+    )
+
+
+def _answer(step: Any, batch: Any, ranks: int, asked: dict[str, Any]) -> Answer | None:
+    try:
+        return find_batch_size(step, batch, world_size=ranks, **asked)
+    except NothingFitsError:
+        return None
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        raise ConfigError.bad(option, text, "it is not a list of numbers", "write 64 or 8,16,64")
+    return list(map(int, numbers))
+
+
+def _check_ranks(asked: Mapping[str, Any], *given: object) -> None:
+    if asked["gpu"] is None and any(one is not None for one in given):
+        raise ConfigError.cannot(
+            "find a batch size for ranks",
+            why="the kind of their GPUs is not known",
+            instead="write --gpu h100",
+        )
 
 
 def _to_record(answer: Answer) -> dict[str, Any]:

@@ -208,6 +208,7 @@ class StepLoader(Iterator[Step]):
         pin_memory: bool | None = None,
         collate_fn: Collate | None = None,
         keyed_randomness: bool = False,
+        idle_ranks: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.spec = DataSpec.of(data)
@@ -218,6 +219,7 @@ class StepLoader(Iterator[Step]):
         self.is_planned = self.prepared.is_planned
         """Whether every batch is known before the run. Not if sizes follow measurements, the wall
         clock or counted tokens, or if an epoch of unknown length may end inside a batch."""
+        self._idle_ranks = idle_ranks
         self.has_dropped_state = False
         """Whether the loaded state belongs to another policy, so this one starts anew."""
         workers = Workers(num_workers, prefetch_factor, pin_memory, collate_fn)
@@ -463,7 +465,8 @@ class StepLoader(Iterator[Step]):
     def _open(self) -> Iterator[FetchedStep]:
         source, decisions = self._source, self._decisions
         if self.world_size > 1:
-            check_shares(self._part, self.prepared, self.timer.timestamp, decisions.decide)
+            if not self._idle_ranks:
+                check_shares(self._part, self.prepared, self.timer.timestamp, decisions.decide)
             source.check_streams()
         self.timer.start()  # time before the first step does not count
         return source.steps(decisions.plans(is_ahead=source.looks_ahead))

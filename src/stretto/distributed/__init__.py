@@ -1,6 +1,23 @@
 """The processes of a run: who they are, what they agree on, and how a model trains on them."""
 
+from stretto.distributed.mesh import Mesh
 from stretto.distributed.ranks import Ranks
-from stretto.distributed.strategy import Ddp, FullyShard, Single, Strategy, shard_blocks
+from stretto.distributed.strategy import (
+    Ddp,
+    FullyShard,
+    ModelParallel,
+    Single,
+    Strategy,
+    shard_blocks,
+)
 
-__all__ = ["Ddp", "FullyShard", "Ranks", "Single", "Strategy", "shard_blocks"]
+__all__ = [
+    "Ddp",
+    "FullyShard",
+    "Mesh",
+    "ModelParallel",
+    "Ranks",
+    "Single",
+    "Strategy",
+    "shard_blocks",
+]

@@ -156,7 +156,11 @@ class Ranks:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of `values` over the ranks that count."""
-        return self.agree([value * self.counts for value in values])
+        return self.agree(self.counted(values))
+
+    def counted(self, values: Sequence[float]) -> list[float]:
+        """Return `values` if this rank counts, else zeros: also for those that are nan."""
+        return [value if self.counts else 0.0 for value in values]
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Return the sums of `values` over all ranks; exact for integers up to 2^53."""

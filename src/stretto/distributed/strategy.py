@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from stretto.checkpoint import Shard, to_shard
 from stretto.checkpoint.sharding import is_dtensor, is_sharded
 from stretto.data.containers import mapped
+from stretto.distributed.mesh import Mesh, as_mesh
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
 from stretto.runtime.gradients import fully_shard_blocks, is_fully_sharded, touching_all
 from stretto.runtime.micro_gradients import MicroGradients
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
 _NOTHING = contextlib.nullcontext()
@@ -41,18 +43,20 @@ class Strategy:
     run the same number of forward passes."""
     ranks: Ranks
     """The processes of the run, set by `of`."""
+    mesh: Mesh | None = None
+    """Their mesh, set by `of`; None: all of them share out the samples."""
     model: nn.Module
     """What `wrap` has returned."""
 
     @property
     def rank(self) -> int:
         """The number of this rank among those that have samples of their own."""
-        return self.ranks.rank
+        return self.ranks.rank if self.mesh is None else self.mesh.rank
 
     @property
     def world_size(self) -> int:
         """How many ranks have samples of their own."""
-        return self.ranks.world_size
+        return self.ranks.world_size if self.mesh is None else self.mesh.world_size
 
     @property
     def counts(self) -> bool:
@@ -60,11 +64,11 @@ class Strategy:
 
         Of ranks that have the same samples, because they share a model, the first one counts.
         """
-        return True
+        return self.mesh is None or self.mesh.counts
 
-    def of(self, ranks: Ranks) -> Self:
+    def of(self, ranks: Ranks, mesh: Mesh | None = None) -> Self:
         """Return this strategy, for the processes of a run."""
-        self.ranks = ranks
+        self.ranks, self.mesh = ranks, mesh
         ranks.counts = self.counts
         return self
 
@@ -119,6 +123,16 @@ class Ddp(Strategy):
 
     model: nn.parallel.DistributedDataParallel
 
+    def place(self, model: nn.Module) -> nn.Module:
+        """Return `model` on the device of this rank.
+
+        Raises:
+            TrainingError: the mesh shares out the model, too.
+        """
+        if self.mesh is not None and self.mesh.world_size < self.ranks.world_size:
+            raise _unaveraged(model, self.mesh)
+        return super().place(model)
+
     def wrap(self, model: nn.Module, *, is_called: bool) -> nn.Module:
         """Return the model in `DistributedDataParallel`."""
         self.averaging = "last" if is_called else "after"
@@ -158,7 +172,7 @@ class Ddp(Strategy):
 
 
 class FullyShard(Strategy):
-    """A model that `fully_shard` (FSDP2) has spread over all ranks, or over groups of them."""
+    """A model that `fully_shard` (FSDP2) or `replicate` manages, on all ranks or on a mesh."""
 
     averaging = "each"
     is_sharded = True
@@ -172,15 +186,14 @@ class FullyShard(Strategy):
         ranks = self.ranks
         for name, parameter in model.named_parameters():
             if is_dtensor(parameter):
-                _check_mesh(model, name, parameter, ranks)
-                for group in parameter.device_mesh.get_all_groups():
-                    ranks.limit_waiting(group)
-            elif parameter.requires_grad and ranks.world_size > 1:
+                _check_mesh(model, name, parameter, self)
+            elif parameter.requires_grad and self.world_size > 1:
                 raise _refused(
                     model,
                     f"fully_shard left out {name!r}, so no rank would average its gradient",
                     "shard it too, or freeze it with requires_grad_(False)",
                 )
+        _limit_waiting(model, ranks)
         return model
 
     def sync(self, *, averages: bool, is_empty: bool) -> AbstractContextManager[Any]:
@@ -188,6 +201,22 @@ class FullyShard(Strategy):
         sharded = cast("FSDPModule", self.model)
         sharded.set_requires_gradient_sync(averages)
         sharded.set_is_last_backward(averages)
+        return zero_gradient(self.model) if is_empty else _NOTHING
+
+
+class ModelParallel(Strategy):
+    """A model that the ranks share on a mesh with one data rank, for example by tensors alone."""
+
+    is_sharded = True
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Return the model on the device of this rank."""
+        _limit_waiting(model, self.ranks)
+        return super().place(model)
+
+    def sync(self, *, averages: bool, is_empty: bool) -> AbstractContextManager[Any]:
+        """Return a context without any gradient if the pass has no samples."""
+        del averages
         return zero_gradient(self.model) if is_empty else _NOTHING
 
 
@@ -201,23 +230,36 @@ def adopted(model: nn.Module, ranks: Ranks) -> Strategy:
     return strategy.of(ranks)
 
 
-def strategy_for(model: nn.Module, ranks: Ranks) -> Strategy:
+def strategy_for(model: nn.Module, ranks: Ranks, mesh: Mesh | None = None) -> Strategy:
     """Return how to train a model that is as the user has built it.
 
     Raises:
-        TrainingError: only parts of it are sharded.
+        TrainingError: only parts of it are sharded, or nothing would average its gradients.
     """
     if is_fully_sharded(model):
         return FullyShard()
     if ranks.world_size == 1:
         return Single()
+    if mesh is not None and mesh.world_size < ranks.world_size:
+        if mesh.world_size > 1:
+            raise _unaveraged(model, mesh)
+        return ModelParallel()
     if is_sharded(model) or any(map(is_fully_sharded, model.modules())):
         raise _refused(
             model,
             "parts of it are spread over ranks and the model itself is not",
-            "call fully_shard(model) on the whole after its parts",
+            "call fully_shard(model) on the whole after its parts, or pass mesh=mesh",
         )
     return Ddp()
+
+
+def strategy_on(
+    mesh: DeviceMesh | Mesh | None, strategy: Strategy | None, model: nn.Module, ranks: Ranks
+) -> Strategy:
+    """Return `strategy`, or that of the model if there is none, for the processes of a run."""
+    named = as_mesh(mesh)
+    chosen = strategy_for(model, ranks, named) if strategy is None else strategy
+    return chosen.of(ranks) if named is None else chosen.of(ranks, named)
 
 
 def shard_blocks(model: nn.Module, *, device: str | None = None) -> nn.Module:
@@ -248,19 +290,41 @@ def shard_blocks(model: nn.Module, *, device: str | None = None) -> nn.Module:
     return model
 
 
-def _check_mesh(model: nn.Module, name: str, parameter: Tensor, ranks: Ranks) -> None:
+def _check_mesh(model: nn.Module, name: str, parameter: Tensor, strategy: Strategy) -> None:
+    """Refuse a parameter whose gradient is not averaged over exactly the ranks that share data."""
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    shape = " x ".join(map(str, mesh.shape))
+    spread = f"{name!r} is spread over {shape} of {strategy.ranks.world_size} ranks by {placements}"
     # One dimension cuts; a second one before it holds copies of that (hybrid sharding).
     copies, cut = placements[:-1], placements[-1]
     is_plain = len(copies) <= 1 and all(one.is_replicate() for one in copies) and cut.is_shard()
-    shape = " x ".join(map(str, mesh.shape))
-    if mesh.device_type != ranks.device.type:
-        why = f"it is on {mesh.device_type} and the run computes on {ranks.device.type}"
-    elif not is_plain or mesh.size() != ranks.world_size:
-        why = f"{name!r} is spread over {shape} of {ranks.world_size} ranks by {placements}"
+    instead = "let fully_shard alone use all ranks, or pass mesh=mesh with the names of its parts"
+    if mesh.device_type != strategy.ranks.device.type:
+        why = f"it is on {mesh.device_type} and the run computes on {strategy.ranks.device.type}"
+        instead = "shard it on the device of the run"
+    elif strategy.mesh is None and (not is_plain or mesh.size() != strategy.ranks.world_size):
+        why = spread
+    elif strategy.mesh is not None and not strategy.mesh.peers <= set(mesh.mesh.flatten().tolist()):
+        why = f"{spread}, and {strategy.mesh} shares samples over others"
+        instead = f"call fully_shard(model, mesh=...) with the dimensions {strategy.mesh.data}"
     else:
         return
-    raise _refused(model, why, "let fully_shard alone use all ranks, on the device of the run")
+    raise _refused(model, why, instead)
+
+
+def _unaveraged(model: nn.Module, mesh: Mesh) -> TrainingError:
+    return _refused(
+        model,
+        f"{mesh} shares out the model, too, so DistributedDataParallel cannot average gradients",
+        f"call fully_shard or replicate on it with the dimensions {mesh.data} of the mesh",
+    )
+
+
+def _limit_waiting(model: nn.Module, ranks: Ranks) -> None:
+    """Let ranks wait in the groups of a model only as long as in others."""
+    meshes = {one.device_mesh for one in model.parameters() if is_dtensor(one)}
+    for group in (group for mesh in meshes for group in mesh.get_all_groups()):
+        ranks.limit_waiting(group)
 
 
 def reshard(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from typing import Self, final
 from torch import nn
 
 from stretto.batching import Signals
-from stretto.checkpoint.sharding import is_dtensor
+from stretto.checkpoint.sharding import is_dtensor, is_owner
 from stretto.data import DataSpec, MicroBatch, Step
 from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Strategy, adopted
@@ -53,14 +53,15 @@ class NoiseMeter:
         self.has_finite_gradient = False
         """Whether the norm has shown that this rank's gradient is finite."""
         self._every, self._spec, self._strategy = every, spec, strategy
-        meshes = [p.device_mesh.shape for p in parameters if is_dtensor(p)]
-        self._copies = math.prod(meshes[0][:-1]) if meshes else 1
-        """How many ranks hold each part of a sharded model."""
+        self._is_spread = any(map(is_dtensor, parameters))
+        """Whether each rank has a part of the gradient."""
+        counts = strategy.ranks.counts
+        own = [p for p in parameters if (is_owner(p) if is_dtensor(p) else counts)]
         self._num_samples = 0
         self._divisor = 1.0
         self._is_complete = False
         self._units: list[int] = []
-        self._gradients = MicroGradients(parameters)
+        self._gradients = MicroGradients(parameters, own if self._is_spread else parameters)
         strategy.attach(self._gradients)
 
     @classmethod
@@ -132,10 +133,10 @@ class NoiseMeter:
             scale: the loss scale of fp16.
         """
         ranks = self._strategy.ranks
-        return NoiseSums(*ranks.total(self.sums(scale))).signals(self._num_samples)
+        return NoiseSums(*ranks.agree(self.sums(scale))).signals(self._num_samples)
 
     def sums(self, scale: float) -> NoiseSums:
-        """Return this rank's sums; zeros if the step was not measured.
+        """Return this rank's part of the sums; zeros if the step was not measured.
 
         Every rank must call it, before the gradient is changed.
         """
@@ -151,12 +152,15 @@ class NoiseMeter:
         weighted = total(
             square / count for square, count in zip(squares, units, strict=True) if count
         )
-        square_of_whole = whole * (self._divisor / scale) ** 2 / self._copies
+        # Of a spread gradient each rank has a part, so all count; else those that have samples.
+        parts = self._is_spread or ranks.counts
+        counts_once = ranks.is_first if self._is_spread else ranks.counts
+        has_whole = parts if self._is_spread else ranks.is_first
         return NoiseSums(
-            weighted * unit * unit / self._copies,
-            sum(count > 0 for count in units) if ranks.is_first or not self.averages_each else 0,
-            sum(self._units),
-            square_of_whole if ranks.is_first or self.averages_each else 0.0,
+            weighted * unit * unit if parts else 0.0,
+            sum(count > 0 for count in units) if counts_once else 0,
+            sum(self._units) if ranks.counts else 0,
+            whole * (self._divisor / scale) ** 2 if has_whole else 0.0,
         )
 
     def _halves(self, micro: MicroBatch, *, several: bool) -> list[MicroBatch]:

@@ -226,6 +226,7 @@ def plan_prepared(
     base: Mapping[str, float] | None = None,
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
+    idle_ranks: bool = False,
 ) -> Plan:
     """Return the plan of a run that `bind_run` has bound.
 
@@ -239,6 +240,7 @@ def plan_prepared(
         base: what the schedules' factors multiply; by default, 1.
         tracks_tokens: whether the data can count the tokens of a batch.
         resume_at: where a run resumes; earlier stages are not checked.
+        idle_ranks: whether a batch may have fewer samples than there are ranks.
 
     Raises:
         PlanError: as `plan` does.
@@ -263,9 +265,16 @@ def plan_prepared(
         )
         for stage in sizes.stages
     )
-    for stage in stages:
-        if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample:
-            check_stage(stage, even=even, is_coupled=run.bound_policy.is_coupled)
+    ahead = [
+        stage
+        for stage in stages
+        if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample
+    ]
+    least = min((stage.size for stage in ahead), default=world_size)
+    for stage in ahead:
+        check_stage(
+            stage, even=even, is_coupled=run.bound_policy.is_coupled, least=least, idle=idle_ranks
+        )
     return Plan(
         horizon=horizon,
         sizes=sizes,

@@ -87,8 +87,17 @@ Values: TypeAlias = Callable[[Timestamp, int], dict[str, float]]
 """Every hyper-parameter at a timestamp, for a batch of a decided size."""
 
 
-def check_stage(stage: Stage, *, even: bool, is_coupled: bool) -> None:
+def check_stage(
+    stage: Stage, *, even: bool, is_coupled: bool, least: int, idle: bool = False
+) -> None:
     """Refuse a stage that the ranks cannot share.
+
+    Args:
+        stage: the stage.
+        even: whether each rank has to have the same full micro-batches.
+        is_coupled: whether the sizes come with a schedule.
+        least: the smallest size that is still to come.
+        idle: whether ranks may be left without a sample.
 
     Raises:
         PlanError: a batch has fewer samples than there are ranks or, with `even`, does not give
@@ -96,8 +105,8 @@ def check_stage(stage: Stage, *, even: bool, is_coupled: bool) -> None:
     """
     size, world_size, micro = stage.size, stage.world_size, stage.micro_batch_size
     place = f"stage {stage.number}, from batch {stage.first.batch:,}, sample {stage.first.sample:,}"
-    if size < world_size:
-        raise _below(size, world_size, is_coupled=is_coupled, where=place)
+    if size < world_size and not idle:
+        raise _below(size, world_size, is_coupled=is_coupled, most=least, where=place)
     if even and size % even_unit(world_size, micro):
         error = not_even(size, world_size, micro, is_coupled=is_coupled)
         raise error.recast(PlanError, where=place)
@@ -124,13 +133,20 @@ def check_least(policy: Bound, *, world_size: int, size: int | None = None) -> N
         raise _below(least, world_size, is_coupled=policy.is_coupled)
 
 
-def _below(size: int, world_size: int, *, is_coupled: bool, where: str | None = None) -> PlanError:
+def _below(
+    size: int,
+    world_size: int,
+    *,
+    is_coupled: bool,
+    most: int | None = None,
+    where: str | None = None,
+) -> PlanError:
     least = Argument("at_least", world_size, python=f"AtLeast(policy, {world_size})")
     bound = f"sizes of at least {world_size}, once rounded to multiple_of" if is_coupled else least
     return PlanError.cannot(
         f"run batches of {size} on {world_size} ranks",
         why="each rank needs at least one sample",
-        instead=("write ", bound, f", or start {size} ranks"),
+        instead=("write ", bound, f", start {most or size} ranks, or pass idle_ranks=True"),
         where=where,
     )
 

@@ -40,20 +40,31 @@ def memory_table(answer: Answer) -> str:
     return _aligned(rows)
 
 
-def ranks_table(answers: Mapping[int, Answer]) -> str:
-    """Return one line for each number of ranks."""
-    rows = [("ranks", "micro-batch", "batch", "peak of a rank")]
-    for ranks, answer in answers.items():
-        peak = "" if answer.peak is None else show_bytes(answer.peak)
-        rows.append((f"{ranks:,}", f"{answer.size:,}", f"{ranks * answer.size:,}", peak))
-    return _aligned(rows)
+def answers_table(rows: Sequence[tuple[Mapping[str, object], Answer | None]]) -> str:
+    """Return one line for each answer, after what was asked; then the notes of all of them.
+
+    Args:
+        rows: what was asked, such as `{"ranks": 8}`, and the answer; None: nothing fits.
+    """
+    table = [(*rows[0][0], "micro-batch", "batch", "peak of a rank", "by")]
+    for asked, answer in rows:
+        shown = (f"{one:,}" if isinstance(one, int) else str(one) for one in asked.values())
+        cells = ("none fits", "", "", "")
+        if answer is not None:
+            peak = "" if answer.peak is None else show_bytes(answer.peak)
+            batch = answer.size * int(str(asked.get("ranks", 1)))
+            cells = (f"{answer.size:,}", f"{batch:,}", peak, answer.certainty)
+        table.append((*shown, *cells))
+    notes = dict.fromkeys(note for _, answer in rows if answer for note in answer.notes)
+    return "\n".join([_aligned(table), *notes])
 
 
-def _aligned(rows: Sequence[tuple[str, str, str, str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    *columns, _ = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     return "\n".join(
         "  ".join(
-            [*(cell.rjust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]
+            [*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]
         ).rstrip()
         for row in rows
     )

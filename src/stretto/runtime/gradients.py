@@ -111,6 +111,25 @@ def is_fully_sharded(model: nn.Module) -> bool:
     return isinstance(getattr(model, "_orig_mod", model), fsdp.FSDPModule)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the memory of this rank's part of a tensor: torch mixes no meshes in one call.
+
+    >>> local_part(torch.ones(1))
+    tensor([1.])
+    """
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Return whether ranks share the parameters of a model.
+
+    >>> is_spread(nn.Linear(1, 1))
+    False
+    """
+    return is_fully_sharded(model) or any(hasattr(p, "to_local") for p in model.parameters())
+
+
 def touching_all(model: nn.Module, loss: Tensor) -> Tensor:
     """Return `loss` with every parameter added, so that all have a gradient, each of its kind.
 

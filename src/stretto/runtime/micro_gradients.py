@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.runtime.gradients import local_part
+
 _LARGE = 2**17
 """Larger tensors are summed in chunks on the CPU. `torch.linalg.vector_norm` sums in float32:
 with 20 million elements its error is 0.2 percent; with chunks of this size it is 0.0001 percent, at
@@ -89,8 +91,14 @@ def total(values: Iterable[float]) -> float:
 
 def _values(gradient: Tensor) -> Tensor:
     """Return the local part of a gradient as a dense tensor."""
-    if hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()
+    placements = getattr(gradient, "placements", None)
+    if placements is not None:
+        if any(one.is_partial() for one in placements):  # such as a norm's of sequence parallelism
+            from torch.distributed.tensor import Replicate
+
+            whole = [Replicate() if one.is_partial() else one for one in placements]
+            gradient = gradient.redistribute(placements=whole)  # type: ignore[attr-defined]
+        gradient = local_part(gradient)
     return gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
 
 
@@ -111,12 +119,17 @@ class MicroGradients:
     ([2.0, 8.0, 18.0], tensor([3., 3.]))
 
     Args:
-        parameters: the parameters whose gradients are measured.
+        parameters: the parameters whose gradients are accumulated.
+        measured: those of them whose norms count here; None: all. Of a parameter that several ranks
+            have, one rank measures the gradient.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], measured: Iterable[nn.Parameter] | None = None
+    ) -> None:
         self._parameters = list({id(p): p for p in parameters}.values())
         self._own = {id(parameter) for parameter in self._parameters}
+        self._counted = self._own if measured is None else {id(one) for one in measured}
         self._aside: dict[int, Tensor] = {}
         self._in_buckets: Norms | None = None
         self._world_size = 1
@@ -170,7 +183,8 @@ class MicroGradients:
     def read(self) -> list[float]:
         """Return the squared gradient norm of each pass; the last entry is the whole gradient."""
         whole = Norms()
-        whole.add([p.grad for p in self._parameters if p.grad is not None])
+        own = [p for p in self._parameters if id(p) in self._counted]
+        whole.add([p.grad for p in own if p.grad is not None])
         return read_squares([*self._measured, whole])
 
     def _accumulate(self, *, is_last: bool) -> None:
@@ -180,7 +194,7 @@ class MicroGradients:
             return
         found = [(p, p.grad) for p in self._parameters if p.grad is not None]
         norms = Norms()
-        norms.add([gradient for _, gradient in found])
+        norms.add([gradient for p, gradient in found if id(p) in self._counted])
         self._measured.append(norms)
         self._add(found)
         for parameter in self._parameters:
@@ -189,16 +203,18 @@ class MicroGradients:
             self._aside = {}
 
     def _add(self, found: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        into, more = [], []
+        into: list[Tensor] = []
+        more: list[Tensor] = []
         for parameter, gradient in found:
             before = self._aside.setdefault(id(parameter), gradient)
             if before is gradient:
                 continue
-            if before.is_sparse or gradient.is_sparse:
+            places = [getattr(one, "placements", None) for one in (before, gradient)]
+            if before.is_sparse or gradient.is_sparse or places[0] != places[1]:
                 self._aside[id(parameter)] = before + gradient
             else:
-                into.append(before)
-                more.append(gradient)
+                into.append(local_part(before))
+                more.append(local_part(gradient))
         if into:
             torch._foreach_add_(into, more)
 

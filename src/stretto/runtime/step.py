@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.runtime.gradients import is_fully_sharded, scalar, touching_all
+from stretto.runtime.gradients import is_spread, scalar, touching_all
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Info: TypeAlias = Mapping[str, float | Tensor]
@@ -183,7 +183,10 @@ class SupervisedStep(TrainStep):
         self._dtype = _DTYPES.get(precision)
         self._clip_norm = clip_norm
         self._optimizer = optimizer
-        self._clipped = [] if clip_norm is None else self.parameters
+        self._clipped: dict[Any, list[nn.Parameter]] = {}
+        """What is clipped, by its mesh: torch computes the norm of one mesh at a time."""
+        for one in [] if clip_norm is None else self.parameters:
+            self._clipped.setdefault(getattr(one, "device_mesh", None), []).append(one)
         self.measures_norm = False
         """Whether the next update returns the norm of a gradient that is not clipped, too."""
         if precision == "fp16":
@@ -241,15 +244,24 @@ class SupervisedStep(TrainStep):
 
     def _weighted(self, loss: Tensor, weight: float) -> Tensor | None:
         """Return what to go backward from; None: nothing."""
-        if weight == 0.0 and not is_fully_sharded(self.forward_model):
+        if weight == 0.0 and not is_spread(self.forward_model):
             # 0 * nan would be nan, and other ranks may wait for the gradient of each parameter.
             nothing = 0.0 * touching_all(self.forward_model, loss.new_zeros(()))
             return nothing if nothing.requires_grad else None
         return loss * weight
 
     def _clip(self, most: float) -> Info:
-        norm = nn.utils.clip_grad_norm_(self._clipped, most)
-        return {"grad_norm": norm.full_tensor() if hasattr(norm, "full_tensor") else norm}
+        groups = list(self._clipped.values())
+        if len(groups) == 1:
+            return {"grad_norm": _whole(nn.utils.clip_grad_norm_(groups[0], most))}
+        norms = [
+            _whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
+            for group in groups
+        ]
+        norm = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
+        for group in groups:
+            nn.utils.clip_grads_with_norm_(group, most, norm)
+        return {"grad_norm": norm}
 
     def _measured(self, scale: float) -> Info:
         """Return the norm of the gradient; nothing if it is sparse or sharded."""
@@ -270,3 +282,9 @@ class SupervisedStep(TrainStep):
         scaler.step(self._optimizer)
         scaler.update()
         return info if scaler.get_scale() >= scale else self.SKIPPED
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Return a norm over all ranks that have a part of it."""
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole

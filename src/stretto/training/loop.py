@@ -159,6 +159,8 @@ class Loop:
     """Whether a callback of some rank may stop several ranks after any batch."""
     _wants_norm: bool = True
     """Whether the next update measures the norm of the gradient: once for each line of metrics."""
+    _has_callbacks: bool = False
+    """Whether a callback of some rank may stop several ranks between batches."""
     _has_skipped: bool = False
     """Whether the last step has left the weights as they were."""
 
@@ -197,7 +199,8 @@ class Loop:
                 self._agree_to_stop()
             if due or after.epoch != before.epoch or len(self.recorder.pending) >= MOST_PENDING:
                 self._after_batch(due, before, after)
-                self._agree_to_stop()
+                if self._has_callbacks:
+                    self._agree_to_stop()
                 before = after
         self._end(before)
 
@@ -208,11 +211,17 @@ class Loop:
         self._shows = bool(self.events.listeners("on_gradient"))
         several = self.ranks.world_size > 1
         self._is_alone = not (several or self.stepper.measures)
-        own = (self.run.stop_reason is not None, self._listens, "grad_norm" in self.run.logged)
-        stops, listens, has_norm = self.ranks.agree(own)
+        own = (
+            self.run.stop_reason is not None,
+            self._listens,
+            bool(self.run.callbacks),
+            "grad_norm" in self.run.logged,
+        )
+        stops, listens, callbacks, has_norm = self.ranks.agree(own)
         self._wants_norm = not has_norm
         self.stepper.retry.on_fall_back = self._note_fall_back
         self._may_stop = several and listens > 0
+        self._has_callbacks = callbacks > 0
         if stops:
             self._stop_together()
 
@@ -300,18 +309,19 @@ class Loop:
         if self.ranks.world_size == 1:
             signals = measured.signals(step.num_samples)
             return Shared(gradient.tokens, None, is_finite, saving, signals)
-        counts = self.ranks.counts
         values = self.run.loader.extent | self.run.hyperparameters.values()
+        own_tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
+        tokens, units = self.ranks.counted((own_tokens, gradient.units))
         own = StepSums(
-            (step.num_tokens if gradient.tokens is None else gradient.tokens) * counts,
-            gradient.units * counts,
+            tokens,
+            units,
             self.run.stop_reason is not None,
             self.run.timer.seconds_since_update() if self.ranks.is_first else 0.0,
             not is_finite,
             self._has_skipped,
             *marks(hash(tuple(values.values()))),
         )
-        sums = self.ranks.agree((*own, *saving, *(one * counts for one in measured)))
+        sums = self.ranks.agree((*own, *saving, *measured))
         start, end = len(own), len(own) + len(saving)
         total, saving = StepSums(*sums[:start]), Progress(*sums[start:end])
         self._check_skipped(total.skipped)
@@ -325,7 +335,8 @@ class Loop:
 
     def _settle(self) -> None:
         """Check, before anything is made of the weights, what is known of the steps only now."""
-        if self.ranks.world_size == 1 and not self.stepper.is_checked_late:
+        is_known = self.ranks.world_size == 1 or not self.stepper.may_skip
+        if is_known and not self.stepper.is_checked_late:
             return
         bad, skipped = self.ranks.agree((not self.stepper.settle(), self._has_skipped))
         if bad:

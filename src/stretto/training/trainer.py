@@ -20,8 +20,9 @@ from stretto.batching.following import followed_metric, metrics_of
 from stretto.batching.seesaw import Coupling, paired
 from stretto.checkpoint import checkpoint_path, load_dcp_weights
 from stretto.data import DataSpec, StepLoader
+from stretto.distributed.mesh import Mesh
 from stretto.distributed.ranks import Plain, Ranks, plain
-from stretto.distributed.strategy import Strategy, strategy_for
+from stretto.distributed.strategy import Strategy, strategy_on
 from stretto.errors import CheckpointError, PlanError, TrainingError
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
 from stretto.planning import Plan, bind_run
@@ -69,6 +70,8 @@ from stretto.training.stepping.fitting import (
 from stretto.training.stepping.stepper import Stepper
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from stretto.memory import Answer
 
 MicroBatchSize: TypeAlias = int | Literal["auto"] | None
@@ -129,6 +132,11 @@ class Trainer:
         callbacks: listeners.
         strategy: how the model trains on several ranks; None: `Single`, `Ddp` or, if `fully_shard`
             was called on it, `FullyShard`.
+        mesh: the mesh of all ranks if they share the model, too: its dimensions named `dp`,
+            `dp_replicate`, `dp_shard`, `replicate`, `shard` or `fsdp` share out the samples; a
+            `Mesh` names others.
+        idle_ranks: whether a batch may have fewer samples than there are ranks; the others then run
+            dummies of weight 0.
         scale_schedule: makes the run this many times as long, with every time in the arguments
             above that is not a fraction of it. Callbacks that have times are copied
             (`trainer.callbacks`). The number of samples in the data stays.
@@ -163,6 +171,8 @@ class Trainer:
         log: Logging | Mapping[str, Any] | TimeLike | Trigger = Logging(),  # noqa: B008
         callbacks: Sequence[Callback] = (),
         strategy: Strategy | None = None,
+        mesh: DeviceMesh | Mesh | None = None,
+        idle_ranks: bool = False,
         scale_schedule: Number | None = None,
         folder: str | Path | None = None,
     ) -> None:
@@ -192,7 +202,7 @@ class Trainer:
         """The settings that differ from those of the checkpoint that was resumed, a line each."""
         self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
         inner = model.model if isinstance(model, TrainStep) else model
-        self._strategy = (strategy or strategy_for(inner, ranks)).of(ranks)
+        self._strategy = strategy_on(mesh, strategy, inner, ranks)
         self.step = make_step(
             model,
             optimizer,
@@ -225,6 +235,8 @@ class Trainer:
             stepping=stepping,
             ranks=ranks,
             micro_batch_size=micro_batch_size,
+            mesh=self._strategy.mesh,
+            idle_ranks=idle_ranks,
             folder=None if folder is None else "given",
         )
         if ranks.world_size > 1:
@@ -236,6 +248,7 @@ class Trainer:
             loading=loading,
             rule=rule,
             micro_batch_size=micro_batch_size,
+            idle_ranks=idle_ranks,
         )
         """What every event of a callback gets."""
         events = Events(self.callbacks, self.run)
@@ -278,6 +291,7 @@ class Trainer:
         loading: Loading,
         rule: RuleLike | None,
         micro_batch_size: MicroBatchSize,
+        idle_ranks: bool,
     ) -> Run:
         """Return the run, bound to its data, optimizers and ranks."""
         policy = timed.batch_size
@@ -308,6 +322,7 @@ class Trainer:
             model=self.model,
             callbacks=self.callbacks,
             folder=self.folder,
+            idle_ranks=idle_ranks,
         )
         return run.bind(self.step.optimizers, strategy=self._strategy)
 
@@ -366,7 +381,7 @@ class Trainer:
             evaluators=evaluators,
             best=best,
             setup=self._setup,
-            is_sharded=self._strategy.is_sharded,
+            strategy=self._strategy,
         )
         saver = Saver(
             timed.checkpoint,

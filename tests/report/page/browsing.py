@@ -104,7 +104,7 @@ class LiveServer:
                     data = json.dumps(message[1], allow_nan=False)
                     self.wfile.write(f"event: {message[0]}\ndata: {data}\n\n".encode())
 
-            def log_message(self, format: str, *args: Any) -> None:
+            def log_message(self, *args: Any) -> None:
                 """Print nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

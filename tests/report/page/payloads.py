@@ -1,4 +1,6 @@
-"""Payloads of the run page, made up: runs that ramp, resume, run out of memory and measure noise."""
+"""Made-up payloads of the run page: runs that ramp, resume and measure noise."""
+
+# ruff: noqa: E501
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def run(
     found = [
         series("train/loss", "loss", at, loss, label="training"),
         series("eval/loss", "loss", seen, np.interp(seen, at, loss) + 0.06, label="validation"),
-        series("batch_size", "batch_size", step_rows, steps, step=True),
+        series("batch_size", "batch_size", step_rows, steps, label="actual", step=True),
         series("planned", "batch_size", step_rows, steps, step=True, planned=True),
         series("accumulation", "accumulation", step_rows, -(-steps // micro_batch_size), step=True),
         series("lr", "lr", at, rate),

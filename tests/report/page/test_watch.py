@@ -17,8 +17,11 @@ from typing import Any, NamedTuple
 import pytest
 from tests.report.page.test_reading import array, clock, measured, write_run
 
+from stretto.planning import plan
+from stretto.planning.plan import plan_record
 from stretto.report.page.watch import Feed, application
 from stretto.run_folder import event_line, json_line
+from stretto.timing import Horizon
 
 uvicorn = pytest.importorskip("uvicorn")
 
@@ -139,12 +142,26 @@ def test_rows_go_on_from_those_that_the_page_has(tmp_path: Path) -> None:
         sizes = next(one for one in rows["series"] if one["name"] == "batch_size")
         known += rows["clock"]["ba"]
         assert [known[row] for row in sizes["rows"]] == [batch, batch + 1]
-        assert known == sorted(known)
         assert all(None not in rows["clock"][unit] for unit in ("ep", "dur", "sec", "utc"))
-        count += len(rows["clock"]["ba"])
+        count += len(rows["clock"]["ba"]) + len(late["clock"]["ba"])
         known += late["clock"]["ba"]
         assert [known[event["row"]] for event in late["events"]] == [4]
     assert count == len(known)
+
+
+def test_rows_behind_those_of_a_plan_keep_their_batch(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    planned = plan(Horizon("2ep", dataset_num_samples=256), "0sp:8")
+    (tmp_path / "plan.json").write_text(json.dumps(plan_record(planned)))
+    feed = Feed(tmp_path)
+    ((_, run),) = feed.messages()
+    known = array(run["clock"]["ba"]).tolist()
+    assert max(known) > 50  # the plan
+    add_batch(tmp_path, 8, 120)
+    ((_, rows),) = feed.messages()
+    known += rows["clock"]["ba"]
+    for one in rows["series"]:
+        assert {known[row] for row in one["rows"]} <= {8, 9}, one["name"]
 
 
 def test_a_file_that_was_cut_sends_the_run_again(tmp_path: Path) -> None:

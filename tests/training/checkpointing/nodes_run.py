@@ -25,8 +25,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     out, rank = Path(sys.argv[1]), os.environ["RANK"]
     os.environ["LOCAL_RANK"] = "0"  # each rank is a node
-    folder = out / f"node{rank}"
-    run = trainer(folder, upload=str(out / "bucket"), callbacks=(Stop(int(sys.argv[2])),))
+    node = out / f"node{rank}"
+    node.mkdir(exist_ok=True)
+    os.chdir(node)  # the folder has the same name on each node
+    run = trainer("run", upload=str(out / "bucket"), callbacks=(Stop(int(sys.argv[2])),))
     run.resume("auto")
     (out / f"began{rank}").write_text(str(run.timer.sample))
     run.fit()

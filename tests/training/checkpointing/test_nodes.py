@@ -39,12 +39,12 @@ def launch(out: Path, stop: int) -> subprocess.CompletedProcess[str]:
 def test_nodes_without_a_common_disk_resume_from_the_copies(tmp_path: Path) -> None:
     first = launch(tmp_path, 400)
     assert first.returncode == 0, first.stderr[-3000:]
-    assert not (tmp_path / "node1" / "checkpoints").exists()
+    assert not (tmp_path / "node1" / "run" / "checkpoints").exists()
     second = launch(tmp_path, 900)
     assert second.returncode == 0, second.stderr[-3000:]
     began = int((tmp_path / "began1").read_text())
     assert began > 400
-    assert (tmp_path / "node1" / "checkpoints" / f"checkpoint-{began:012d}").is_dir()
+    assert (tmp_path / "node1" / "run" / "checkpoints" / f"checkpoint-{began:012d}").is_dir()
     shutil.rmtree(tmp_path / "node0")  # both nodes are new
     shutil.rmtree(tmp_path / "node1")
     third = launch(tmp_path, 0)

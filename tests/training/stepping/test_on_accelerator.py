@@ -91,23 +91,6 @@ def test_nothing_of_a_failed_step_stays_on_the_device(
     assert torch.cuda.memory_allocated() - before == expected
 
 
-def test_a_larger_size_is_tried_as_late_as_documented() -> None:
-    """After 100 quiet steps, after 200 where that was too early, and so on."""
-    run = NumberedRun("forward", rooms={2: ROOM, 310: None}, max_duration="720ba")
-    with pytest.warns(RuntimeWarning, match="memory") as warned:
-        run.trainer.fit()
-    batches = [int(str(one.message).split("sp")[0].split()[-1]) // BATCH_SIZE for one in warned]
-    assert batches == [2, 2, 102, 302]
-    starts, sample, sizes = [], 0, run.sizes
-    for before, size in zip([0, *sizes], sizes, strict=False):
-        if size != before:
-            starts.append((sample // BATCH_SIZE, size))
-        sample += size
-    # 8 is tried, in vain, at 102 and 302, and again 400 quiet steps later.
-    assert starts == [(0, 16), (2, 4), (702, 8)]
-    assert run.splits == 4
-
-
 def test_a_resumed_run_keeps_the_size_that_it_came_to(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "where": "forward",
@@ -208,8 +191,11 @@ def test_an_update_without_memory_ends_the_run_and_what_it_advises_helps(tmp_pat
     assert again.timer.sample == 24
 
 
-def test_state_that_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_gradients_that_do_not_fit_end_the_run_in_its_first_step(tmp_path: Path) -> None:
     run = large_run(tmp_path, Tight(0, WEIGHT))
-    with pytest.raises(TrainingError, match="allocate"):
+    with (
+        pytest.warns(RuntimeWarning, match="memory"),  # smaller micro-batches are tried, in vain
+        pytest.raises(TrainingError, match="allocate"),
+    ):
         run.fit()
     assert run.timer.batch == 0

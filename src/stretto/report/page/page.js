@@ -109,8 +109,20 @@ function sortRows(run) {
   for (const s of run.series) s.rows = s.rows.map(row => place[row]);
   for (const event of run.events) event.row = place[event.row];
   run.sent = run.sent.map(row => place[row]);
+  pace(run);
   run.smooth = {};
   if (holds) Object.assign(state.zoom, {from: rowAt(run, "ba", holds[0]), to: rowAt(run, "ba", holds[1])});
+}
+
+function pace(run) {  // rows that only a plan has get their times anew, from the samples and times of the others
+  const done = new Set(run.events.map(event => event.row)), {sp} = run.clock;
+  for (const s of run.series) if (!s.planned) for (const row of s.rows) done.add(row);
+  const known = Int32Array.from(done).sort(), samples = Float64Array.from(known, row => sp[row]);
+  for (const times of [run.clock.sec, run.clock.utc]) if (times && samples.at(-1) > samples[0]) for (let row = 0; row < run.n; row++) {
+    if (done.has(row)) continue;
+    const i = above(samples, sp[row]), [a, b] = i === 0 || i === known.length ? [known[0], known.at(-1)] : [known[i - 1], known[i]];
+    times[row] = times[a] + (sp[row] - sp[a]) / (sp[b] - sp[a]) * (times[b] - times[a]);
+  }
 }
 
 // ---- rows and units: the view is kept in rows of one run, so that no switch of the axis changes it
@@ -632,7 +644,7 @@ function describe(events) {
   const sorted = [...events].sort((a, b) => WEIGHTS.indexOf(a.kind) - WEIGHTS.indexOf(b.kind)), lines = sorted.slice(0, 6).map(event => {
     const kind = EVENTS[event.kind]?.[1] ?? (event.kind === "mark" ? "" : event.kind);
     const attempt = event.attempt > 1 ? ` (attempt ${event.attempt})` : "";
-    return event.text && kind ? `${kind}${attempt}: ${event.text}` : `${event.text || kind}${attempt}`;
+    return event.text && kind && !event.text.startsWith(kind) ? `${kind}${attempt}: ${event.text}` : `${event.text || kind}${attempt}`;
   });
   if (events.length > 6) lines.push(`and ${events.length - 6} more`);
   return lines.join("\n");

@@ -88,18 +88,15 @@ class Feed:
         series = [one.thinned(MOST_NEW_POINTS) for one in run.series if len(one.values)]
         if not series and not run.events:
             return None
+        # Rows of a plan lie ahead of these: the page sorts them in.
+        clocks = [one.clock for one in series] + [event["clock"][None] for event in run.events]
+        table, places = merged(clocks)
         before = self._ends[path]
-        table, places = merged([one.clock for one in series])
-        if len(before):  # rows of the page are sorted
-            table[:, 0] = np.maximum(table[:, 0], before[-1, 0])
         start, after = len(before), filled(np.concatenate([before, table]))
-        events = []
-        for event in run.events:
-            # A checkpoint is of a position before the last row: the nearest row there.
-            row = int(np.searchsorted(after[:, 0], event["clock"][0]))
-            if row == len(after):
-                after = np.concatenate([after, event["clock"][None]])
-            events.append(shown_event(event, row))
+        events = [
+            shown_event(event, int(rows[0]) + start)
+            for event, rows in zip(run.events, places[len(series) :], strict=True)
+        ]
         self._ends[path] = after
         return {
             "name": run.name,
@@ -108,7 +105,7 @@ class Feed:
             },
             "series": [
                 described(one, (rows + start).tolist(), _plain)
-                for one, rows in zip(series, places, strict=True)
+                for one, rows in zip(series, places, strict=False)
             ],
             "events": events,
         }

@@ -36,7 +36,13 @@ from stretto.settings import Checkpointing
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.records import check_lock
 from stretto.training.checkpointing.resuming import FOLDER
-from stretto.training.checkpointing.state import Part, capture, check_replicas, restore
+from stretto.training.checkpointing.state import (
+    Part,
+    capture,
+    check_replicas,
+    only_shards,
+    restore,
+)
 from stretto.training.checkpointing.upload import Uploader, as_store
 from stretto.training.evaluation.evaluate import Best
 from stretto.training.logs.recorder import Recorder
@@ -46,11 +52,9 @@ class Progress(NamedTuple):
     """The progress of a save, summed over ranks."""
 
     written: float = 0
-    """Number of ranks that have written everything."""
+    """Number of ranks that have written everything, and 1 more if the first has finished."""
     failed: float = 0
     """Number of ranks that failed to write."""
-    finished: float = 0
-    """1 if the first rank has finished the checkpoint."""
 
 
 @final
@@ -137,7 +141,7 @@ class Saver:
                 # Encode now, because the state changes while training continues.
                 records = encode_records(state)
             if is_first or writers > 1:
-                staged = self._copies.take(tensors)
+                staged = self._copies.take(tensors if is_first else only_shards(tensors))
         except CheckpointError as caught:
             error = caught
         # All ranks learn that the folder exists, or that something failed.
@@ -201,7 +205,7 @@ class Saver:
         if total.failed:
             self._job = None
             self._report(job.end(), job.at)
-        elif total.finished:
+        elif total.written > self._ranks.world_size:
             self._job = None
             job.end()
             self._note_whole(job)
@@ -225,7 +229,7 @@ class Saver:
         job, self._job = self._job, None
         if job is not None:
             error = job.end()
-            if error is None and job.progress().finished:
+            if error is None and job.is_finished:
                 self._note_whole(job)
             else:
                 self._report(error, job.at)
@@ -273,7 +277,8 @@ class _Job:
     written: Event = field(default_factory=Event)
     all_written: Event = field(default_factory=Event)
     _is_abandoned: bool = False
-    _is_finished: bool = False
+    is_finished: bool = False
+    """Whether the checkpoint is in its place."""
     _error: Exception | None = None
     _thread: Thread | None = None
 
@@ -295,7 +300,8 @@ class _Job:
     def progress(self) -> Progress:
         """Return the progress of this rank."""
         has_failed = self._error is not None
-        return Progress(self.written.is_set() and not has_failed, has_failed, self._is_finished)
+        has_written = self.written.is_set() and not has_failed
+        return Progress(has_written + self.is_finished, has_failed)
 
     def join(self) -> None:
         """Wait for the thread."""
@@ -333,4 +339,4 @@ class _Job:
             return
         finish_checkpoint(self.path, self.records, world_size=self.writers, others=self.files)
         keep(self.path.parent, newest=self.newest, also=self.others)
-        self._is_finished = True
+        self.is_finished = True

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 from torch import Tensor, nn
 
 from stretto.checkpoint import (
+    Box,
     CheckpointReader,
     LazyTensor,
     Shard,
-    TensorSlice,
     pack_optimizer,
     shard_like,
     unpack_optimizer,
@@ -23,6 +23,7 @@ from stretto.checkpoint import (
 from stretto.checkpoint.parts import check_tensor
 from stretto.checkpoint.sharding import Tensors, replicas
 from stretto.distributed.ranks import Ranks
+from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, StrettoError, TrainingError
 from stretto.run import Run
 from stretto.runtime import TrainStep
@@ -68,12 +69,9 @@ def parts_of(
     evaluators: Sequence[Evaluator],
     best: Best,
     setup: Part,
-    is_sharded: bool,
+    strategy: Strategy,
 ) -> dict[str, Part]:
-    """Return the parts of a run by name, in the order in which they are restored.
-
-    `is_sharded`: whether every rank writes.
-    """
+    """Return the parts of a run by name, in the order in which they are restored."""
 
     def load_retry(state: Mapping[str, Any]) -> None:
         retry.load_state_dict(state)
@@ -99,7 +97,7 @@ def parts_of(
         "evaluated": Functions(
             lambda: {"at": {one.name: one.measured_at for one in evaluators}}, load_evaluated
         ),
-        "random": random_part(run.ranks, is_sharded=is_sharded),
+        "random": random_part(strategy),
         "skipped": run.skipped,
         "best": best,
         "position": Functions(run.clock, lambda _: None),
@@ -174,6 +172,14 @@ def capture(
     return groups, records
 
 
+def only_shards(tensors: Tensors) -> Tensors:
+    """Return what a rank other than the first writes."""
+    return {
+        group: {name: one for name, one in named.items() if isinstance(one, Shard)}
+        for group, named in tensors.items()
+    }
+
+
 def restore(parts: Mapping[str, Part], checkpoint: CheckpointReader, where: object) -> list[str]:
     """Restore the result of `capture`.
 
@@ -218,10 +224,10 @@ def _stored_state(checkpoint: CheckpointReader, name: str, part: Part) -> dict[s
 def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, LazyTensor]:
     """Return the tensors of a group, to be read as far as needed."""
 
-    def read(name: str, part: TensorSlice | None) -> Tensor:
+    def read(name: str, part: Box | None) -> Tensor:
         if part is None:
             return checkpoint.tensor(group, name)
-        return checkpoint.part(group, name, *part)
+        return checkpoint.part(group, name, part)
 
     return {
         name: LazyTensor(checkpoint.shape(group, name), partial(read, name))
@@ -229,29 +235,36 @@ def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, LazyTe
     }
 
 
-def random_part(ranks: Ranks, *, is_sharded: bool) -> Functions:
+def random_part(strategy: Strategy) -> Functions:
     """Return the random state of all ranks as a tensor with a row for each.
 
-    Args:
-        ranks: the processes of the run.
-        is_sharded: whether each rank writes its own row.
+    On another mesh, each model group takes the row of the first rank of that group; groups that
+    were not there keep their own. So ranks that share a model keep a common state if they had one.
     """
+    ranks = strategy.ranks
 
     def state() -> dict[str, Any]:
         row = RandomState.now().to_row()
+        found: dict[str, Any] = {"groups": strategy.world_size}
         if ranks.world_size == 1:
-            return {"state": row[None]}
-        if is_sharded:
+            found["state"] = row[None]
+        elif strategy.is_sharded:
             length = -ranks.least(-row.numel())
             row = nn.functional.pad(row, (0, length - row.numel()))
-            return {"state": Shard(row[None], (ranks.world_size, length), 0, ranks.rank)}
-        rows = ranks.collect(row)
-        return {"state": nn.utils.rnn.pad_sequence(rows, batch_first=True)} if rows else {}
+            found["state"] = Shard(row[None], (ranks.world_size, length), (ranks.rank, 0))
+        elif rows := ranks.collect(row):
+            found["state"] = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return found
 
     def load(state: Mapping[str, Any]) -> None:
         rows = state["state"]
-        if ranks.rank < rows.shape[0]:
-            RandomState.from_row(rows.read(TensorSlice(0, ranks.rank, 1))[0]).restore()
+        saved, length = rows.shape
+        groups = state.get("groups", saved)
+        row = ranks.rank
+        if (saved, groups) != (ranks.world_size, strategy.world_size):
+            row = strategy.rank * (saved // groups) if strategy.rank < groups else saved
+        if row < saved:
+            RandomState.from_row(rows.read(Box((row, 0), (1, length)))[0]).restore()
 
     return Functions(state, load, is_lazy=True)
 

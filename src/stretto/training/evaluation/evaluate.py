@@ -111,7 +111,7 @@ class Evaluator:
                 module.training = was_training
             reshard(self._model)
         loss, units, *metrics, samples, mark, square = self._ranks.agree(
-            [*(one * self._ranks.counts for one in sums), *marks(seen)]
+            [*self._ranks.counted(sums), *marks(seen)]
         )
         if not all_same((mark, square), self._ranks.world_size):
             found = ", ".join(self._ranks.gather(str(seen)))

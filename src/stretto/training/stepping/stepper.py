@@ -28,7 +28,7 @@ from stretto.distributed.strategy import Strategy
 from stretto.errors import StrettoError, TrainingError, first_line
 from stretto.noise import NoiseMeter, NoiseSums
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.runtime.gradients import scalar
+from stretto.runtime.gradients import local_part, scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
 from stretto.runtime.step import Info
 from stretto.settings import Stepping
@@ -217,7 +217,10 @@ class Stepper:
 
     def _whole(self, step: Step, counts: Sequence[int]) -> float:
         """Return the units that the losses are divided by."""
-        return step.num_samples if self._divides_late else self._ranks.total((sum(counts),))[0]
+        if self._divides_late:
+            return step.num_samples
+        own = sum(counts)
+        return own if self._strategy.world_size == 1 else self._ranks.total((own,))[0]
 
     def _pass(self, micro: MicroBatch, weight: float) -> Tensor:
         """Run the step on one micro-batch, and return its loss."""
@@ -241,6 +244,11 @@ class Stepper:
         return self._check.passes(losses, is_gradient_known=is_known)
 
     @property
+    def may_skip(self) -> bool:
+        """Whether an update may leave the weights as they were."""
+        return self.scaler is not None or not isinstance(self._step, SupervisedStep)
+
+    @property
     def is_checked_late(self) -> bool:
         """Whether `settle` may find a step that `is_finite` has let pass."""
         return self._check is not None and self._check.is_late
@@ -257,7 +265,7 @@ class Stepper:
     def measured(self, gradient: Gradient) -> Measured:
         """Return this rank's sums; call it before `finish` and `update`, on every rank."""
         loss = units = 0.0
-        if self._reads_loss and gradient.losses:
+        if self._reads_loss and gradient.losses and self._ranks.counts:
             losses = torch.stack([one.loss for one in gradient.losses]).double().tolist()
             pairs = zip(losses, gradient.losses, strict=True)
             loss = sum(one * micro.factor for one, micro in pairs)
@@ -294,7 +302,7 @@ class Stepper:
         self._multiply(scale)
 
     def _multiply(self, factor: float) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self._parameters if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)  # no public spelling of it
 

@@ -1,0 +1,141 @@
+"""A causal language model of transformers, from its `config.json`: `find-batch-size --model`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stretto._optional import import_optional
+from stretto.errors import ConfigError, first_line
+from stretto.runtime import SupervisedStep
+
+CLIP_NORM = 1.0
+
+
+class CausalModel(NamedTuple):
+    """What a model is trained with. It has no weights: it is built without memory."""
+
+    file: Path
+    """A `config.json`, or the folder that holds it."""
+    optimizer: str = "adamw"
+    weights: str = "fp32"
+    """`fp32`: 32-bit weights and bf16 autocast. `bf16`: weights, gradients and state are bf16."""
+    lora: int | None = None
+    """The rank of LoRA on all linear layers; None: all weights are trained."""
+
+    def step(self, length: int, *, checkpointing: bool) -> tuple[SupervisedStep, str]:
+        """Return a training step, and what it is in one line.
+
+        Args:
+            length: tokens of each sequence.
+            checkpointing: whether each block is computed again in the backward pass.
+
+        Raises:
+            ConfigError: the file is not the configuration of a causal language model, or an
+                option is wrong.
+            MissingPackageError: transformers, peft or bitsandbytes is not installed.
+        """
+        make_optimizer = _chosen("--optimizer", self.optimizer, _OPTIMIZERS)
+        dtype = _chosen("--weights", self.weights, {"fp32": torch.float32, "bf16": torch.bfloat16})
+        with torch.device("meta"):
+            model = _build(self.file, dtype, length)
+            name, count = type(model).__name__, sum(p.numel() for p in model.parameters())
+            if checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            if self.lora is not None:
+                peft = import_optional("peft", "huggingface")
+                kind = peft.LoraConfig(
+                    r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM"
+                )
+                model = peft.get_peft_model(model, kind)
+        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+        in_bf16 = self.weights == "bf16"
+        step = SupervisedStep(
+            model,
+            optimizer,
+            next_token,
+            precision="fp32" if in_bf16 else "bf16",
+            clip_norm=CLIP_NORM,
+        )
+        numbers = "bf16 weights, no autocast" if in_bf16 else "fp32 weights, bf16 autocast"
+        trained = "" if self.lora is None else f", LoRA of rank {self.lora} on all linear layers"
+        return step, (
+            f"{name}, {count / 1e9:.2f}B parameters, {numbers}{trained}, {self.optimizer}, "
+            f"gradients clipped at {CLIP_NORM}, one micro-batch a step, no padding"
+        )
+
+
+def next_token(model: Any, tokens: Tensor) -> Tensor:
+    """Return the loss as transformers computes it, without a cache of keys and values."""
+    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+def _build(file: Path, dtype: torch.dtype, length: int) -> Any:
+    transformers = import_optional("transformers", "huggingface")
+    file = file / "config.json" if file.is_dir() else file
+    what, instead = f"use the model of {file}", "name a config.json of a causal language model"
+    try:
+        named = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(named, dict) or "model_type" not in named:
+            raise ValueError("it has no 'model_type'")
+        config = transformers.AutoConfig.from_pretrained(file)
+        longest = getattr(config, "max_position_embeddings", None) or length
+        if length > longest:
+            raise ConfigError.bad(
+                "--sequence-length",
+                length,
+                f"max_position_embeddings is {longest} in {file}",
+                "write a shorter length, or change the file",
+            )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, AttributeError, ImportError, TypeError) as error:
+        raise ConfigError.cannot(what, why=first_line(error), instead=instead) from error
+    architectures = named.get("architectures") or [type(model).__name__]
+    if type(model).__name__ not in architectures:
+        raise ConfigError.cannot(
+            what,
+            why=f"its architectures are {architectures}, not {type(model).__name__}",
+            instead=instead,
+        )
+    return model.train()
+
+
+def _chosen(option: str, name: str, table: dict[str, Any]) -> Any:
+    if name not in table:
+        raise ConfigError.bad(option, name, "there is no such", f"write one of {', '.join(table)}")
+    return table[name]
+
+
+def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return AdamW with its fused kernel, the default of transformers."""
+    optimizer = torch.optim.AdamW(parameters)
+    for group in optimizer.param_groups:  # the constructor refuses parameters on meta
+        group["fused"], group["foreach"] = True, False
+    return optimizer
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def _adamw8bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = import_optional("bitsandbytes", "huggingface").optim.AdamW8bit(
+        parameters
+    )
+    return made
+
+
+_OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "adafactor": torch.optim.Adafactor,
+    "adamw8bit": _adamw8bit,
+}

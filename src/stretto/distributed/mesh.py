@@ -1,0 +1,84 @@
+"""A device mesh: which of its dimensions share out the samples, and which the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
+
+import torch.distributed as dist
+
+from stretto.errors import TrainingError
+from stretto.runtime.gradients import is_started
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DATA = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp")
+"""Names of dimensions that are data-parallel unless `data` says otherwise."""
+
+
+@final
+class Mesh:
+    """A `DeviceMesh` over all ranks; its data-parallel dimensions share out the samples.
+
+    Ranks that differ only in the other dimensions form a model group: they have the same samples
+    and share one model. With context parallelism, too, samples belong to data ranks; torch cuts
+    the sequence, so a logged loss is that of the first part.
+
+    Args:
+        mesh: the mesh, with names of its dimensions.
+        data: the names of the data-parallel dimensions; None: those in `DATA`.
+
+    Raises:
+        TrainingError: it has no such dimension, or does not have all ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh, data: Sequence[str] | None = None) -> None:
+        names = mesh.mesh_dim_names or ()
+        ours = [one for one in names if one in DATA] if data is None else list(data)
+        if not set(ours) <= set(names) or (data is None and not ours):
+            raise TrainingError.cannot(
+                f"share out samples over a mesh of {shape_text(mesh)}",
+                why=f"it has no data-parallel dimension {', '.join(ours or DATA)}",
+                instead="name one 'dp', or write Mesh(mesh, data=('name',)), () if all ranks have "
+                "the same samples",
+            )
+        world_size = dist.get_world_size() if is_started() else 1
+        place = mesh.get_coordinate()
+        if place is None or mesh.size() != world_size:
+            raise TrainingError.cannot(
+                f"train on a mesh of {shape_text(mesh)}",
+                why=f"the run has {world_size} ranks",
+                instead="make a mesh of all ranks with init_device_mesh",
+            )
+        self.mesh = mesh
+        self.data = tuple(one for one in names if one in ours)
+        """The data-parallel dimensions, in the order of the mesh."""
+        axes = [names.index(one) for one in self.data]
+        self.rank = 0
+        """The number of this rank's model group."""
+        for axis in axes:
+            self.rank = self.rank * mesh.size(axis) + place[axis]
+        self.world_size = math.prod(mesh.size(axis) for axis in axes)
+        """The number of model groups."""
+        self.counts = not any(at for axis, at in enumerate(place) if axis not in axes)
+        """Whether this is the first rank of its model group."""
+        own = tuple(slice(None) if axis in axes else at for axis, at in enumerate(place))
+        self.peers: frozenset[int] = frozenset(mesh.mesh[own].flatten().tolist())
+        """The ranks with the same part of the model, over which gradients are averaged."""
+
+    def __repr__(self) -> str:
+        """Return the sizes and the data-parallel dimensions."""
+        return f"Mesh({shape_text(self.mesh)}, data={self.data})"
+
+
+def shape_text(mesh: DeviceMesh) -> str:
+    """Return the sizes of a mesh by name."""
+    names = mesh.mesh_dim_names or ["?"] * mesh.ndim
+    return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+
+
+def as_mesh(mesh: DeviceMesh | Mesh | None) -> Mesh | None:
+    """Return a mesh as a `Mesh`."""
+    return mesh if mesh is None or isinstance(mesh, Mesh) else Mesh(mesh)

@@ -1,0 +1,78 @@
+"""Training scripts that know nothing of phantomgpu, built from configurations without downloads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata, util
+from pathlib import Path
+
+import pytest
+from tests.phantomgpu.test_runs import reason
+
+import phantomgpu
+from phantomgpu import standins
+from phantomgpu.running import Session
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(reason is not None, reason=str(reason))]
+SCRIPTS = Path(__file__).parent / "scripts"
+RUNS = {
+    # what is needed, the script, its arguments, and a batch size that needs more than 16 GiB
+    "unet": ("torch", "unet.py", [], 4096),
+    "nanogpt": ("torch", "nanogpt.py", [], 512),
+    "nanogpt-compiled": ("triton", "nanogpt.py", ["--compile"], 512),
+    "resnet": ("transformers", "resnet.py", [], 2048),
+    "lightning-fp16": ("lightning", "lightning_fp16.py", [], None),
+    "llava": ("transformers", "vision_language.py", ["llava"], None),
+    "qwen2-vl": ("transformers", "vision_language.py", ["qwen"], None),
+    "idefics3": ("transformers", "vision_language.py", ["idefics"], None),
+    "diffusers-unet": ("diffusers", "diffusers_unet.py", [], 4096),
+    "torchtune": ("torchtune", "torchtune_loop.py", [], 512),
+    "trl-dpo": ("trl", "trl_dpo.py", [], None),
+}
+
+
+def torch_folder() -> Path:
+    spec = util.find_spec("torch")
+    assert spec
+    assert spec.origin
+    made = standins.setup_folder(metadata.version("torch").partition("+")[0])
+    folder = made / "torch"
+    return folder if folder.exists() else Path(spec.origin).parent
+
+
+def start(name: str, size: int) -> tuple[phantomgpu.Report, list[str]]:
+    needed, script, arguments, _ = RUNS[name]
+    if util.find_spec(needed) is None and not (torch_folder().parent / needed).exists():
+        pytest.skip(f"needs {needed}")
+    command = [str(SCRIPTS / script), str(size), *arguments]
+    report = phantomgpu.run([sys.executable, *command], gpu="h100", memory="16GiB")
+    return report, command
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_peaks_are_those_without_the_report(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report, command = start(name, 4)
+    assert report.fits, report.problem
+    assert report.steps == 3
+    bare = subprocess.run(
+        [sys.executable, str(SCRIPTS.parent / "bare.py"), str(torch_folder()), "3", *command],
+        env={**os.environ, "PHANTOMGPU_FACTS": Session("h100", "16GiB").facts},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert bare.returncode == 0, bare.stderr
+    line = next(line for line in bare.stdout.splitlines() if line.startswith("peaks"))
+    assert line == f"peaks {report.peak_allocated} {report.peak_reserved}"
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, size) in RUNS.items() if size])
+def test_a_batch_that_is_too_large_does_not_fit(name: str) -> None:
+    size = RUNS[name][-1]
+    assert size
+    assert start(name, size)[0].status == "does not fit"
