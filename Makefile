@@ -72,7 +72,7 @@ layers: $(VENV)/.develop  ## check that every import points down
 	$(BIN)/lint-imports --no-cache --no-logo
 
 docs: $(VENV)/.develop  ## build the documentation into docs/_build/html; a warning is an error
-	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 wheel: $(VENV)/.develop  ## build the wheel and try it, away from the source tree

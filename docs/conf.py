@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
 import stretto
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_ext"))
 
 project = "stretto"
 author = "the stretto maintainers"
 copyright = "the stretto maintainers"
 release = stretto.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "names",
+]
+exclude_patterns = ["_build", "_generated", "_ext", "_templates"]
+templates_path = ["_templates"]
 html_theme = "furo"
 html_title = f"stretto {release}"
 # `like this` is code in our docstrings, as it is in Markdown.
@@ -23,7 +40,12 @@ default_role = "code"
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 
+autosummary_generate = True
+autosummary_ignore_module_all = False
 autodoc_member_order = "bysource"
+# Links into packages of others are made where their index is found; ours must all resolve.
+# `stretto.module.file.Name` is a base or an alias without a page: public names are found before.
+nitpick_ignore_regex = [(r"py:.*", r"(?!stretto\.).*"), (r"py:.*", r"stretto\.\w+\.\w+\..*")]
 # `stretto.training` exports what `stretto.settings` defines, and both are described.
 suppress_warnings = ["ref.python"]
 # Adapters are described without the frameworks that they adapt.
@@ -35,6 +57,20 @@ autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_include_init_with_doc = False
+
+TORCH = "https://docs.pytorch.org/docs/stable/"
+
+
+def is_reachable(url: str) -> bool:
+    """Whether a page can be read now: without a network, the build only leaves out its links."""
+    try:
+        with urllib.request.urlopen(url, timeout=3):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+intersphinx_mapping = {"torch": (TORCH, None)} if is_reachable(f"{TORCH}objects.inv") else {}
 
 FENCE = re.compile(r"(?P<indent>\s*)```(?P<language>\w*)\s*")
 CODE = re.compile(r"(`[^`]*`)")
@@ -74,6 +110,14 @@ def process_docstring(*event: object) -> None:
     lines[:] = translate(lines)
 
 
+def write_pages(*event: object) -> None:
+    """Write the pages and pictures that are made from code."""
+    del event
+    for name, folder in (("generated", "_generated"), ("pictures", "_generated/pictures")):
+        importlib.import_module(name).write(HERE / folder)
+
+
 def setup(app: Sphinx) -> None:
-    """Connect the hook; Sphinx calls this."""
+    """Connect the hooks; Sphinx calls this."""
+    app.connect("config-inited", write_pages)
     app.connect("autodoc-process-docstring", process_docstring, priority=400)

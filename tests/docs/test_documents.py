@@ -1,13 +1,18 @@
 """Every example in the README and the documentation is executed and says what really comes out.
 
-Python blocks of a document share one namespace, from top to bottom, in an empty folder. In
-`console` blocks, each `$ stretto ...` line is run, and what stands below it up to the next `$` must
-be what it prints (`...` stands for anything). `<!-- skip: next -->` before a block leaves it out.
+Python blocks of a document share one namespace, from top to bottom, in an empty folder. What a
+block prints must be in the `text` block below it, if that has `<!-- output -->` before it. A block
+with `<!-- file: NAME -->` before it is written into the folder. In `console` blocks, each
+`$ stretto` and `$ python` line is run, and what follows up to the next `$` must be what it prints
+(`...` stands for anything). Each `yaml` block must be a run file, or lines of one.
+`<!-- skip: next -->` leaves a block out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import doctest
+import io
 import os
 import re
 import subprocess
@@ -15,19 +20,47 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
+from stretto.config import parse_run_file
+
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+MADE = ("_build", "_generated", "_ext", "_templates")
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(
+        path for path in DOCS.rglob("*.md") if not set(MADE) & set(path.relative_to(DOCS).parts)
+    ),
+]
 OPTIONS = doctest.ELLIPSIS
 COMMAND = re.compile(r"^\$ (?P<command>.*)\n(?P<output>(?:(?!\$ ).*\n?)*)", re.MULTILINE)
+FILE = re.compile(r"<!-- file: (?P<name>[\w./-]+) -->\s*\Z")
+OUTPUT = re.compile(r"<!-- output -->\s*\Z")
+NEEDED = {"max_duration": "4ep", "data": {"target": "mine:Data"}, "batch_size": 8}
+"""What a few lines of a run file leave out."""
 
 
-def run_stretto(arguments: str) -> str:
-    """Return what the command line prints, with this Python's stretto, in the current folder."""
+def before(example: Example) -> str:
+    """The text of a document before a block."""
+    return example.document.text[: example.start]
+
+
+def differs(expected: str, printed: str) -> str | None:
+    """What is wrong with what was printed, if anything."""
+    checker = doctest.OutputChecker()
+    if checker.check_output(expected.rstrip() + "\n", printed.rstrip() + "\n", OPTIONS):
+        return None
+    return f"expected:\n{expected}\nprinted:\n{printed}"
+
+
+def run_python(arguments: str) -> str:
+    """Return what this Python prints in the current folder."""
     done = subprocess.run(
-        f"{sys.executable} -m stretto {arguments}",
+        f"{sys.executable} {arguments}",
         shell=True,
         capture_output=True,
         text=True,
@@ -38,22 +71,60 @@ def run_stretto(arguments: str) -> str:
 
 
 def evaluate_console(example: Example) -> str | None:
-    """Run the `$ stretto` lines of a block; return what is wrong, if anything."""
+    """Run the `$ stretto` and `$ python` lines of a block; return what is wrong, if anything."""
     for match in COMMAND.finditer(str(example.parsed)):
         verb, _, arguments = match["command"].partition(" ")
-        if verb != "stretto":
+        if verb not in ("stretto", "python"):
             continue
-        printed = run_stretto(arguments)
-        expected = match["output"].rstrip() + "\n"
-        if not doctest.OutputChecker().check_output(expected, printed.rstrip() + "\n", OPTIONS):
-            return f"$ {match['command']}\nexpected:\n{expected}\nprinted:\n{printed}"
+        wrong = differs(
+            match["output"], run_python(("-m stretto " * (verb == "stretto")) + arguments)
+        )
+        if wrong:
+            return f"$ {match['command']}\n{wrong}"
     return None
+
+
+def evaluate_file(example: Example) -> None:
+    """Write a block into the folder, if it says so."""
+    named = FILE.search(before(example))
+    if named is not None:
+        Path(named["name"]).write_text(str(example.parsed))
+
+
+def evaluate_output(example: Example) -> str | None:
+    """Compare a block with what the Python block above it printed."""
+    if OUTPUT.search(before(example)) is None:
+        return None
+    return differs(str(example.parsed), str(example.namespace["printed"]))
+
+
+def evaluate_yaml(example: Example) -> None:
+    """Read a block as a run file, or as lines of one; several are parted by `---`."""
+    evaluate_file(example)
+    for part in str(example.parsed).split("---\n"):
+        values = yaml.safe_load(part)
+        if values is not None and values.keys().isdisjoint({"jobs", "on"}):
+            parse_run_file(yaml.safe_dump({**NEEDED, **values}))
+
+
+def evaluate(example: Example) -> None:
+    """Run a block and note what it printed; a Python block that is a file is only written."""
+    is_python = example.region.lexemes.get("arguments") == "python"
+    if is_python and FILE.search(before(example)):
+        evaluate_file(example)
+        return
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        example.evaluate()
+    if is_python:
+        example.namespace["printed"] = printed.getvalue()
 
 
 SYBIL = Sybil(
     [
         PythonCodeBlockParser(doctest_optionflags=OPTIONS),
         CodeBlockParser("console", evaluate_console),
+        CodeBlockParser("text", evaluate_output),
+        CodeBlockParser("yaml", evaluate_yaml),
         SkipParser(),
     ]
 )
@@ -64,13 +135,31 @@ def test_the_examples_of_a_document(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before_it = set(sys.modules)
     for example in SYBIL.parse(path).examples():
-        example.evaluate()
+        evaluate(example)
+    for name in set(sys.modules) - before_it:
+        if (tmp_path / f"{name}.py").exists():
+            del sys.modules[name]
 
 
-def test_a_wrong_example_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\n>>> 1 + 1\n3\n```\n",
+        "```python\nprint(1)\n```\n\n<!-- output -->\n```text\n2\n```\n",
+        "```yaml\nbatch_sizes: 3\n```\n",
+        "```console\n$ stretto convert 1ep --to ep\n2ep\n```\n",
+    ],
+    ids=["doctest", "output", "run file", "command"],
+)
+def test_a_wrong_example_is_noticed(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "wrong.md"
-    path.write_text("```python\n>>> 1 + 1\n3\n```\n")
-    (example,) = SYBIL.parse(path).examples()
-    with pytest.raises(Exception, match="Expected"):
-        example.evaluate()
+    path.write_text(text)
+    with pytest.raises(Exception, match=r"."):  # noqa: PT012  the example that is wrong is the last
+        for example in SYBIL.parse(path).examples():
+            evaluate(example)

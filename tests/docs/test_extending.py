@@ -1,4 +1,4 @@
-"""The parts of docs/extending.md, used as a reader would: its Python in mine.py, its run files."""
+"""The parts of docs/how-to/extend-*.md, used as a reader would: Python in mine.py, run files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import importlib
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,8 @@ from stretto.errors import ConfigError
 from stretto.run_folder import read_ledger
 from stretto.training import Checkpointing, Trainer
 
-PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
+PAGE = "\n".join(path.read_text() for path in sorted(HOW_TO.glob("extend-*.md")))
 BASE = {
     "max_duration": "2ep",
     "model": {"target": "base:Line"},
@@ -33,7 +35,7 @@ BASE = {
 }
 SHORT = (
     *("A batch size policy", "A schedule", "A learning rate rule"),
-    *("A callback", "Data", "A metric", "A logger"),
+    *("A callback", "Data", "A metric", "A logger", "A store"),
 )
 """The parts that fifteen lines of Python and one block of a run file are enough for."""
 PROJECT = """
@@ -65,7 +67,7 @@ def blocks(language: str, text: str = PAGE) -> list[str]:
 
 def section(title: str) -> str:
     """The text of a section of the page."""
-    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^##? |\Z)", PAGE, re.DOTALL | re.MULTILINE)
     return str(text)
 
 
@@ -252,3 +254,14 @@ def test_a_rule() -> None:
     assert rates(written("A learning rate rule")) == pytest.approx(expected)
     trainer("A learning rate rule").fit()
     assert [float(rate) for rate in ledger("lr")] == pytest.approx(expected)
+
+
+def test_a_store_gives_a_run_back_whose_folder_is_gone() -> None:
+    kept = trainer("A store")
+    kept.fit()
+    names = sorted(path.name for path in Path("copies").iterdir())
+    assert names[-1].startswith("checkpoint-000000000080")
+    shutil.rmtree("run")
+    again = trainer("A store", max_duration="3ep")
+    again.fit(resume="auto")
+    assert again.timer.batch == 15

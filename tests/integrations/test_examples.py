@@ -33,9 +33,11 @@ def run(script: Path, capsys: pytest.CaptureFixture[str]) -> str:
 def test_every_script_has_a_diff_that_is_shown() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.diff")} - {"torchtune_recipe"}
     assert scripts == set(PACKAGES)
-    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    page = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "coming-from").glob("*.md")
+    )
     for name in (*scripts, "torchtune_recipe"):
-        assert f"{{literalinclude}} ../examples/{name}.diff" in page
+        assert f"{{literalinclude}} ../../examples/{name}.diff" in page
 
 
 @pytest.mark.parametrize("name", ["composer_trainer", "huggingface_trainer", "lightning_trainer"])

@@ -107,7 +107,7 @@ def test_by_tokens_samples_of_equal_length_are_unbiased_however_alike_their_toke
 
 
 def test_by_tokens_it_tells_too_little_where_lengths_differ_and_tokens_are_alike() -> None:
-    """Not what is wanted, but what docs/noise.md says."""
+    """Not what is wanted, but what docs/guides/noise.md says."""
     chance = torch.Generator().manual_seed(2)
     counts = 1 + torch.empty(TRIALS, 16, dtype=torch.float64).geometric_(1 / 16, generator=chance)
     mean, error = told_by_tokens(counts)

@@ -51,7 +51,7 @@ def run_file_schema() -> dict[str, Any]:
         "$schema": _Generator.schema_dialect,
         **schema,
         "title": "stretto run file",
-        "description": "What a training run is. Times have a unit, as in docs/run-file.md.",
+        "description": "What a training run is. Times have a unit, as in docs/guides/time.md.",
     }
 
 

@@ -2,11 +2,13 @@
 
 They are parts of a configuration of torchtitan, and its own training script runs them:
 
-    RunTrainer.Config(
-        dataloader=StepDataLoader.Config(make_data=..., batch_size="0sp:256 20%:1024"),
-        lr_scheduler=Schedules.Config(schedules={"lr": Cosine(end=0.1)}),
-        ...,
-    )
+```python
+RunTrainer.Config(
+    dataloader=StepDataLoader.Config(make_data=..., batch_size="0sp:256 20%:1024"),
+    lr_scheduler=Schedules.Config(schedules={"lr": Cosine(end=0.1)}),
+    ...,
+)
+```
 
 torchtitan divides the loss by the valid tokens of all ranks, so micro-batches need no weights. The
 position in the data is the same text on every rank, so a run may resume with another data-parallel

@@ -11,7 +11,7 @@ FSDP or beside SAM. The noise is measured over samples, so do not follow it with
 `accumulate_train_batch_on_tokens`, of which Composer does not tell its callbacks.
 
 Tested with Composer 0.32. The names that Composer does not document are listed in
-docs/integrations.md.
+docs/coming-from/.
 """
 
 from __future__ import annotations

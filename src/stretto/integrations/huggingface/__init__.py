@@ -10,7 +10,7 @@ context and sequence parallelism; on several ranks, `average_tokens_across_devic
 that compare the samples of a batch, if it is more than one micro-batch.
 
 Tested with transformers 5.23, accelerate 1.15, TRL 1.16 and sentence-transformers 5. The hooks that
-transformers does not document are listed in docs/integrations.md.
+transformers does not document are listed in docs/coming-from/.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ With manual optimization, `training_step` multiplies its loss by `dataloader.wei
 optimizers if `dataloader.is_last`.
 
 Tested with Lightning 2.6. The names that Lightning does not document are listed in
-docs/integrations.md.
+docs/coming-from/.
 """
 
 from __future__ import annotations
