@@ -21,7 +21,7 @@ CLOSE = 1e-12
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 def test_killed_workers_come_back_and_their_number_changes(tmp_path: Path) -> None:
     environment = {
         **os.environ,
@@ -38,7 +38,7 @@ def test_killed_workers_come_back_and_their_number_changes(tmp_path: Path) -> No
         capture_output=True,
         text=True,
         check=False,
-        timeout=500,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     began = [json.loads(line) for line in (tmp_path / "began.jsonl").read_text().splitlines()]
