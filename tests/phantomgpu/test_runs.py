@@ -268,6 +268,8 @@ def on_the_host(backend: str) -> None:
     group = dist.new_group(backend="gloo")
     dist.all_reduce(three, group=group, async_op=True).wait()
     dist.monitored_barrier(group)
+    if "nccl" in backend:
+        dist.all_reduce(three.cuda())
     train(8)
 
 

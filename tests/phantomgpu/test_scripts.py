@@ -56,6 +56,8 @@ def test_the_peaks_are_those_without_the_report(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    # The peaks of a compiled model differ by 164 kB between an empty and a filled cache of kernels.
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     report, command = start(name, 4)
     assert report.fits, report.problem
     assert report.steps == 3
