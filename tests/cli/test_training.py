@@ -178,7 +178,6 @@ def test_a_run_begins_with_the_run_file_of_its_folder(stretto: Stretto) -> None:
         "train run.yaml --folder s3://bucket/run",
         "train run.yaml folder=s3://bucket/run",
         "train folder=s3://bucket/run",
-        "train run.yaml --folder a --resume s3://bucket/run",
         "plan --against s3://bucket/run",
         "report s3://bucket/run",
         "inspect s3://bucket/run",

@@ -257,7 +257,7 @@ def test_a_reader_that_has_seen_enough(stated: Path) -> None:
 
 
 def test_the_page_on_security_names_every_verb() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "background" / "security.md").read_text("utf-8")
     table = [line for line in page.splitlines() if line.startswith("|")]
     for command in app.registered_commands:
         name = command.name or command.callback.__name__  # type: ignore[union-attr]

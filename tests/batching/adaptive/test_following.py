@@ -239,7 +239,7 @@ def test_the_norm_test_settles_where_theory_says() -> None:
 
 
 def test_the_size_lags_by_a_quarter_where_the_noise_scale_doubles_within_a_window() -> None:
-    """`docs/guides/noise.md` has the numbers; there with other windows, dimensions and more seeds."""
+    """`docs/guides/noise.md` has the numbers, with other windows, dimensions and more seeds."""
     window = 50
     truth = [64.0 * 2 ** max(0, batch / window - 2) for batch in range(5 * window)]
     for seed in range(2):
