@@ -70,8 +70,9 @@ class Estimator:
     optimizer do not change. Kernels that allocate for themselves, fragments of an allocator and
     libraries are not included, so it is an estimate.
 
+    >>> import torch
     >>> from stretto.runtime import SupervisedStep
-    >>> model = nn.Linear(1000, 10)
+    >>> model = torch.nn.Linear(1000, 10)
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
     >>> found = Estimator(step, lambda size: torch.ones(size, 1000)).at(1000)
