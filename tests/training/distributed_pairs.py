@@ -86,6 +86,8 @@ def run(folder: Path) -> dict[str, Any]:
         folder=folder,
     )
     trainer.fit()
+    if os.environ.get("RANK", "0") != "0":
+        return {}  # the first rank writes the files
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     keys = ("loss", "validation/loss", "validation/mean", "seen", "sp", "batch_size")
     return {
