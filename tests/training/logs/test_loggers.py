@@ -347,7 +347,9 @@ def test_a_logger_that_fails_is_a_warning_and_no_end(
     with pytest.warns(RuntimeWarning) as warned:
         trainer.fit()
     (said,) = [str(one.message) for one in warned]
-    assert said.startswith(f"Failing.{method} failed: ConnectionError: no server; training goes on")
+    assert said.startswith(
+        f"Failing.{method} failed: ConnectionError: no server; training continues"
+    )
     assert len(other.lines) == len(losses(tmp_path)) == len(BATCHES)
     assert len(failing.lines) == (0 if method in ("start", "log") else len(BATCHES))
 

@@ -280,7 +280,7 @@ def test_lines_are_kept_while_the_disk_is_full(
     with pytest.warns(RuntimeWarning) as told:
         trainer.fit()
     said = [str(one.message) for one in told]
-    assert len([one for one in said if "they are kept and training goes on" in one]) == 1
+    assert len([one for one in said if "they are kept and training continues" in one]) == 1
     assert len([one for one in said if "cannot write a checkpoint of" in one]) == 2
     assert samples(tmp_path) == [step.timestamp.sample for step in trainer.plan.batches()]
     assert [line["ba"] for line in metrics(tmp_path)] == list(range(2, 17, 2))

@@ -100,8 +100,8 @@ class Reader:
         self._plan = read_json(self.folder / PLAN)
         run = self.more()
         planned = planned_series(self._plan, is_main=False)
-        told = [one["facts"] for one in run.events if isinstance(one.get("facts"), dict)]
-        facts = told[-1] if told else {}
+        given = [one["facts"] for one in run.events if isinstance(one.get("facts"), dict)]
+        facts = given[-1] if given else {}
         run.series = [*planned, *run.series, *_predicted(facts, run)]
         run.facts = [[str(name).replace("_", " "), str(value)] for name, value in facts.items()]
         run.columns, run.stages = stages_of(self._plan, run)

@@ -249,7 +249,7 @@ class Saver:
         self.failure = str(error) if error is not None else "another rank could not write"
         self._recorder.event("checkpoint_failed", at, f"no checkpoint: {self.failure}")
         if error is not None:
-            warnings.warn(f"{error}; training goes on", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{error}; training continues", RuntimeWarning, stacklevel=4)
 
 
 @final

@@ -100,7 +100,7 @@ class Uploader:
         except Exception as error:  # noqa: BLE001  a store may raise anything
             with suppress(RuntimeWarning):  # warnings may be errors, and the thread stays
                 warnings.warn(
-                    f"cannot {what} {self._store!r}: {first_line(error)}; training goes on",
+                    f"cannot {what} {self._store!r}: {first_line(error)}; training continues",
                     RuntimeWarning,
                     stacklevel=3,
                 )

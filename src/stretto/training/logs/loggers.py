@@ -55,7 +55,7 @@ class Logger(Protocol):
 
 @final
 class Guarded:
-    """Calls a logger; turns what it raises into one warning, so that training goes on."""
+    """Calls a logger; turns what it raises into one warning, so that training continues."""
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
@@ -72,7 +72,7 @@ class Guarded:
                 rest = "without it" if method == "start" else "and its other failures are ignored"
                 warnings.warn(
                     f"{type(self._logger).__name__}.{method} failed: {first_line(error)}; training "
-                    f"goes on {rest}",
+                    f"continues {rest}",
                     RuntimeWarning,
                     stacklevel=2,
                 )

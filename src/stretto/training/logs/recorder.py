@@ -142,7 +142,7 @@ class Recorder:
         self.facts: dict[str, Any] = {}
         """What the first event of an attempt says of the run, besides its settings."""
         self.resumed: tuple[Path, Sequence[str]] | None = None
-        """The checkpoint that the next attempt goes on from, and what has changed since."""
+        """The checkpoint that the next attempt continues from, and what has changed since."""
 
     @property
     def is_waiting(self) -> bool:
@@ -391,7 +391,7 @@ class Recorder:
                 failure = error
         if failure is not None and not self._is_full:
             why = (failure.strerror or str(failure)).lower()
-            then = "they are lost" if is_last else "they are kept and training goes on"
+            then = "they are lost" if is_last else "they are kept and training continues"
             message = f"cannot write lines of {', '.join(self._files)}: {why}; {then}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._is_full = failure is not None or (bool(names) and self._is_full)
