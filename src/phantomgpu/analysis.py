@@ -31,7 +31,7 @@ def analyse(run: Run) -> dict[str, Any]:
     from phantomgpu.child import is_distributed
 
     script = time.perf_counter() - run.began
-    native = torch.cuda.memory.get_allocator_backend() == "native"
+    native = torch.cuda.memory.get_allocator_backend() == "native" and run.settings.details
     snapshot = torch.cuda.memory._snapshot() if native else {"device_traces": [[]]}
     if run.settings.snapshot:
         with Path(run.settings.folder, f"{run.process}.pickle").open("wb") as file:
@@ -41,7 +41,8 @@ def analyse(run: Run) -> dict[str, Any]:
     trace = traces[device] if traces else []
     allocated, at, reserved = peak(trace)
     ends, now = lives(trace), time.time_ns() // 1000
-    owners = [*run.owners, *((now, what, found) for what, found in tensors_now())]
+    owned = tensors_now() if trace else []
+    owners = [*run.owners, *((now, what, found) for what, found in owned)]
     named = categorise(run, trace, ends, owners)
     categories: Counter[str] = Counter()
     places: Counter[str] = Counter()

@@ -38,6 +38,7 @@ class Settings:
     modules: bool = False
     values: bool = True
     snapshot: bool = False
+    details: bool = True
     path: list[str] = field(default_factory=list)
 
 
@@ -171,7 +172,8 @@ class Run:
         """Record allocations, once CUDA starts."""
         import torch
 
-        if torch.cuda.memory.get_allocator_backend() == "native":  # cudaMallocAsync has no history
+        native = torch.cuda.memory.get_allocator_backend() == "native"
+        if self.settings.details and native:  # cudaMallocAsync has no history
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
         if self.settings.values:
             from phantomgpu import values
@@ -182,6 +184,8 @@ class Run:
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Note the gradients, which may be gone after the step."""
         del args, kwargs
+        if not self.settings.details:
+            return
         grads = (p.grad for group in optimizer.param_groups for p in group["params"])
         self.owners.append((_now(), "gradients", addresses(grads)))
         self.phases.append((_now(), "optimizer", self.steps.get(id(optimizer), 0) + 1))
@@ -239,10 +243,11 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def start_trial(name: str) -> None:
+def start_trial(name: str, *, details: bool) -> None:
     """Watch this process anew, after a fork."""
     run = Run.current
     assert run
+    run.settings.details = details
     run.process, run.name, run.began = os.getpid(), name, time.perf_counter()
 
 

@@ -51,6 +51,7 @@ def search(
     largest: int = 1 << 20,
     multiple: int = 1,
     powers: bool = False,
+    details: bool = True,
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
     seen: Callable[[int, Report], None] | None = None,
@@ -70,6 +71,7 @@ def search(
         largest: The last one.
         multiple: Only multiples of this are tried.
         powers: Only powers of two are tried.
+        details: Run the number that `Answer.report` is of once more, for what took the memory.
         args: Further arguments of the function.
         kwargs: Keyword arguments of the function.
         seen: Called with each number and its report.
@@ -79,7 +81,7 @@ def search(
     """
     standins.check_system()
     session = Session(gpu, memory, ranks)
-    settings = Settings("", steps=steps, ranks=ranks)
+    settings = Settings("", steps=steps, ranks=ranks, details=False)
     trials: dict[int, Report] = {}
 
     def number_of(index: int) -> int:
@@ -117,7 +119,12 @@ def search(
             last=largest.bit_length() - 1 if powers else largest // multiple,
             farthest=(lambda index: index + 5) if powers else (lambda index: 32 * index),
         )
-    return Answer(None if found is None else number_of(found), trials)
+        answer = Answer(None if found is None else number_of(found), trials)
+        if details:
+            number = next(one for one, report in trials.items() if report is answer.report)
+            settings.details = True
+            trials[number] = trial(number)
+    return answer
 
 
 def bisect(
@@ -217,14 +224,15 @@ def _served(session: Session, settings: Settings, command: list[str]) -> Iterato
         assert answered is not None
 
         def trial(number: int) -> Report:
+            name = f"{number}-details" if settings.details else str(number)
             line = ""
             with suppress(BrokenPipeError):
-                asked.write(f"{number}\n")
+                asked.write(f"{name}\n")
                 asked.flush()
                 line = answered.readline()
             if not line:
                 return session.report(Path(folder), "run", server.wait(), log)
-            return session.report(Path(folder), str(number), int(line), log)
+            return session.report(Path(folder), name, int(line), log)
 
         try:
             yield trial

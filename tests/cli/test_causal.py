@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from stretto.memory import phantom
+
 Stretto = Callable[..., Any]
 
 LLAMA = {
@@ -66,6 +68,25 @@ def test_mistakes(
     said = ask(*options, **changes)
     assert (said.code, said.out) == (2, "")
     assert word in said.err
+
+
+@pytest.mark.slow
+def test_the_phantom_builds_the_model(stretto: Stretto, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    missing = phantom.missing()
+    if missing is not None:
+        pytest.skip(missing)
+    file = tmp_path / "config.json"
+    asked = ("--model", str(file), "--sequence-length", "32", "--checkpointing", "--gpu", "l4")
+    file.write_text(json.dumps(LLAMA))
+    said = stretto("find-batch-size", *asked, "--maximum", "8", "--json")
+    assert said.code == 0, said.err
+    (row,) = json.loads(said.out)["rows"]
+    assert (row["size"], row["certainty"]) == (8, "phantom")
+    file.write_text(json.dumps({**LLAMA, "model_type": "abacus"}))
+    said = stretto("find-batch-size", *asked)
+    assert (said.code, said.out) == (2, "")
+    assert "use the model of" in said.err
 
 
 def test_a_file_that_is_not_there(stretto: Stretto, tmp_path: Path) -> None:

@@ -192,9 +192,24 @@ def test_a_model_on_the_meta_device_needs_a_stated_device() -> None:
     assert "gpu" in caught.value.message.instead
 
 
+def test_a_function_makes_the_step_without_memory() -> None:
+    devices = []
+
+    def make() -> SupervisedStep:
+        model = nn.Linear(1000, 1000)
+        devices.append(model.weight.device.type)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        return SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
+
+    batch, memory = torch.ones(2, 1000), "64MiB"
+    answer = find_batch_size(make, batch, device_memory=memory)
+    assert devices == ["meta"]
+    assert answer.size == find_batch_size(make(), batch, device_memory=memory).size
+
+
 def test_a_model_alone_is_no_step() -> None:
     with pytest.raises(FitError) as caught:
-        find_batch_size(nn.Linear(2, 2), torch.zeros(3, 2))  # type: ignore[arg-type]
+        find_batch_size(nn.Linear(2, 2), torch.zeros(3, 2))
     assert "SupervisedStep" in caught.value.message.instead
 
 

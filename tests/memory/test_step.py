@@ -121,4 +121,4 @@ def test_views_share_a_storage_after_the_journey() -> None:
 
 def test_a_model_alone_is_no_step() -> None:
     with pytest.raises(FitError, match="SupervisedStep"):
-        find_batch_size(nn.Linear(2, 2), torch.zeros(3, 2))  # type: ignore[arg-type]
+        find_batch_size(nn.Linear(2, 2), torch.zeros(3, 2))

@@ -83,8 +83,22 @@ def test_a_script_that_fails() -> None:
 
 
 def test_search() -> None:
-    answer = phantomgpu.search(train, gpu="h100", memory="2GiB", multiple=64)
+    seen = {}
+    answer = phantomgpu.search(
+        train,
+        gpu="h100",
+        memory="2GiB",
+        multiple=64,
+        seen=lambda size, one: seen.update({size: one}),
+    )
     assert answer.largest
+    bare = seen[answer.largest]
+    assert not bare.categories
+    assert (bare.peak_allocated, bare.peak_reserved) == (
+        answer.report.peak_allocated,
+        answer.report.peak_reserved,
+    )
+    assert answer.report.categories["optimizer"]
     assert answer.trials[answer.largest].fits
     assert not answer.trials[answer.largest + 64].fits
 

@@ -30,8 +30,9 @@ def main() -> None:
         if child == 0:
             from phantomgpu import child as inside
 
-            inside.start_trial(line.strip())
-            function(int(line), *args, **kwargs)
+            number, _, details = line.strip().partition("-")
+            inside.start_trial(line.strip(), details=bool(details))
+            function(int(number), *args, **kwargs)
             sys.exit(0)
         _, status = os.waitpid(child, 0)
         os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())

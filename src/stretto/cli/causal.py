@@ -28,8 +28,37 @@ class CausalModel(NamedTuple):
     lora: int | None = None
     """The rank of LoRA on all linear layers; None: all weights are trained."""
 
-    def step(self, length: int, *, checkpointing: bool) -> tuple[SupervisedStep, str]:
-        """Return a training step, and what it is in one line.
+    def checked(self, length: int) -> str:
+        """Return what it is in one line.
+
+        Args:
+            length: tokens of each sequence.
+
+        Raises:
+            ConfigError: the file is not the configuration of a model, or an option is wrong.
+        """
+        _chosen("--optimizer", self.optimizer, _OPTIMIZERS)
+        _chosen("--weights", self.weights, _DTYPES)
+        config = self._config()
+        longest = config.get("max_position_embeddings", length)
+        if length > longest:
+            raise ConfigError.bad(
+                "--sequence-length",
+                length,
+                f"max_position_embeddings is {longest} in {self.file}",
+                "write a shorter length, or change the file",
+            )
+        in_bf16 = self.weights == "bf16"
+        numbers = "bf16 weights, no autocast" if in_bf16 else "fp32 weights, bf16 autocast"
+        trained = "" if self.lora is None else f", LoRA of rank {self.lora} on all linear layers"
+        name = (config.get("architectures") or [config["model_type"]])[0]
+        return (
+            f"{name}, {numbers}{trained}, {self.optimizer}, gradients clipped at {CLIP_NORM}, "
+            "one micro-batch a step, no padding"
+        )
+
+    def step(self, length: int, *, checkpointing: bool) -> SupervisedStep:
+        """Return a training step.
 
         Args:
             length: tokens of each sequence.
@@ -40,11 +69,9 @@ class CausalModel(NamedTuple):
                 option is wrong.
             MissingPackageError: transformers, peft or bitsandbytes is not installed.
         """
-        make_optimizer = _chosen("--optimizer", self.optimizer, _OPTIMIZERS)
-        dtype = _chosen("--weights", self.weights, {"fp32": torch.float32, "bf16": torch.bfloat16})
+        self.checked(length)
         with torch.device("meta"):
-            model = _build(self.file, dtype, length)
-            name, count = type(model).__name__, sum(p.numel() for p in model.parameters())
+            model = self._build()
             if checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
             if self.lora is not None:
@@ -53,21 +80,42 @@ class CausalModel(NamedTuple):
                     r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM"
                 )
                 model = peft.get_peft_model(model, kind)
-        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-        in_bf16 = self.weights == "bf16"
-        step = SupervisedStep(
+        optimizer = _OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
+        return SupervisedStep(
             model,
             optimizer,
             next_token,
-            precision="fp32" if in_bf16 else "bf16",
+            precision="fp32" if self.weights == "bf16" else "bf16",
             clip_norm=CLIP_NORM,
         )
-        numbers = "bf16 weights, no autocast" if in_bf16 else "fp32 weights, bf16 autocast"
-        trained = "" if self.lora is None else f", LoRA of rank {self.lora} on all linear layers"
-        return step, (
-            f"{name}, {count / 1e9:.2f}B parameters, {numbers}{trained}, {self.optimizer}, "
-            f"gradients clipped at {CLIP_NORM}, one micro-batch a step, no padding"
-        )
+
+    def _config(self) -> dict[str, Any]:
+        file = self.file / "config.json" if self.file.is_dir() else self.file
+        try:
+            named = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(named, dict) or "model_type" not in named:
+                raise ValueError("it has no 'model_type'")
+        except (OSError, ValueError) as error:
+            raise self._cannot(first_line(error)) from error
+        return named
+
+    def _build(self) -> Any:
+        transformers = import_optional("transformers", "huggingface")
+        try:
+            config = transformers.AutoConfig.from_pretrained(self.file)
+            dtype = _DTYPES[self.weights]
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except (OSError, ValueError, KeyError, AttributeError, ImportError, TypeError) as error:
+            raise self._cannot(first_line(error)) from error
+        name = type(model).__name__
+        architectures = self._config().get("architectures") or [name]
+        if name not in architectures:
+            raise self._cannot(f"its architectures are {architectures}, not {name}")
+        return model.train()
+
+    def _cannot(self, why: str) -> ConfigError:
+        instead = "name a config.json of a causal language model"
+        return ConfigError.cannot(f"use the model of {self.file}", why=why, instead=instead)
 
 
 def next_token(model: Any, tokens: Tensor) -> Tensor:
@@ -76,42 +124,9 @@ def next_token(model: Any, tokens: Tensor) -> Tensor:
     return loss
 
 
-def _build(file: Path, dtype: torch.dtype, length: int) -> Any:
-    transformers = import_optional("transformers", "huggingface")
-    file = file / "config.json" if file.is_dir() else file
-    what, instead = f"use the model of {file}", "name a config.json of a causal language model"
-    try:
-        named = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(named, dict) or "model_type" not in named:
-            raise ValueError("it has no 'model_type'")
-        config = transformers.AutoConfig.from_pretrained(file)
-        longest = getattr(config, "max_position_embeddings", None) or length
-        if length > longest:
-            raise ConfigError.bad(
-                "--sequence-length",
-                length,
-                f"max_position_embeddings is {longest} in {file}",
-                "write a shorter length, or change the file",
-            )
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, AttributeError, ImportError, TypeError) as error:
-        raise ConfigError.cannot(what, why=first_line(error), instead=instead) from error
-    architectures = named.get("architectures") or [type(model).__name__]
-    if type(model).__name__ not in architectures:
-        raise ConfigError.cannot(
-            what,
-            why=f"its architectures are {architectures}, not {type(model).__name__}",
-            instead=instead,
-        )
-    return model.train()
-
-
-def _chosen(option: str, name: str, table: dict[str, Any]) -> Any:
+def _chosen(option: str, name: str, table: dict[str, Any]) -> None:
     if name not in table:
         raise ConfigError.bad(option, name, "there is no such", f"write one of {', '.join(table)}")
-    return table[name]
 
 
 def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -139,3 +154,4 @@ _OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = 
     "adafactor": torch.optim.Adafactor,
     "adamw8bit": _adamw8bit,
 }
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -127,7 +128,7 @@ def find_causal(
     rows: list[tuple[Mapping[str, object], Answer | None]] = []
     what = ""
     for length, again in product(lengths, recomputes):
-        step, what = model.step(length, checkpointing=again)
+        what, step = model.checked(length), partial(model.step, length, checkpointing=again)
         for ranks in _numbers("--world-size", world_size or "1"):
             batch = torch.zeros(2, length, dtype=torch.long)
             row = {"tokens": length, "checkpointing": "on" if again else "off", "ranks": ranks}

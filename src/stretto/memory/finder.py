@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, final, get_args
 
 from phantomgpu import Report
@@ -24,7 +24,7 @@ from stretto.memory.limits import MemoryLimit, allocated_bytes, free_memory, sta
 from stretto.memory.phantom import Question
 from stretto.memory.search import MAXIMUM, CandidateSizes, Found, NothingFitsError, search
 from stretto.memory.sharding import Shard, least_ranks, share_of
-from stretto.memory.step import WholeStep
+from stretto.memory.step import WholeStep, makes_step
 from stretto.memory.trial import trials
 from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import release_memory
@@ -47,7 +47,7 @@ _FAILED = -1
 
 
 def find_batch_size(
-    step: TrainStep | WholeStep,
+    step: TrainStep | WholeStep | Callable[[], TrainStep],
     batch: Any,
     *,
     accumulation: int = 1,
@@ -80,7 +80,8 @@ def find_batch_size(
       only half of what fits.
 
     Args:
-        step: the training step.
+        step: the training step; or a function that makes it, which is called with
+            `torch.device("meta")`, with the phantom in its process: a large model is built once.
         batch: a micro-batch of any size with the longest sequences that occur; or a function that
             makes one of a given size.
         accumulation: micro-batches per step. From the second on, gradients exist during the
@@ -130,9 +131,9 @@ def find_batch_size(
     if ranks > 1 and gpu is None:
         raise FitError.bad("world_size", ranks, "it needs a kind of GPU", "add gpu='h100'")
     start = time.perf_counter()
-    whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
+    how: dict[str, Any] = {"accumulation": accumulation, "measures_noise": measures_noise}
     finder = _Finder(
-        whole,
+        partial(WholeStep.of, step, **how) if makes_step(step) else WholeStep.of(step, **how),
         batch,
         sizes=CandidateSizes(minimum, maximum, multiple_of, power_of_two),
         margin=margin,
@@ -164,7 +165,7 @@ class RanksAnswer(NamedTuple):
 
 
 def find_num_ranks(
-    step: TrainStep | WholeStep,
+    step: TrainStep | WholeStep | Callable[[], TrainStep],
     batch: Any,
     size: int,
     *,
@@ -213,7 +214,7 @@ def find_num_ranks(
 class _Finder:
     """Answers the question for one step, in one of three ways."""
 
-    step: WholeStep
+    given: WholeStep | Callable[[], WholeStep]
     batch: Any
     sizes: CandidateSizes
     margin: str | int | None
@@ -223,6 +224,11 @@ class _Finder:
 
     def __post_init__(self) -> None:
         self._estimator: Estimator | None = None
+
+    @cached_property
+    def step(self) -> WholeStep:
+        """The step."""
+        return self.given() if callable(self.given) else self.given
 
     def here(self, method: FindMethod) -> Answer:
         """Answer for the device of the model, in this process."""
@@ -324,7 +330,7 @@ class _Finder:
 
         def work() -> Found:
             found, reports = phantom.ask(
-                question, self.step, self.batch, self.sizes, limit.bytes - reserve
+                question, self.given, self.batch, self.sizes, limit.bytes - reserve
             )
             trials.update(reports)
             return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
@@ -86,13 +87,18 @@ def kind_of(device: torch.device) -> str | None:
 
 
 def ask(
-    question: Question, step: WholeStep, batch: Any, sizes: CandidateSizes, usable: int
+    question: Question,
+    step: WholeStep | Callable[[], WholeStep],
+    batch: Any,
+    sizes: CandidateSizes,
+    usable: int,
 ) -> tuple[Found, dict[int, phantomgpu.Report]]:
     """Return the largest size that runs on the phantom, and the reports of all that were run.
 
     Args:
         question: the kind of GPU and the ranks.
-        step: the step; it travels without the elements of its tensors.
+        step: the step, which travels without the elements of its tensors; or a function that makes
+            it, which is called there.
         batch: a micro-batch of any size, or a function that makes one; it travels as it is.
         sizes: the candidates.
         usable: the bytes that the allocator may reserve.
@@ -112,9 +118,12 @@ def ask(
             largest=sizes.maximum,
             multiple=sizes.multiple_of,
             powers=sizes.power_of_two,
-            args=(_Copied(written(step)), cloudpickle.dumps(batch), question.shard, question.ranks),
+            details=False,
+            args=(_Copied(step), cloudpickle.dumps(batch), question.shard, question.ranks),
         )
     except phantomgpu.RunFailedError as error:
+        if callable(step):
+            step()  # raises what is wrong with it
         raise FitError.cannot(
             "run the step on the phantom",
             why=str(error),
@@ -137,11 +146,13 @@ class _Copied:
     For a model of transformers, that takes 3 seconds.
     """
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    def __init__(self, step: WholeStep | Callable[[], WholeStep]) -> None:
+        self.source = step if callable(step) else written(step)
+        self.data = b""
 
-    def __setstate__(self, state: dict[str, bytes]) -> None:
-        self.data = state["data"]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        source = state["source"]
+        self.data = written(source()) if callable(source) else source
         with suppress(Exception):  # each trial reads it again and reports what fails
             read(self.data, "meta")
 

@@ -8,7 +8,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 import cloudpickle
 import torch
@@ -24,6 +24,11 @@ from stretto.runtime.micro_gradients import MicroGradients
 _NOTHING = contextlib.nullcontext()
 _MOST_BYTES = 4 << 20
 """Larger tensors of integers travel without their elements."""
+
+
+def makes_step(given: object) -> TypeGuard[Callable[[], TrainStep]]:
+    """Return whether something is a function that makes a step, instead of the step itself."""
+    return callable(given) and not isinstance(given, (TrainStep, WholeStep, nn.Module))
 
 
 def _ignore(_phase: str) -> None:
@@ -43,9 +48,15 @@ class WholeStep:
 
     @classmethod
     def of(
-        cls, step: TrainStep | WholeStep, *, accumulation: int = 1, measures_noise: bool = False
+        cls,
+        step: TrainStep | WholeStep | Callable[[], TrainStep],
+        *,
+        accumulation: int = 1,
+        measures_noise: bool = False,
     ) -> WholeStep:
         """Return a step of this rank alone, without communication.
+
+        A function that makes it is called with `torch.device("meta")`.
 
         >>> from stretto.runtime import SupervisedStep
         >>> model = nn.Linear(4, 1)
@@ -55,15 +66,17 @@ class WholeStep:
         >>> model.weight.grad is None
         True
         """
-        given: object = step
-        if not isinstance(given, (TrainStep, WholeStep)):
+        if makes_step(step):
+            with torch.device("meta"):
+                step = step()
+        if isinstance(step, WholeStep):
+            return step
+        if not isinstance(step, TrainStep):
             raise FitError.cannot(
-                f"follow a step of a {type(given).__name__}",
+                f"follow a step of a {type(step).__name__}",
                 why="memory is that of a whole training step: forward, backward and update",
                 instead="pass SupervisedStep(model, optimizer, loss)",
             )
-        if isinstance(step, WholeStep):
-            return step
         alone = copy.copy(step)
         alone.averaging = None
         for name, value in list(vars(alone).items()):
