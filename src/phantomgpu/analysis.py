@@ -8,7 +8,6 @@ import pickle
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +75,11 @@ def analyse(run: Run) -> dict[str, Any]:
     }
 
 
-def walk(trace: list[Event]) -> Iterator[tuple[Event, int, int]]:
-    """Yield each event with the bytes that are allocated and reserved after it."""
+def peak(trace: list[Event]) -> tuple[int, int, int]:
+    """Return the most bytes allocated, the event of that, and the most bytes reserved."""
+    at = allocated = reserved = used = held = 0
     sizes: dict[int, int] = {}
-    used = held = 0
-    for event in trace:
+    for index, event in enumerate(trace):
         action, size = event["action"], event["size"]
         if action == "alloc":
             sizes[event["addr"]] = size
@@ -91,13 +90,6 @@ def walk(trace: list[Event]) -> Iterator[tuple[Event, int, int]]:
             held += size
         elif action in ("segment_free", "segment_unmap"):
             held -= size
-        yield event, used, held
-
-
-def peak(trace: list[Event]) -> tuple[int, int, int]:
-    """Return the most bytes allocated, the event of that, and the most bytes reserved."""
-    at, allocated, reserved = 0, 0, 0
-    for index, (_, used, held) in enumerate(walk(trace)):
         reserved = max(reserved, held)
         if used > allocated:
             at, allocated = index, used

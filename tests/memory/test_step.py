@@ -103,7 +103,7 @@ def test_a_step_travels_without_its_memory() -> None:
     assert isinstance(first.weight, nn.Parameter)
     assert first.weight.count_nonzero() == 0
     assert copied.model.mask.tolist() == [True, False]
-    (own,) = copied.optimizers
+    (own,) = copied.step.optimizers
     assert own.param_groups[0]["params"][0] is first.weight
     assert own.param_groups[0]["lr"] == 0.5
     assert own.state[first.weight]["step"].item() == 1

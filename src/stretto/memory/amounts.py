@@ -88,8 +88,7 @@ def _advice(match: re.Match[str] | None) -> tuple[str, str]:
     number, unit = match[1], match[2]
     if unit is None:
         return "it has no unit", f"write {number}GiB, or {number}B for bytes"
-    if unit.upper() in {"K", "M", "G", "T"}:
-        letter = unit.upper()
+    if (letter := unit.upper()) in {"K", "M", "G", "T"}:
         meant = f"{number}{letter}iB or {number}{'k' if letter == 'K' else letter}B"
         return f"{unit!r} may be 1000 or 1024", f"write {meant}"
     return f"there is no unit {unit!r}", example

@@ -99,11 +99,6 @@ class Estimator:
         self._known: dict[int, Estimate] = {}
         self._is_warm = False
 
-    @property
-    def num_steps(self) -> int:
-        """How many sizes were estimated."""
-        return len(self._known)
-
     def at(self, size: int) -> Estimate:
         """Return the estimate for a micro-batch of that size.
 

@@ -189,18 +189,10 @@ def find_num_ranks(
         FitError: it does not fit on any number of ranks up to `most`.
     """
     ranks = least_ranks(shard)
+    how |= {"gpu": gpu, "shard": shard, "minimum": size, "maximum": size}
     while True:
         try:
-            answer = find_batch_size(
-                step,
-                batch,
-                gpu=gpu,
-                world_size=ranks,
-                shard=shard,
-                minimum=size,
-                maximum=size,
-                **how,
-            )
+            answer = find_batch_size(step, batch, world_size=ranks, **how)
         except NothingFitsError:
             ranks *= 2
             if ranks > most:
@@ -240,10 +232,8 @@ class _Finder:
                 instead="add gpu='h100', or device_memory='80GiB' for an estimate",
             )
         release_memory()
-        static = [
-            *self.step.tensors(),
-            *(p.grad for p in self.step.step.parameters if p.grad is not None),
-        ]
+        gradients = (p.grad for p in self.step.step.parameters if p.grad is not None)
+        static = [*self.step.tensors(), *gradients]
         free = free_memory(device)
         limit = free._replace(bytes=free.bytes + allocated_bytes(static, device))
         allowance = ALLOWANCE_ON_CPU if device.type == "cpu" else ALLOWANCE

@@ -14,7 +14,6 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import Optimizer
 
 from stretto.errors import FitError, first_line
 from stretto.runtime import TrainStep
@@ -115,11 +114,6 @@ class WholeStep:
         return self.step.model if self.step.forward_model is None else self.step.forward_model
 
     @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers of the step."""
-        return tuple(self.step.optimizers)
-
-    @property
     def device(self) -> torch.device:
         """The device of the parameters."""
         return self.step.device
@@ -128,7 +122,7 @@ class WholeStep:
         """Return the tensors of the state of the optimizers."""
         values = [
             value
-            for one in self.optimizers
+            for one in self.step.optimizers
             for state in one.state.values()
             for value in (state.values() if isinstance(state, dict) else ())
         ]
