@@ -112,6 +112,29 @@ def test_a_step_travels_without_its_memory() -> None:
     assert step.optimizers[0].state[model.first.weight]["step"].item() == 1
 
 
+class Scaled(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.factor = 2.0
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.factor == 2
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Scaled, torch.optim.Adafactor])
+def test_attributes_of_an_optimizer_travel(kind: Any) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    step = WholeStep.of(SupervisedStep(model, optimizer, lambda m, x: m(x).mean()))
+    copied = read(written(step), "cpu")
+    copied.run(torch.ones(2, 4))
+    assert copied.step.optimizers[0].param_groups[0]["params"][0] is copied.model.weight
+    # Without it, Adafactor looks for an option that it does not have, on a GPU only.
+    assert copied.step.optimizers[0]._warned_capturable_if_run_uncaptured
+
+
 def test_views_share_a_storage_after_the_journey() -> None:
     flat = torch.zeros(6)
     one, two = read(written([flat[:3], flat[3:].view(torch.bfloat16)]), "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 import io
 import pickle
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
 
 from stretto.errors import FitError, first_line
 from stretto.runtime import TrainStep
@@ -160,6 +162,14 @@ class _Writer(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self._kept: list[Any] = []  # ids are unique only while the objects are alive
+
+    def reducer_override(self, thing: Any) -> Any:
+        """Pickle the attributes of an optimizer that `Optimizer.__getstate__` leaves out."""
+        if getattr(type(thing), "__getstate__", None) is not Optimizer.__getstate__:
+            return super().reducer_override(thing)
+        # A scheduler replaces `step` by a function with a weak reference.
+        kept = {k: v for k, v in vars(thing).items() if k != "step" and "_hooks" not in k}
+        return copyreg.__newobj__, (type(thing),), kept  # type: ignore[attr-defined]
 
     def persistent_id(self, thing: Any) -> tuple[int, _Spec] | None:
         if not isinstance(thing, Tensor):
