@@ -103,6 +103,29 @@ def test_search() -> None:
     assert not answer.trials[answer.largest + 64].fits
 
 
+class StartsCuda:
+    """Imports of some packages ask for the device: torchao, bitsandbytes."""
+
+    def __setstate__(self, state: object) -> None:
+        import torch
+
+        torch.ones(1, device="cuda")
+
+
+def train_after_cuda(batch_size: int, started: StartsCuda) -> None:
+    del started
+    train(batch_size)
+
+
+def test_a_search_where_an_import_starts_cuda() -> None:
+    how = {"gpu": "h100", "memory": "2GiB", "largest": 128, "multiple": 64}
+    started = StartsCuda()
+    started.there = True  # type: ignore[attr-defined]  # without attributes, nothing is called
+    answer = phantomgpu.search(train_after_cuda, args=[started], **how)  # type: ignore[arg-type]
+    assert answer.largest == 128
+    assert answer.report.categories["optimizer"]
+
+
 def test_the_command(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

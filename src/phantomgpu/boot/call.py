@@ -1,41 +1,57 @@
 """Call a function that came as a pickle: `python call.py FILE`.
 
-With `--serve`, read numbers from standard input, call the function with each in a process of its
-own, and print the status that each ended with.
+With `--serve`, read the names of trials from standard input, call the function for each in a
+process of its own, and print the status that each ended with. `python call.py FILE NAME` is one
+trial. A name is the number that the function takes, with `-details` for a whole report.
 """
 
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 
 def main() -> None:
     """Call the function, once or for each number."""
-    file, *serve = sys.argv[1:]
+    file, *trial = sys.argv[1:]
     import torch  # before the pickle is read: what it holds must find the CUDA code
 
     import cloudpickle  # isort: skip
 
     function, args, kwargs = cloudpickle.loads(Path(file).read_bytes())
     assert torch.version.cuda
-    if not serve:
+    if not trial:
         function(*args, **kwargs)
         return
+
+    def call(name: str) -> None:
+        from phantomgpu import child as inside
+
+        number, _, details = name.partition("-")
+        inside.start_trial(name, details=bool(details))
+        function(int(number), *args, **kwargs)
+        sys.exit(0)
+
+    if trial != ["--serve"]:
+        call(*trial)
     import torch._dynamo  # optimizers import it: 2.4 seconds, here once for all
 
     answers = os.dup(1)
     os.dup2(2, 1)  # what the function prints is no answer
     for line in sys.stdin:
-        child = os.fork()  # CUDA has not started here, so it can start in each child
-        if child == 0:
-            from phantomgpu import child as inside
-
-            number, _, details = line.strip().partition("-")
-            inside.start_trial(line.strip(), details=bool(details))
-            function(int(number), *args, **kwargs)
-            sys.exit(0)
-        _, status = os.waitpid(child, 0)
-        os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        name = line.strip()
+        if torch.cuda.is_initialized():  # by an import: then torch refuses CUDA in a fork
+            settings = {**json.loads(os.environ["PHANTOMGPU_RUN"]), "details": "-" in name}
+            os.environ["PHANTOMGPU_RUN"] = json.dumps(settings)
+            command = [sys.executable, __file__, file, name]
+            code = subprocess.run(command, check=False).returncode  # noqa: S603
+        else:
+            child = os.fork()
+            if child == 0:
+                call(name)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.write(answers, f"{code}\n".encode())
 
 
 main()

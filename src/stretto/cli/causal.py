@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto._optional import import_optional
-from stretto.errors import ConfigError, first_line
+from stretto.errors import ConfigError, StrettoError, first_line
 from stretto.runtime import SupervisedStep
 
 CLIP_NORM = 1.0
@@ -71,15 +71,7 @@ class CausalModel(NamedTuple):
         """
         self.checked(length)
         with torch.device("meta"):
-            model = self._build()
-            if checkpointing:
-                model.activation_checkpointing_enable({"use_reentrant": False})
-            if self.lora is not None:
-                peft = import_optional("peft", "huggingface")
-                kind = peft.LoraConfig(
-                    r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM"
-                )
-                model = peft.get_peft_model(model, kind)
+            model = self._build(checkpointing=checkpointing)
         optimizer = _OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
         return SupervisedStep(
             model,
@@ -99,15 +91,25 @@ class CausalModel(NamedTuple):
             raise self._cannot(first_line(error)) from error
         return named
 
-    def _build(self) -> Any:
+    def _build(self, *, checkpointing: bool) -> Any:
         transformers = import_optional("transformers", "huggingface")
         try:
             config = transformers.AutoConfig.from_pretrained(self.file)
             dtype = _DTYPES[self.weights]
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            name = type(model).__name__
+            if checkpointing:
+                model.activation_checkpointing_enable({"use_reentrant": False})
+            if self.lora is not None:
+                peft = import_optional("peft", "huggingface")
+                kind = peft.LoraConfig(
+                    r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM"
+                )
+                model = peft.get_peft_model(model, kind)
+        except StrettoError:
+            raise
         except (OSError, ValueError, KeyError, AttributeError, ImportError, TypeError) as error:
             raise self._cannot(first_line(error)) from error
-        name = type(model).__name__
         architectures = self._config().get("architectures") or [name]
         if name not in architectures:
             raise self._cannot(f"its architectures are {architectures}, not {name}")
