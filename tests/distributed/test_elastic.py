@@ -88,6 +88,16 @@ class Cluster:
             assert time.monotonic() < end, "no progress"
             time.sleep(0.2)
 
+    def wait_for_attempt(self, count: int) -> None:
+        """Wait until there were so many attempts; a node may also wait to join without one."""
+        end = time.monotonic() + 30
+        while not self.is_done and self.attempts() < count and time.monotonic() < end:
+            time.sleep(0.2)
+
+    def attempts(self) -> int:
+        file = self.folder / "began"
+        return file.read_text().count("\n") if file.exists() else 0
+
     def batches(self) -> int:
         return sum(file.read_text().count("\n") for file in self.folder.glob("trace-*"))
 
@@ -106,6 +116,7 @@ def test_nodes_that_die_and_join_do_not_change_the_result(tmp_path: Path) -> Non
                 cluster.wait_for_batches(6, end)
                 assert not cluster.is_done, "the run ended before all events"
                 alive = [node for node, agent in cluster.nodes.items() if agent.poll() is None]
+                attempts = cluster.attempts()
                 others = [node for node in alive if node]  # the first one hosts the rendezvous
                 if event == "node":
                     cluster.kill(chance.choice(others))
@@ -114,6 +125,7 @@ def test_nodes_that_die_and_join_do_not_change_the_result(tmp_path: Path) -> Non
                 else:
                     cluster.add()
                 happened[event] += 1
+                cluster.wait_for_attempt(attempts + 1)
                 print(event, cluster.batches(), flush=True)
         assert cluster.nodes[0].wait(timeout=MOST_SECONDS) == 0
     finally:

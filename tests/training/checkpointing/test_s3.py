@@ -29,8 +29,11 @@ from stretto.checkpoint import (
     write_checkpoint,
 )
 from stretto.checkpoint.folder import position_of
+from stretto.distributed.ranks import Ranks
 from stretto.errors import CheckpointError
-from stretto.training.checkpointing.upload import Uploader, fetch_newer
+from stretto.training.checkpointing.fetching import newest_copy
+from stretto.training.checkpointing.resuming import find_checkpoint
+from stretto.training.checkpointing.upload import Uploader
 
 WHY = "needs pip install moto[server] s3fs, which takes minutes"
 pytest.importorskip("moto.server", reason=WHY)
@@ -166,12 +169,13 @@ def test_thirty_faulty_uploads_leave_nothing_half_to_resume_from(
         proxy.fault(None)
         whole, half = configured.whole(run, tmp_path)
         outcomes["half"] += half
-        bad: list[str] = []
-        found = fetch_newer(store, tmp_path / f"fetched{number}", None, bad)
-        assert not bad
-        assert (found and position_of(found.name)) == (whole[-1] if whole else None)
-        if found is not None:
-            outcomes["whole"] += 1
+        if not whole:
+            assert newest_copy(store, None, {}) is None
+            continue
+        outcomes["whole"] += 1
+        with find_checkpoint(store.url, None, Ranks(torch.device("cpu"))) as found:
+            assert found is not None
+            assert position_of(found.name) == whole[-1]
             assert torch.equal(
                 read_checkpoint(found).tensors["model"]["weight"], content["model"]["weight"]
             )
@@ -219,14 +223,12 @@ def test_killed_in_an_upload_and_resumed_through_faults(server: Server, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["403", "503", "cut"])
-def test_what_cannot_be_reached_is_an_error_and_not_nothing(
-    configured: Server, tmp_path: Path, kind: str
-) -> None:
+def test_what_cannot_be_reached_is_an_error_and_not_nothing(configured: Server, kind: str) -> None:
     store = UrlStore("s3://bucket/empty")
-    assert fetch_newer(store, tmp_path, None, []) is None
+    assert newest_copy(store, None, {}) is None
     configured.proxy.fault(kind, 1.0, ("GET", "HEAD"))
     with pytest.raises(CheckpointError):
-        fetch_newer(store, tmp_path, None, [])
+        newest_copy(store, None, {})
     configured.proxy.fault(None)
     with pytest.raises(FileNotFoundError):
         UrlStore("s3://no-such-bucket/run").list()

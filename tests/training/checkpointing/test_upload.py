@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 import threading
@@ -15,11 +17,13 @@ import torch
 
 from stretto.checkpoint import UrlStore
 from stretto.checkpoint.folder import position_of
+from stretto.checkpoint.manifest import manifest_text
 from stretto.data import Step
 from stretto.errors import CheckpointError, TrainingError
 from stretto.run import Run
 from stretto.training import Callback, Checkpointing
-from stretto.training.checkpointing.upload import Uploader, fetch_newer
+from stretto.training.checkpointing.fetching import newest_copy
+from stretto.training.checkpointing.upload import Uploader
 
 Make = Callable[..., Any]
 
@@ -159,6 +163,129 @@ def test_a_new_run_does_not_delete_the_copies_of_another(problem: Make, tmp_path
     assert len(UrlStore(url).list()) == 2
 
 
+def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the state of a checkpoint, and its manifest with it."""
+    document = json.loads(file.read_text())
+    change(document["records"])
+    file.write_text(json.dumps(document))
+    manifest = file.with_name("manifest.json")
+    files = json.loads(manifest.read_text())["files"]
+    content = file.read_bytes()
+    files["state.json"] = [len(content), hashlib.sha256(content).hexdigest()]
+    manifest.write_text(manifest_text(files))
+
+
+def test_copies_of_another_run_are_neither_used_nor_deleted(problem: Make, tmp_path: Path) -> None:
+    """As when an address is copied from the settings of another run."""
+    url = str(tmp_path / "bucket")
+    run(problem, tmp_path / "a", url=url, to="15ba").fit()
+    there = UrlStore(url).list()
+    run(problem, tmp_path / "b", url=None, to="6ba").fit()
+    mixed = run(problem, tmp_path / "b", url=url)
+    with pytest.raises(CheckpointError, match="another"):
+        mixed.resume("auto")  # the newest of the other run is newer
+    by_path = run(problem, tmp_path / "b", url=url)
+    by_path.resume(next((tmp_path / "b" / "checkpoints").iterdir()))
+    with pytest.raises(CheckpointError, match="another"):
+        by_path.fit()
+    assert UrlStore(url).list() == there
+    # Those that an older version wrote do not say of which run they are.
+    for file in (tmp_path / "b").rglob("state.json"):
+        edit(file, lambda records: records["setup"].pop("run"))
+    run(problem, tmp_path / "b", url=url, to="15ba").resume("auto")
+
+
+def test_an_attempt_that_was_given_up_is_not_resumed(problem: Make, tmp_path: Path) -> None:
+    """Killed before its first checkpoint, a run that went back does not leap forward again."""
+
+    class Die(Callback):
+        def on_batch_end(self, run: Run, step: Step) -> None:
+            if step.timestamp.batch == 8:
+                raise KeyboardInterrupt
+
+    url, folder = str(tmp_path / "bucket"), tmp_path / "a"
+    run(problem, folder, url=url, to="18ba").fit()
+    back = problem().trainer(
+        folder=folder,
+        max_duration="18ba",
+        checkpoint=Checkpointing("6ba", upload=url),
+        callbacks=[Die()],
+    )
+    back.resume(sorted((folder / "checkpoints").iterdir())[0])
+    with pytest.raises(KeyboardInterrupt):
+        back.fit()
+    again = run(problem, folder, url=url, to="18ba")
+    again.resume("auto")
+    assert again.timer.batch == 6
+
+
+def test_what_was_not_copied_is_copied_after_a_resume(problem: Make, tmp_path: Path) -> None:
+    """Also if nothing is left to train, and to another address."""
+    store = Faulty(tmp_path / "bucket")
+    with pytest.warns(RuntimeWarning) as said:
+        run(problem, tmp_path / "a", url=store).fit()
+    assert any("cut" in str(one.message) for one in said)
+    for mended in (store, UrlStore(str(tmp_path / "other"))):
+        store.is_broken = False
+        again = run(problem, tmp_path / "a", url=mended)
+        again.fit(resume="auto")
+        assert again.unsaved is None
+        assert positions(mended) == [again.timer.sample]
+    names = store.list()
+    run(problem, tmp_path / "a", url=store).fit(resume="auto")
+    assert store.list() == names  # not once more
+
+
+def test_one_place_is_known_however_it_is_written(problem: Make, tmp_path: Path) -> None:
+    url, folder = f"file://{tmp_path}/bucket", tmp_path / "a"
+    run(problem, folder, url=f"{url}/").fit()
+    UrlStore(url).keep(UrlStore(url).list()[:1])
+    again = run(problem, folder, url=f"{url}/")
+    again.resume(url)  # both places: that of the folder is newer
+    assert again.timer.batch == 12
+    assert UrlStore(f"{url}/") == UrlStore(str(tmp_path / "bucket")) != UrlStore(f"{url}2")
+    assert UrlStore(f"file:{tmp_path}/bucket") == UrlStore(url)  # as pathlib writes it
+
+
+def test_a_copy_can_be_named(problem: Make, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/bucket"
+    run(problem, tmp_path / "a", url=url).fit()
+    first = UrlStore(url).list()[0]
+    other = problem().trainer(max_duration="12ba")
+    other.resume(f"{url}/{first}")
+    assert other.timer.batch == 6
+    with pytest.raises(CheckpointError, match="none"):
+        other.resume(f"{url}/checkpoint-000000000001-00000000")
+
+
+def test_copies_in_the_memory_of_the_process(problem: Make, tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}/run"
+    run(problem, tmp_path / "a", url=url).fit()
+    other = problem().trainer(max_duration="12ba")
+    other.resume(url)
+    assert other.timer.batch == 12
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints"])
+def test_copies_beside_the_checkpoints(problem: Make, tmp_path: Path, inside: str) -> None:
+    """Useless, but not wrong."""
+    folder = tmp_path / "a"
+    first = run(problem, folder, url=str(folder / inside))
+    first.fit()
+    again = run(problem, folder, url=str(folder / inside))
+    again.fit(resume="auto")
+    assert again.unsaved is None
+    assert again.timer.batch == 12
+    assert len(UrlStore(str(folder / inside)).list()) == 2
+
+
+def test_runs_in_folders_below_are_not_seen(problem: Make, tmp_path: Path) -> None:
+    run(problem, tmp_path / "a", url=str(tmp_path / "bucket" / "one")).fit()
+    assert UrlStore(str(tmp_path / "bucket")).list() == []
+    run(problem, tmp_path / "b", url=str(tmp_path / "bucket")).fit()
+    assert len(UrlStore(str(tmp_path / "bucket" / "one")).list()) == 2
+
+
 def test_what_cannot_be_deleted_is_tried_next_time(problem: Make, tmp_path: Path) -> None:
     store = Faulty(tmp_path / "bucket")
     store.is_broken = store.may_delete = False
@@ -271,7 +398,7 @@ def test_a_damaged_copy_is_not_used(problem: Make, tmp_path: Path) -> None:
 def test_a_store_that_is_not_there_is_an_error_before_the_run(
     problem: Make, tmp_path: Path
 ) -> None:
-    for wrong in ("nosuch://bucket/run", 7):
+    for wrong in ("nosuch://bucket/run", "", 7):
         with pytest.raises(TrainingError, match="copy"):
             problem().trainer(folder=tmp_path, checkpoint=Checkpointing("6ba", upload=wrong))
 
@@ -290,4 +417,4 @@ def test_a_store_that_is_not_there_is_an_error_before_the_run(
         with pytest.raises(CheckpointError, match="route"):
             trainer.resume(asked)
     with pytest.raises(CheckpointError, match="route"):
-        fetch_newer(store, tmp_path, None, [])
+        newest_copy(store, None, {})
