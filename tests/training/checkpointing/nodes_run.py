@@ -1,7 +1,8 @@
-"""A run whose ranks have folders of their own: `torchrun nodes_run.py OUT STOP`."""
+"""A run whose ranks have folders of their own: `torchrun nodes_run.py OUT STOP|refused`."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from tests.scale import trainer, weights
 
 from stretto import Callback, Run, Step
+from stretto.errors import CheckpointError
 
 
 class Stop(Callback):
@@ -21,6 +23,17 @@ class Stop(Callback):
             run.stop("as planned")
 
 
+def refused(out: Path) -> dict[str, str]:
+    """Why the run does not resume without copies, and from a bucket without a copy."""
+    why = {}
+    for name, upload in (("none", None), ("empty", str(out / "empty"))):
+        try:
+            trainer("run", upload=upload).resume("auto")
+        except CheckpointError as error:
+            why[name] = str(error)
+    return why
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     out, rank = Path(sys.argv[1]), os.environ["RANK"]
@@ -28,6 +41,9 @@ if __name__ == "__main__":
     node = out / f"node{rank}"
     node.mkdir(exist_ok=True)
     os.chdir(node)  # the folder has the same name on each node
+    if sys.argv[2] == "refused":
+        (out / f"refused{rank}").write_text(json.dumps(refused(out)))
+        sys.exit()
     run = trainer("run", upload=str(out / "bucket"), callbacks=(Stop(int(sys.argv[2])),))
     run.resume("auto")
     (out / f"began{rank}").write_text(str(run.timer.sample))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from tests.scale import reference
 ROOT = Path(__file__).parents[3]
 
 
-def launch(out: Path, stop: int) -> subprocess.CompletedProcess[str]:
+def launch(out: Path, stop: int | str) -> subprocess.CompletedProcess[str]:
     how = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint=localhost:0"]
     script = str(Path(__file__).with_name("nodes_run.py"))
     return subprocess.run(
@@ -40,6 +41,12 @@ def test_nodes_without_a_common_disk_resume_from_the_copies(tmp_path: Path) -> N
     first = launch(tmp_path, 400)
     assert first.returncode == 0, first.stderr[-3000:]
     assert not (tmp_path / "node1" / "run" / "checkpoints").exists()
+    refusal = launch(tmp_path, "refused")
+    assert refusal.returncode == 0, refusal.stderr[-3000:]
+    for rank in range(2):
+        why = json.loads((tmp_path / f"refused{rank}").read_text())
+        assert "rank 1" in why["none"]
+        assert "no copy" in why["empty"]
     second = launch(tmp_path, 900)
     assert second.returncode == 0, second.stderr[-3000:]
     began = int((tmp_path / "began1").read_text())
