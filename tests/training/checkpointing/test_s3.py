@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -186,7 +187,7 @@ def test_thirty_faulty_uploads_leave_nothing_half_to_resume_from(
 
 def test_killed_in_an_upload_and_resumed_through_faults(server: Server, tmp_path: Path) -> None:
     expected, chance, proxy = reference(), random.Random(1), server.proxy
-    began = []
+    began, killed = [], 0
     for number, at in enumerate((1, 9, 14, 23, None)):
         run, kind = f"run{number}", chance.choice(KINDS)
         first, puts = tmp_path / f"{number}a", 0
@@ -204,6 +205,7 @@ def test_killed_in_an_upload_and_resumed_through_faults(server: Server, tmp_path
         proxy.on_put = None
         proxy.fault(None)
         time.sleep(0.3)  # requests that are on their way
+        killed += process.returncode == -signal.SIGKILL
         if at is None:
             assert process.returncode == 0, text
             assert torch.equal(torch.load(f"{first}.pt"), expected)
@@ -218,7 +220,8 @@ def test_killed_in_an_upload_and_resumed_through_faults(server: Server, tmp_path
         began.append(json.loads(text.splitlines()[0])["began"])
         assert began[-1] == (whole[-1] if whole else 0), text
         assert torch.equal(torch.load(f"{second}.pt"), expected)
-    print("resumed at", began)
+    print("killed", killed, "resumed at", began)
+    assert killed
     assert any(began)
 
 

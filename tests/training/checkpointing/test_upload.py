@@ -35,6 +35,7 @@ class Faulty:
         self.inner = UrlStore(str(url))
         self.url = url
         self.is_broken = True
+        self.is_gone = False
         self.may_delete = True
         self.may_write = threading.Event()
         self.may_write.set()
@@ -49,6 +50,8 @@ class Faulty:
         self.inner.write(name, folder)
 
     def list(self) -> list[str]:
+        if self.is_gone:
+            raise RuntimeError("no route")
         return self.inner.list()
 
     def open(self, name: str, file: str, target: Path) -> None:
@@ -158,9 +161,10 @@ def test_another_run_resumes_from_an_address(problem: Make, tmp_path: Path) -> N
 def test_a_new_run_does_not_delete_the_copies_of_another(problem: Make, tmp_path: Path) -> None:
     url = str(tmp_path / "bucket")
     run(problem, tmp_path / "a", url=url).fit()
+    before = UrlStore(url).list()
     with pytest.raises(TrainingError, match="address"):
         run(problem, tmp_path / "b", url=url).fit()
-    assert len(UrlStore(url).list()) == 2
+    assert UrlStore(url).list() == before
 
 
 def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -219,6 +223,28 @@ def test_an_attempt_that_was_given_up_is_not_resumed(problem: Make, tmp_path: Pa
     assert again.timer.batch == 6
 
 
+def test_a_run_that_resumes_does_not_end_if_its_copies_cannot_be_reached(
+    problem: Make, tmp_path: Path
+) -> None:
+    store = Faulty(tmp_path / "bucket")
+    store.is_broken = False
+    run(problem, tmp_path / "a", url=store).fit()
+    again = run(problem, tmp_path / "a", url=store, to="18ba")
+    again.resume("auto")
+    store.is_gone = True
+    with pytest.warns(RuntimeWarning) as said:
+        again.fit()
+    assert any("route" in str(one.message) for one in said)
+    assert again.timer.batch == 18
+    assert again.unsaved is not None
+    store.is_gone = False
+    back = run(problem, tmp_path / "a", url=store, to="18ba")
+    back.resume(sorted((tmp_path / "a" / "checkpoints").iterdir())[0])
+    store.may_delete = False
+    with pytest.warns(RuntimeWarning, match="delete"):
+        back.fit()
+
+
 def test_what_was_not_copied_is_copied_after_a_resume(problem: Make, tmp_path: Path) -> None:
     """Also if nothing is left to train, and to another address."""
     store = Faulty(tmp_path / "bucket")
@@ -253,7 +279,7 @@ def test_a_copy_can_be_named(problem: Make, tmp_path: Path) -> None:
     first = UrlStore(url).list()[0]
     other = problem().trainer(max_duration="12ba")
     other.resume(f"{url}/{first}")
-    assert other.timer.batch == 6
+    assert other.timer.sample == position_of(first)
     with pytest.raises(CheckpointError, match="none"):
         other.resume(f"{url}/checkpoint-000000000001-00000000")
 
@@ -276,14 +302,16 @@ def test_copies_beside_the_checkpoints(problem: Make, tmp_path: Path, inside: st
     again.fit(resume="auto")
     assert again.unsaved is None
     assert again.timer.batch == 12
-    assert len(UrlStore(str(folder / inside)).list()) == 2
+    assert positions(UrlStore(str(folder / inside)))[-1] == again.timer.sample
 
 
 def test_runs_in_folders_below_are_not_seen(problem: Make, tmp_path: Path) -> None:
     run(problem, tmp_path / "a", url=str(tmp_path / "bucket" / "one")).fit()
     assert UrlStore(str(tmp_path / "bucket")).list() == []
+    below = UrlStore(str(tmp_path / "bucket" / "one"))
+    before = below.list()
     run(problem, tmp_path / "b", url=str(tmp_path / "bucket")).fit()
-    assert len(UrlStore(str(tmp_path / "bucket" / "one")).list()) == 2
+    assert below.list() == before
 
 
 def test_what_cannot_be_deleted_is_tried_next_time(problem: Make, tmp_path: Path) -> None:
@@ -402,15 +430,7 @@ def test_a_store_that_is_not_there_is_an_error_before_the_run(
         with pytest.raises(TrainingError, match="copy"):
             problem().trainer(folder=tmp_path, checkpoint=Checkpointing("6ba", upload=wrong))
 
-    class Gone(Faulty):
-        is_gone = False
-
-        def list(self) -> list[str]:
-            if self.is_gone:
-                raise RuntimeError("no route")
-            return super().list()
-
-    store = Gone(tmp_path / "bucket")
+    store = Faulty(tmp_path / "bucket")
     trainer = run(problem, tmp_path / "a", url=store)
     store.is_gone = True
     for asked in ("auto", "latest"):

@@ -199,30 +199,35 @@ def _is_newer(store: Store, name: str, than: Path) -> bool:
     ):
         return False
     own = open_checkpoint(than, verify=False)
-    created = check_run(store, name, run_of(own.records))
+    run_id, created = origin(store, name)
+    check_run(store, run_id, run_of(own.records))
     return there > here or created > str(own.created)
 
 
-def check_run(store: Store, name: str, run_id: str | None) -> str:
-    """Refuse the copy of another run; return when it was written.
-
-    Older versions of stretto do not say of which run a checkpoint is: those are not refused.
+def origin(store: Store, name: str) -> tuple[str | None, str]:
+    """Return of which run a copy is, and when the checkpoint was written.
 
     Raises:
-        CheckpointError: it is of another run.
         DamagedError: it is damaged.
     """
     document = parse_object(text_of(store, name, RECORDS), RECORDS)
     with damage(RECORDS):
-        there, created = run_of(document["records"]), str(document["created"])
-    if None not in (there, run_id) and there != run_id:
+        return run_of(document["records"]), str(document["created"])
+
+
+def check_run(store: Store, there: str | None, own: str | None) -> None:
+    """Refuse the copies of another run. Of those of older versions, it is not known.
+
+    Raises:
+        CheckpointError: they are of another run.
+    """
+    if None not in (there, own) and there != own:
         raise CheckpointError.cannot(
             f"continue a run that copies checkpoints to {store!r}",
             why="another run has checkpoints there",
             instead="choose another address for upload, or resume from that address in a new "
             "folder",
         )
-    return created
 
 
 def text_of(store: Store, name: str, file: str) -> str:

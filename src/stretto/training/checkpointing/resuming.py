@@ -25,6 +25,7 @@ from stretto.training.checkpointing.fetching import (
     copy_with,
     fetch,
     newest_copy,
+    origin,
     reading,
     together,
 )
@@ -170,25 +171,38 @@ def open_run(
 
 
 def _check_copies(store: Store, at: Timestamp, run_id: str | None) -> None:
-    """Refuse copies of another run; delete those after this position, of an earlier attempt."""
-    with reading(store):
-        names = store.list()
+    """Refuse copies of another run; delete those after this position, of an earlier attempt.
+
+    If a run that resumes does not reach its copies, that is a warning.
+    """
+    try:
+        with reading(store):
+            names = store.list()
+            there = origin(store, names[-1])[0] if names and at.batch else None
+    except (CheckpointError, DamagedError) as error:
+        if not at.batch:
+            raise
+        _warn_of_copies(store, error)
+        return
     if names and not at.batch:
         raise TrainingError.cannot(
             f"begin a run that copies checkpoints to {store!r}",
             why="another run has checkpoints there",
             instead="continue it with resume='auto', or choose another address",
         )
-    if names:
-        check_run(store, names[-1], run_id)
+    check_run(store, there, run_id)
     older = [name for name in names if position_of(name) <= at.sample]
-    try:
-        if len(older) < len(names):
+    if len(older) < len(names):
+        try:
             store.keep(older)
-    except Exception as error:  # noqa: BLE001  a store may raise anything
-        message = f"cannot delete copies in {store!r} of an earlier attempt: {first_line(error)}; "
-        message += "resume='auto' would use them until this run has copied a newer one"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        except Exception as error:  # noqa: BLE001  a store may raise anything
+            _warn_of_copies(store, error)
+
+
+def _warn_of_copies(store: Store, error: Exception) -> None:
+    message = f"cannot delete copies of an earlier attempt in {store!r}: {first_line(error)}; "
+    message += "until this run has copied a newer checkpoint, resume='auto' may use one of those"
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _locked_if_there(run_folder: Path | None) -> AbstractContextManager[None]:
