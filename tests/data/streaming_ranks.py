@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import warnings
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
@@ -31,7 +32,7 @@ if __name__ == "__main__":
                 own += [i for micro in step if micro.weight for i in micro.batch["id"].tolist()]
             everyone: list[list[int]] = [[]] * ranks
             dist.all_gather_object(everyone, own)
-            found[how] = sorted(sum(everyone, []))
+            found[how] = sorted(chain(*everyone))
         except DataError as error:
             found[how] = str(error)
     (folder / f"found{os.environ['RANK']}.json").write_text(json.dumps(found))
