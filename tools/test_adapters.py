@@ -53,7 +53,8 @@ ADAPTERS = {
         ),
     ),
     "lightning": Adapter(
-        packages=("lightning==2.6.6",), tests=("integrations/test_lightning.py", "integrations/test_examples.py")
+        packages=("lightning==2.6.6",),
+        tests=("integrations/test_lightning.py", "integrations/test_examples.py"),
     ),
     "composer": Adapter(
         packages=COMPOSER.requirements,

@@ -36,7 +36,7 @@ from stretto.training.checkpointing.fetching import newest_copy
 from stretto.training.checkpointing.resuming import find_checkpoint
 from stretto.training.checkpointing.upload import Uploader
 
-WHY = "needs pip install moto[server] s3fs, which takes minutes"
+WHY = "needs moto and s3fs: make test-adapters ARGS=s3"
 pytest.importorskip("moto.server", reason=WHY)
 pytest.importorskip("s3fs", reason=WHY)
 ROOT = Path(__file__).parents[3]
