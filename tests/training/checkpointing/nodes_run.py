@@ -1,4 +1,4 @@
-"""A run whose ranks have folders of their own: `torchrun nodes_run.py OUT STOP|refused`."""
+"""A run whose ranks have folders of their own: `torchrun nodes_run.py OUT STOP|empty`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Stop(Callback):
             run.stop("as planned")
 
 
-def refused(out: Path) -> dict[str, str]:
-    """Why the run does not resume without copies, and from a bucket without a copy."""
-    why = {}
-    for name, upload in (("none", None), ("empty", str(out / "empty"))):
-        try:
-            trainer("run", upload=upload).resume("auto")
-        except CheckpointError as error:
-            why[name] = str(error)
-    return why
+def resumed(out: Path) -> tuple[str, int]:
+    """Why the run does not resume without copies, and where with an empty bucket."""
+    try:
+        trainer("run").resume("auto")
+    except CheckpointError as error:
+        run = trainer("run", upload=str(out / "empty"))
+        run.resume("auto")
+        return str(error), run.timer.sample
+    return "", 0
 
 
 if __name__ == "__main__":
@@ -41,8 +41,8 @@ if __name__ == "__main__":
     node = out / f"node{rank}"
     node.mkdir(exist_ok=True)
     os.chdir(node)  # the folder has the same name on each node
-    if sys.argv[2] == "refused":
-        (out / f"refused{rank}").write_text(json.dumps(refused(out)))
+    if sys.argv[2] == "empty":
+        (out / f"resumed{rank}").write_text(json.dumps(resumed(out)))
         sys.exit()
     run = trainer("run", upload=str(out / "bucket"), callbacks=(Stop(int(sys.argv[2])),))
     run.resume("auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -63,26 +64,28 @@ def newest_copy(
     return None
 
 
-def copy_with(store: Store, checkpoint: str, manifest: str) -> str | None:
-    """Return the name of the copy of a checkpoint that has this manifest.
+def copied(store: Store, name: str, folder: Path) -> str:
+    """Return the name of the copy of a checkpoint; if there is none, copy it.
+
+    Args:
+        store: where copies are.
+        name: the name of the checkpoint.
+        folder: where its files are.
 
     Raises:
-        CheckpointError: the store cannot be read.
+        Exception: what the store raises.
     """
-    with reading(store):
-        return find_copy(store, checkpoint, manifest)
-
-
-def find_copy(store: Store, checkpoint: str, manifest: str) -> str | None:
-    """Return the same as `copy_with`, and raise what the store does."""
+    manifest = (folder / MANIFEST).read_text("utf-8")
     for copy in store.list():
-        if checkpoint_of(copy) == checkpoint and text_of(store, copy, MANIFEST) == manifest:
+        if checkpoint_of(copy) == name and text_of(store, copy, MANIFEST) == manifest:
             return copy
-    return None
+    copy = f"{name}-{secrets.token_hex(4)}"
+    store.write(copy, folder)
+    return copy
 
 
 def fetch(
-    store: Store | None, copy: str, manifest: str, folder: Path, ranks: Ranks, *, needs: bool
+    store: Store, copy: str, manifest: str, folder: Path, ranks: Ranks, *, needs: bool
 ) -> Path:
     """Copy a checkpoint of a store into a folder of each node; every rank must call it.
 
@@ -173,10 +176,9 @@ def _share(files: Sequence[str], members: Sequence[int], rank: int) -> list[str]
     return [file for file in files if members[numbers[file] % len(members)] == rank]
 
 
-def _get(store: Store | None, copy: str, files: dict[str, Entry], folder: Path) -> None:
+def _get(store: Store, copy: str, files: dict[str, Entry], folder: Path) -> None:
     """Fetch files and verify them."""
     for file, entry in files.items():
-        assert store is not None
         for is_last in (False, True):  # a transfer may have been cut
             try:
                 with reading(store):

@@ -22,7 +22,7 @@ from stretto.errors import CheckpointError, TrainingError, first_line
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.fetching import (
     check_run,
-    copy_with,
+    copied,
     fetch,
     newest_copy,
     origin,
@@ -261,14 +261,14 @@ def _on_this_node(
 ) -> Path:
     """Return the checkpoint as this rank sees it; every rank must call it.
 
-    Ranks that do not see it fetch it.
+    Ranks that do not see it fetch a copy. One is made now if there is none: uploads come late.
 
     Raises:
         DamagedError: the copy is damaged.
     """
-    path, manifest, copy = found
-    sees = bool(path) and (ranks.world_size == 1 or _manifest(Path(path)) == manifest)
-    if path and not sees and _manifest(Path(asked)) == manifest:
+    path = found.path
+    sees = bool(path) and (ranks.world_size == 1 or _manifest(Path(path)) == found.manifest)
+    if path and not sees and _manifest(Path(asked)) == found.manifest:
         path, sees = str(asked), True  # a node's own folder of the same checkpoint
     blind = [rank for rank, other in enumerate(ranks.gather(sees)) if not other]
     if not blind:
@@ -279,20 +279,21 @@ def _on_this_node(
             why=f"rank {blind[0]} does not see the folder of the checkpoint",
             instead="use a folder that all nodes see, or Checkpointing(upload=...)",
         )
-    if copy:
-        return fetch(store, copy, manifest, folder, ranks, needs=True)
     name = Path(path).name
-    copy = ranks.from_first(lambda: copy_with(store, name, manifest) or "")
+
+    def copy_now() -> str:  # those that do not see it get it from there
+        with reading(store):
+            return copied(store, name, Path(path))
+
+    copy = found.copy or ranks.from_first(copy_now)
     try:
-        if not copy:
-            raise DamagedError(f"it is on another node, and {store!r} has no copy of it")
-        fetched = fetch(store, copy, manifest, folder, ranks, needs=not sees)
+        fetched = fetch(store, copy, found.manifest, folder, ranks, needs=not sees)
     except DamagedError as error:
-        raise CheckpointError.cannot(
-            f"resume from {name} on rank {blind[0]}",
-            why=str(error),
-            instead="keep checkpoints in a folder that all nodes see",
-        ) from error
+        if found.copy:
+            raise
+        instead = "delete that copy, or keep checkpoints in a folder that all nodes see"
+        what = f"resume from {copy} in {store!r}"
+        raise CheckpointError.cannot(what, why=str(error), instead=instead) from error
     return Path(path) if sees else fetched
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
@@ -14,10 +13,9 @@ from threading import Lock, Thread
 from typing import Any, final
 
 from stretto.checkpoint.folder import Store, UrlStore, position_of
-from stretto.checkpoint.manifest import MANIFEST
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError, first_line
-from stretto.training.checkpointing.fetching import UNFINISHED, find_copy
+from stretto.training.checkpointing.fetching import UNFINISHED, copied
 
 PATIENCE_SECONDS = 20.0
 """How long the end of a run waits for its last upload; torchrun kills after 30 s."""
@@ -82,19 +80,15 @@ class Uploader:
                     self._thread = None
                     return
             links, name, stay = job
-            if self._tried(f"copy {name} to", partial(self._copy, name, links)):
+            # A run that resumes submits its checkpoint again.
+            if self._tried(f"copy {name} to", partial(copied, self._store, name, links)):
                 with self._lock:
                     if self.missing == name:
                         self.missing = None
                 self._tried("delete older copies in", partial(self._clean, position_of(name), stay))
             _unlink(links)
 
-    def _copy(self, name: str, links: Path) -> None:
-        """Copy a checkpoint, unless an equal copy is there: a resumed run submits its own again."""
-        if find_copy(self._store, name, (links / MANIFEST).read_text("utf-8")) is None:
-            self._store.write(f"{name}-{secrets.token_hex(4)}", links)
-
-    def _tried(self, what: str, work: Callable[[], None]) -> bool:
+    def _tried(self, what: str, work: Callable[[], object]) -> bool:
         """Return whether `work` succeeds; a failure is a warning."""
         try:
             work()
