@@ -49,7 +49,7 @@ class Cluster:
         script = str(Path(__file__).with_name("elastic_run.py"))
         with (self.folder / f"node{self.started}.log").open("w") as log:
             self.nodes[self.started] = subprocess.Popen(
-                [*command, script, str(self.folder), "0.05", "160sp"],
+                [*command, script, str(self.folder), "1", "40sp"],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -127,6 +127,7 @@ def test_nodes_that_die_and_join_do_not_change_the_result(tmp_path: Path) -> Non
                 happened[event] += 1
                 cluster.wait_for_attempt(attempts + 1)
                 print(event, cluster.batches(), flush=True)
+        (tmp_path / "hurry").touch()
         assert cluster.nodes[0].wait(timeout=MOST_SECONDS) == 0
     finally:
         for node in list(cluster.nodes):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,22 @@ def test_nodes_without_a_common_disk_resume_from_the_copies(tmp_path: Path) -> N
     for rank in range(2):
         found = torch.load(tmp_path / f"weights{rank}.pt")
         assert float((found - reference()).abs().max()) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_of_a_sharded_model_fetch_what_they_wrote(
+    torchrun: Callable[..., None], tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("sharded_run.py")
+    torchrun(script, tmp_path, "first")
+    torchrun(script, tmp_path, "second")
+    for rank, others in ((0, {"state.json"}), (1, set())):
+        began, files = json.loads((tmp_path / f"fetched{rank}.json").read_text())
+        assert began == 10
+        # The first rank reads the manifest and the state to see what is newest.
+        assert set(files) - {"manifest.json"} == others | {
+            f"{group}-{rank:05d}-of-00002.safetensors" for group in ("model", "optimizer", "random")
+        }
+    torchrun(script, tmp_path, "whole")
+    assert torch.equal(torch.load(tmp_path / "second0.pt"), torch.load(tmp_path / "whole0.pt"))
