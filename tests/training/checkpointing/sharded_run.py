@@ -59,7 +59,7 @@ if __name__ == "__main__":
     trainer.resume("auto")
     began, fetched = trainer.timer.batch, sorted(store.files)
     trainer.fit()
-    whole = [one.full_tensor().flatten() for one in model.parameters()]
+    whole = [one.full_tensor().flatten() for one in model.state_dict().values()]
     rank = os.environ["RANK"]
     torch.save(torch.cat(whole), out / f"{sys.argv[2]}{rank}.pt")
     (out / f"fetched{rank}.json").write_text(json.dumps([began, fetched]))
