@@ -50,6 +50,7 @@ ADAPTERS = {
             "integrations/test_sentence_transformers.py",
             "integrations/test_accelerate.py",
             "integrations/test_examples.py",
+            "data/test_sources.py",
         ),
     ),
     "lightning": Adapter(
@@ -89,13 +90,9 @@ ADAPTERS = {
         tests=("training/checkpointing/test_s3.py",),
         options=("-s",),  # prints how many faults there were
     ),
+    # Without datasets: pip finds no versions of both.
     "streaming": Adapter(
-        packages=(
-            "datasets==5.2.0",
-            "mosaicml-streaming==0.13.0",
-            "torchdata==0.11.0",
-            "torchvision==0.28.0",
-        ),
+        packages=("mosaicml-streaming==0.13.0", "torchdata==0.11.0", "torchvision==0.28.0"),
         tests=("data/test_sources.py",),
     ),
 }

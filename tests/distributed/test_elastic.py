@@ -49,7 +49,7 @@ class Cluster:
         script = str(Path(__file__).with_name("elastic_run.py"))
         with (self.folder / f"node{self.started}.log").open("w") as log:
             self.nodes[self.started] = subprocess.Popen(
-                [*command, script, str(self.folder), "1", "40sp"],
+                [*command, script, str(self.folder), "2", "80sp"],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
