@@ -107,7 +107,8 @@ def fetch(
         DamagedError: it is damaged, on every rank.
         CheckpointError: the store cannot be read.
     """
-    path, unfinished = folder / checkpoint_of(copy), folder / f"{copy}{UNFINISHED}"
+    attempt = ranks.gather(secrets.token_hex(4))[0]  # killed ones have left files
+    path, unfinished = folder / checkpoint_of(copy), folder / f"{copy}-{attempt}{UNFINISHED}"
     files = parse_manifest(manifest, copy)
 
     def meet() -> None:
