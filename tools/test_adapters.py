@@ -1,4 +1,4 @@
-"""Run the tests of the adapters, each against the real packages in an environment of its own.
+"""Run the tests of adapters, stores and sources, each against the real packages in an environment.
 
 The environments are made once, in `bench/.venvs`, about 1 GB each. `make test-adapters
 ARGS=huggingface` runs those of one. What ran is kept in `bench/results/adapters-<name>.txt`.
@@ -26,7 +26,7 @@ class Adapter:
 
     packages: tuple[str, ...]
     tests: tuple[str, ...]
-    """Files in `tests/integrations`."""
+    """Files in `tests`."""
     without_dependencies: tuple[str, ...] = ()
     """Installed last, and without what they ask for."""
     options: tuple[str, ...] = ()
@@ -45,24 +45,26 @@ ADAPTERS = {
             "trl==1.16.0",
         ),
         tests=(
-            "test_huggingface.py",
-            "test_trl.py",
-            "test_sentence_transformers.py",
-            "test_accelerate.py",
-            "test_examples.py",
+            "integrations/test_huggingface.py",
+            "integrations/test_trl.py",
+            "integrations/test_sentence_transformers.py",
+            "integrations/test_accelerate.py",
+            "integrations/test_examples.py",
+            "data/test_sources.py",
         ),
     ),
     "lightning": Adapter(
-        packages=("lightning==2.6.6",), tests=("test_lightning.py", "test_examples.py")
+        packages=("lightning==2.6.6",),
+        tests=("integrations/test_lightning.py", "integrations/test_examples.py"),
     ),
     "composer": Adapter(
         packages=COMPOSER.requirements,
-        tests=("test_composer.py", "test_examples.py"),
+        tests=("integrations/test_composer.py", "integrations/test_examples.py"),
         without_dependencies=COMPOSER.without_dependencies,
         options=("-p", "no:unraisableexception"),  # Composer leaves files open
     ),
     "torchtune": Adapter(
-        packages=("torchao==0.15.0", "torchtune==0.6.1"), tests=("test_torchtune.py",)
+        packages=("torchao==0.15.0", "torchtune==0.6.1"), tests=("integrations/test_torchtune.py",)
     ),
     # torchtitan 0.3.0 pins datasets<4.8, and so an old fsspec: its other requirements, itself
     # without.
@@ -79,10 +81,20 @@ ADAPTERS = {
             "triton",
             "tyro==1.0.17",
         ),
-        tests=("test_torchtitan.py",),
+        tests=("integrations/test_torchtitan.py",),
         without_dependencies=("torchtitan==0.3.0",),
     ),
-    "ray": Adapter(packages=("ray[train]==2.60.0",), tests=("test_ray.py",)),
+    "ray": Adapter(packages=("ray[train]==2.60.0",), tests=("integrations/test_ray.py",)),
+    "s3": Adapter(
+        packages=("boto3", "moto[server]==5.2.5", "s3fs==2026.9.0"),
+        tests=("training/checkpointing/test_s3.py",),
+        options=("-s",),  # prints how many faults there were
+    ),
+    # Without datasets: pip finds no versions of both.
+    "streaming": Adapter(
+        packages=("mosaicml-streaming==0.13.0", "torchdata==0.11.0", "torchvision==0.28.0"),
+        tests=("data/test_sources.py",),
+    ),
 }
 
 
@@ -106,7 +118,7 @@ def test(name: str) -> int:
     """Run the tests of one adapter; return the exit code."""
     adapter, python = ADAPTERS[name], python_for(name)
     result = ROOT / "bench" / "results" / f"adapters-{name}.txt"
-    files = [f"tests/integrations/{one}" for one in adapter.tests]
+    files = [f"tests/{one}" for one in adapter.tests]
     command = [str(python), "-m", "pytest", "-q", "--show-capture=no", "--tb=short"]
     command += [*adapter.options, *files]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}

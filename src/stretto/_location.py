@@ -20,7 +20,8 @@ def url_of(path: str | Path) -> str | None:
     found = _URL.match(str(path))
     if found is None or "://" in str(path):
         return found and str(path)
-    return f"{found['scheme']}://{found['rest']}"  # `pathlib` made one slash of two
+    slashes = "///" if found["scheme"].lower() == "file" else "//"  # `pathlib` made them one
+    return f"{found['scheme']}:{slashes}{found['rest']}"
 
 
 def local_path(path: str | Path, what: str, error: type[StrettoError]) -> Path:

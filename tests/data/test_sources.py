@@ -17,6 +17,7 @@ from stretto.errors import StrettoError
 
 N = 120
 SIZES = "0sp:4 30sp:8 70sp:16"
+SCRIPT = Path(__file__).with_name("streaming_ranks.py")
 Make = Callable[[Path], Any]
 
 
@@ -50,22 +51,28 @@ def stateful(_: Path) -> Any:
     return torchdata.StatefulDataLoader(Rows(), batch_size=4)
 
 
-def mds(folder: Path) -> Any:
+def write_mds(folder: Path, count: int) -> Any:
+    """Write rows as MDS shards; return the module that reads them."""
     try:
         importlib.import_module("tests.integrations.torchvision_operators")
         streaming = importlib.import_module("streaming")
     except ImportError:
         pytest.skip("needs mosaicml-streaming")
-    from examples.mosaicml_streaming import ByIndex
-
     if not (folder / "mds").exists():
         writer = streaming.MDSWriter(
             out=str(folder / "mds"), columns={"id": "int"}, size_limit=1000
         )
         with writer:
-            for index in range(N):
+            for index in range(count):
                 writer.write({"id": index})
     importlib.import_module("streaming.base.util").clean_stale_shared_memory()
+    return streaming
+
+
+def mds(folder: Path) -> Any:
+    write_mds(folder, N)
+    from examples.mosaicml_streaming import ByIndex
+
     return ByIndex(local=str(folder / "mds"))
 
 
@@ -146,3 +153,17 @@ def test_what_can_be_read_only_once_is_refused() -> None:
     loader.finish(next(loader))
     with pytest.raises(StrettoError, match="once"):
         loader.load_state_dict(state)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_streaming_by_mosaicml_pads_when_it_is_iterated(
+    torchrun: Callable[..., None], tmp_path: Path
+) -> None:
+    """It shares out by itself, so it is refused on several ranks if that is not stated."""
+    write_mds(tmp_path, 121)
+    torchrun(SCRIPT, tmp_path)
+    found = json.loads((tmp_path / "found0.json").read_text())
+    assert "sharded=True" in found["plain"]
+    assert len(found["sharded"]) > 121  # by index, each sample comes once
+    assert set(found["sharded"]) == set(range(121))

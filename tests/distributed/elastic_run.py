@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from tests.scale import Pace, trainer, weights
+from tests.scale import trainer, weights
 
 from stretto import Callback, Run, Step
 
@@ -35,10 +35,20 @@ class Trace(Callback):
         self.file.flush()
 
 
+class Slow(Callback):
+    """Makes each batch take some time, until a file tells it to hurry."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.hurry, self.seconds = folder / "hurry", seconds
+
+    def on_batch_end(self, run: Run, step: Step) -> None:
+        time.sleep(0.02 if self.hurry.exists() else self.seconds)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    callbacks = (Trace(folder), Pace(float(sys.argv[2])))
+    callbacks = (Trace(folder), Slow(folder, float(sys.argv[2])))
     run = trainer(folder / "run", every=sys.argv[3], callbacks=callbacks)
     run.resume("auto")
     if run.run.is_first_rank:

@@ -49,7 +49,7 @@ class Cluster:
         script = str(Path(__file__).with_name("elastic_run.py"))
         with (self.folder / f"node{self.started}.log").open("w") as log:
             self.nodes[self.started] = subprocess.Popen(
-                [*command, script, str(self.folder), "0.05", "160sp"],
+                [*command, script, str(self.folder), "2", "80sp"],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -88,6 +88,16 @@ class Cluster:
             assert time.monotonic() < end, "no progress"
             time.sleep(0.2)
 
+    def wait_for_attempt(self, count: int) -> None:
+        """Wait until there were so many attempts; a node may also wait to join without one."""
+        end = time.monotonic() + 30
+        while not self.is_done and self.attempts() < count and time.monotonic() < end:
+            time.sleep(0.2)
+
+    def attempts(self) -> int:
+        file = self.folder / "began"
+        return file.read_text().count("\n") if file.exists() else 0
+
     def batches(self) -> int:
         return sum(file.read_text().count("\n") for file in self.folder.glob("trace-*"))
 
@@ -106,6 +116,7 @@ def test_nodes_that_die_and_join_do_not_change_the_result(tmp_path: Path) -> Non
                 cluster.wait_for_batches(6, end)
                 assert not cluster.is_done, "the run ended before all events"
                 alive = [node for node, agent in cluster.nodes.items() if agent.poll() is None]
+                attempts = cluster.attempts()
                 others = [node for node in alive if node]  # the first one hosts the rendezvous
                 if event == "node":
                     cluster.kill(chance.choice(others))
@@ -114,7 +125,9 @@ def test_nodes_that_die_and_join_do_not_change_the_result(tmp_path: Path) -> Non
                 else:
                     cluster.add()
                 happened[event] += 1
+                cluster.wait_for_attempt(attempts + 1)
                 print(event, cluster.batches(), flush=True)
+        (tmp_path / "hurry").touch()
         assert cluster.nodes[0].wait(timeout=MOST_SECONDS) == 0
     finally:
         for node in list(cluster.nodes):

@@ -1,4 +1,4 @@
-"""Jobs of Ray Train that die and come back: `python ray_job.py OUT`."""
+"""A job of Ray Train that dies and comes back: `python ray_job.py OUT`."""
 
 from __future__ import annotations
 
@@ -14,78 +14,63 @@ import ray
 import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2.api.exceptions import TrainingFailedError
 from tests.scale import trainer, weights
 
 from stretto import Callback, Run, Step
 from stretto.integrations.ray import ReportToRay, resume_from_ray
 
-ENVIRONMENT = {
-    "PYTHONPATH": os.environ["PYTHONPATH"],
-    "OMP_NUM_THREADS": "1",
-    "RAY_TRAIN_V2_ENABLED": "1",
-    "PYTHONWARNINGS": "ignore",
-}
-
 
 class Die(Callback):
-    """Kills its worker (-9) once, after a position."""
+    """Kills the last of several workers (-9), once after each of these positions."""
 
-    def __init__(self, at: int, mark: Path) -> None:
-        self.at, self.mark = at, mark
+    def __init__(self, out: Path) -> None:
+        self.out = out
 
     def on_batch_end(self, run: Run, step: Step) -> None:
-        is_victim = run.rank == run.world_size - 1 and self.at
-        if is_victim and step.timestamp.sample > self.at and not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        for at in (500, 900):
+            mark = self.out / f"died-{at}"
+            is_due = step.timestamp.sample > at and not mark.exists()
+            if is_due and run.rank == run.world_size - 1 > 0:
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def work(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     out = Path(config["out"])
-    die = Die(config["die"], out / f"died-{config['job']}-{config['workers']}")
-    run = trainer(tempfile.mkdtemp(prefix="node-"), callbacks=(ReportToRay(), die))
+    run = trainer(tempfile.mkdtemp(prefix="node-"), callbacks=(ReportToRay(), Die(out)))
     resumed = resume_from_ray(run)
     if run.run.is_first_rank:
-        line = json.dumps([config["job"], run.run.world_size, resumed, run.timer.sample])
+        line = json.dumps([run.run.world_size, resumed, run.timer.sample])
         with (out / "began.jsonl").open("a") as file:
             file.write(line + "\n")
     run.fit()
     if run.run.is_first_rank:
-        torch.save(weights(run.model), out / f"{config['job']}.pt")
+        torch.save(weights(run.model), out / "weights.pt")
 
 
-def attempt(out: Path, job: str, workers: int, *, die: int = 0, failures: int = 0) -> None:
-    config = {"out": str(out), "job": job, "workers": workers, "die": die}
-    run = TorchTrainer(
+def attempt(out: Path, workers: int, failures: int) -> None:
+    TorchTrainer(
         work,
-        train_loop_config=config,
+        train_loop_config={"out": str(out)},
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(
-            name=job,
+            name="job",
             storage_path=str(out / "storage"),
             failure_config=FailureConfig(max_failures=failures),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
-    )
-    try:
-        run.fit()
-    except Exception as error:
-        if not die or failures:
-            raise
-        print("died as planned:", type(error).__name__)
+    ).fit()
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    ray.init(
-        num_cpus=3,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-        runtime_env={"env_vars": ENVIRONMENT},
-    )
-    attempt(folder, "restarted", 2, die=700, failures=2)
-    attempt(folder, "resized", 2, die=500)
-    attempt(folder, "resized", 1)
+    ray.init(num_cpus=3, include_dashboard=False, object_store_memory=80 * 2**20)
+    try:
+        attempt(folder, workers=2, failures=1)
+    except TrainingFailedError as error:
+        print("died twice, as planned:", type(error).__name__)
+        attempt(folder, workers=1, failures=0)
     ray.shutdown()

@@ -29,6 +29,8 @@ def test_killed_workers_come_back_and_their_number_changes(tmp_path: Path) -> No
         "OMP_NUM_THREADS": "1",
         "RAY_TRAIN_V2_ENABLED": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # One process less in each attempt. It would look for machines that are taken away.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "PYTHONWARNINGS": "ignore",
     }
     done = subprocess.run(
@@ -43,14 +45,8 @@ def test_killed_workers_come_back_and_their_number_changes(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     began = [json.loads(line) for line in (tmp_path / "began.jsonl").read_text().splitlines()]
     print(began)
-    assert [row[:3] for row in began] == [
-        ["restarted", 2, False],
-        ["restarted", 2, True],
-        ["resized", 2, False],
-        ["resized", 1, True],
-    ]
-    assert all(row[3] > 0 for row in began if row[2])
-    expected = reference()
-    for job in ("restarted", "resized"):
-        found = torch.load(tmp_path / f"{job}.pt")
-        assert float((found - expected).abs().max()) < CLOSE
+    assert [row[:2] for row in began] == [[2, False], [2, True], [1, True]]
+    assert 0 == began[0][2] < began[1][2] <= began[2][2]
+    difference = float((torch.load(tmp_path / "weights.pt") - reference()).abs().max())
+    print("largest difference of the weights", difference)
+    assert difference < CLOSE

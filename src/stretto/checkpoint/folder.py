@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from stretto._location import url_of
 from stretto.checkpoint.manifest import (
     CHECKPOINT,
     MANIFEST,
@@ -65,7 +66,9 @@ class UrlStore:
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs
 
-        self._files, self._root = url_to_fs(url)
+        if not url:
+            raise ValueError("the address is empty")
+        self._files, self._root = url_to_fs(url_of(url) or url)
         self.url = url
 
     def write(self, name: str, folder: Path) -> None:
@@ -118,10 +121,29 @@ class UrlStore:
         copies: dict[str, set[str]] = {}
         for path in paths:
             folder, _, file = str(path).rpartition("/")
-            name = folder.rpartition("/")[2]
-            if NAME.fullmatch(name):
+            parent, _, name = folder.rpartition("/")
+            # Not those of runs in folders below.
+            if NAME.fullmatch(name) and parent.strip("/") == self._root.strip("/"):
                 copies.setdefault(name, set()).add(file)
         return copies
+
+    def of_one(self) -> tuple[UrlStore, str]:
+        """Return the store of a copy and its name, if this is the address of one; or itself.
+
+        >>> UrlStore("/runs/a/checkpoint-000000000640-0a1b2c3d").of_one()
+        (UrlStore('/runs/a'), 'checkpoint-000000000640-0a1b2c3d')
+        """
+        parent, _, name = self.url.rstrip("/").rpartition("/")
+        return (UrlStore(parent), name) if NAME.fullmatch(name) else (self, "")
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both are the same place, however it is written."""
+        if not isinstance(other, UrlStore):
+            return NotImplemented
+        return bool(self._files == other._files) and self._root == other._root
+
+    def __hash__(self) -> int:
+        return hash(self._root)
 
     def __repr__(self) -> str:
         return f"UrlStore({self.url!r})"

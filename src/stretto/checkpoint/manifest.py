@@ -101,11 +101,21 @@ def read_manifest(path: Path) -> dict[str, Entry]:
         ) from None
     except UnicodeDecodeError:
         raise DamagedError(f"{MANIFEST} is not what was written") from None
+    return parse_manifest(text, path)
+
+
+def parse_manifest(text: str, place: object) -> dict[str, Entry]:
+    """Return the files that a manifest names.
+
+    Raises:
+        DamagedError: it is changed.
+        CheckpointError: it has a newer format.
+    """
     document = parse_object(text, MANIFEST)
     version = document.get("format")
     if isinstance(version, int) and version > FORMAT:
         why = f"it has format {shown(version)} and this version knows up to {FORMAT}"
-        raise CheckpointError.cannot(f"read {path}", why=why, instead="install a newer stretto")
+        raise CheckpointError.cannot(f"read {place}", why=why, instead="install a newer stretto")
     with damage(MANIFEST):
         files = {name: Entry(*entry) for name, entry in document["files"].items()}
         names = [name for name in files if name != RECORDS and not group_of(name)]

@@ -527,8 +527,16 @@ class Trainer:
             held.push(loop.recorder.close)
             held.callback(loop.saver.close)
             self.run.take_back()
-            at, store = self.timer.timestamp, loop.saver.store
-            open_run(folder, self.folder, loop.recorder, at, self._ranks, store=store)
+            open_run(
+                folder,
+                self.folder,
+                loop.recorder,
+                self.timer.timestamp,
+                self._ranks,
+                store=loop.saver.store,
+                run_id=self._setup.run_id,
+            )
+            loop.saver.submit()
             held.enter_context(loop.interrupts)
             self.model.train()
             loop.stepper.clear()  # a gradient from before is no part of the first batch

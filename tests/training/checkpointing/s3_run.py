@@ -20,7 +20,7 @@ def main(url: str, folder: str, out: str, how: str) -> None:
     run = None
     for attempt in range(ATTEMPTS):
         try:
-            run = run or trainer(folder, upload=url, callbacks=(Pace(0.01),))
+            run = run or trainer(folder, upload=url, callbacks=(Pace(0.05),))
             if how == "resume":
                 run.resume("auto")
             break

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from tests.scale import reference
 ROOT = Path(__file__).parents[3]
 
 
-def launch(out: Path, stop: int) -> subprocess.CompletedProcess[str]:
+def launch(out: Path, stop: int | str) -> subprocess.CompletedProcess[str]:
     how = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint=localhost:0"]
     script = str(Path(__file__).with_name("nodes_run.py"))
     return subprocess.run(
@@ -40,6 +42,13 @@ def test_nodes_without_a_common_disk_resume_from_the_copies(tmp_path: Path) -> N
     first = launch(tmp_path, 400)
     assert first.returncode == 0, first.stderr[-3000:]
     assert not (tmp_path / "node1" / "run" / "checkpoints").exists()
+    empty = launch(tmp_path, "empty")
+    assert empty.returncode == 0, empty.stderr[-3000:]
+    for rank in range(2):
+        why, sample = json.loads((tmp_path / f"resumed{rank}").read_text())
+        assert "rank 1" in why
+        assert sample > 400  # the first rank has copied its checkpoint for the other one
+    shutil.rmtree(tmp_path / "node1" / "run" / "checkpoints")
     second = launch(tmp_path, 900)
     assert second.returncode == 0, second.stderr[-3000:]
     began = int((tmp_path / "began1").read_text())
@@ -52,3 +61,22 @@ def test_nodes_without_a_common_disk_resume_from_the_copies(tmp_path: Path) -> N
     for rank in range(2):
         found = torch.load(tmp_path / f"weights{rank}.pt")
         assert float((found - reference()).abs().max()) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_of_a_sharded_model_fetch_what_they_wrote(
+    torchrun: Callable[..., None], tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("sharded_run.py")
+    torchrun(script, tmp_path, "first")
+    torchrun(script, tmp_path, "second")
+    for rank, others in ((0, {"state.json"}), (1, set())):
+        began, files = json.loads((tmp_path / f"fetched{rank}.json").read_text())
+        assert began == 10
+        # The first rank reads the manifest and the state to see what is newest.
+        assert set(files) - {"manifest.json"} == others | {
+            f"{group}-{rank:05d}-of-00002.safetensors" for group in ("model", "optimizer", "random")
+        }
+    torchrun(script, tmp_path, "whole")
+    assert torch.equal(torch.load(tmp_path / "second0.pt"), torch.load(tmp_path / "whole0.pt"))

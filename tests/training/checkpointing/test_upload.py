@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 import threading
@@ -15,11 +17,13 @@ import torch
 
 from stretto.checkpoint import UrlStore
 from stretto.checkpoint.folder import position_of
+from stretto.checkpoint.manifest import manifest_text
 from stretto.data import Step
 from stretto.errors import CheckpointError, TrainingError
 from stretto.run import Run
 from stretto.training import Callback, Checkpointing
-from stretto.training.checkpointing.upload import Uploader, fetch_newer
+from stretto.training.checkpointing.fetching import newest_copy
+from stretto.training.checkpointing.upload import Uploader
 
 Make = Callable[..., Any]
 
@@ -31,6 +35,7 @@ class Faulty:
         self.inner = UrlStore(str(url))
         self.url = url
         self.is_broken = True
+        self.is_gone = False
         self.may_delete = True
         self.may_write = threading.Event()
         self.may_write.set()
@@ -45,6 +50,8 @@ class Faulty:
         self.inner.write(name, folder)
 
     def list(self) -> list[str]:
+        if self.is_gone:
+            raise RuntimeError("no route")
         return self.inner.list()
 
     def open(self, name: str, file: str, target: Path) -> None:
@@ -154,9 +161,157 @@ def test_another_run_resumes_from_an_address(problem: Make, tmp_path: Path) -> N
 def test_a_new_run_does_not_delete_the_copies_of_another(problem: Make, tmp_path: Path) -> None:
     url = str(tmp_path / "bucket")
     run(problem, tmp_path / "a", url=url).fit()
+    before = UrlStore(url).list()
     with pytest.raises(TrainingError, match="address"):
         run(problem, tmp_path / "b", url=url).fit()
-    assert len(UrlStore(url).list()) == 2
+    assert UrlStore(url).list() == before
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the state of a checkpoint, and its manifest with it."""
+    document = json.loads(file.read_text())
+    change(document["records"])
+    file.write_text(json.dumps(document))
+    manifest = file.with_name("manifest.json")
+    files = json.loads(manifest.read_text())["files"]
+    content = file.read_bytes()
+    files["state.json"] = [len(content), hashlib.sha256(content).hexdigest()]
+    manifest.write_text(manifest_text(files))
+
+
+def test_copies_of_another_run_are_neither_used_nor_deleted(problem: Make, tmp_path: Path) -> None:
+    """As when an address is copied from the settings of another run."""
+    url = str(tmp_path / "bucket")
+    run(problem, tmp_path / "a", url=url, to="15ba").fit()
+    there = UrlStore(url).list()
+    run(problem, tmp_path / "b", url=None, to="6ba").fit()
+    mixed = run(problem, tmp_path / "b", url=url)
+    with pytest.raises(CheckpointError, match="another"):
+        mixed.resume("auto")  # the newest of the other run is newer
+    by_path = run(problem, tmp_path / "b", url=url)
+    by_path.resume(next((tmp_path / "b" / "checkpoints").iterdir()))
+    with pytest.raises(CheckpointError, match="another"):
+        by_path.fit()
+    assert UrlStore(url).list() == there
+    # Those that an older version wrote do not say of which run they are.
+    for file in (tmp_path / "b").rglob("state.json"):
+        edit(file, lambda records: records["setup"].pop("run"))
+    run(problem, tmp_path / "b", url=url, to="15ba").resume("auto")
+
+
+def test_an_attempt_that_was_given_up_is_not_resumed(problem: Make, tmp_path: Path) -> None:
+    """Killed before its first checkpoint, a run that went back does not leap forward again."""
+
+    class Die(Callback):
+        def on_batch_end(self, run: Run, step: Step) -> None:
+            if step.timestamp.batch == 8:
+                raise KeyboardInterrupt
+
+    url, folder = str(tmp_path / "bucket"), tmp_path / "a"
+    run(problem, folder, url=url, to="18ba").fit()
+    back = problem().trainer(
+        folder=folder,
+        max_duration="18ba",
+        checkpoint=Checkpointing("6ba", upload=url),
+        callbacks=[Die()],
+    )
+    back.resume(sorted((folder / "checkpoints").iterdir())[0])
+    with pytest.raises(KeyboardInterrupt):
+        back.fit()
+    again = run(problem, folder, url=url, to="18ba")
+    again.resume("auto")
+    assert again.timer.batch == 6
+
+
+def test_a_run_that_resumes_does_not_end_if_its_copies_cannot_be_reached(
+    problem: Make, tmp_path: Path
+) -> None:
+    store = Faulty(tmp_path / "bucket")
+    store.is_broken = False
+    run(problem, tmp_path / "a", url=store).fit()
+    again = run(problem, tmp_path / "a", url=store, to="18ba")
+    again.resume("auto")
+    store.is_gone = True
+    with pytest.warns(RuntimeWarning) as said:
+        again.fit()
+    assert any("route" in str(one.message) for one in said)
+    assert again.timer.batch == 18
+    assert again.unsaved is not None
+    store.is_gone = False
+    back = run(problem, tmp_path / "a", url=store, to="18ba")
+    back.resume(sorted((tmp_path / "a" / "checkpoints").iterdir())[0])
+    store.may_delete = False
+    with pytest.warns(RuntimeWarning, match="delete"):
+        back.fit()
+
+
+def test_what_was_not_copied_is_copied_after_a_resume(problem: Make, tmp_path: Path) -> None:
+    """Also if nothing is left to train, and to another address."""
+    store = Faulty(tmp_path / "bucket")
+    with pytest.warns(RuntimeWarning) as said:
+        run(problem, tmp_path / "a", url=store).fit()
+    assert any("cut" in str(one.message) for one in said)
+    for mended in (store, UrlStore(str(tmp_path / "other"))):
+        store.is_broken = False
+        again = run(problem, tmp_path / "a", url=mended)
+        again.fit(resume="auto")
+        assert again.unsaved is None
+        assert positions(mended) == [again.timer.sample]
+    names = store.list()
+    run(problem, tmp_path / "a", url=store).fit(resume="auto")
+    assert store.list() == names  # not once more
+
+
+def test_one_place_is_known_however_it_is_written(problem: Make, tmp_path: Path) -> None:
+    url, folder = f"file://{tmp_path}/bucket", tmp_path / "a"
+    run(problem, folder, url=f"{url}/").fit()
+    UrlStore(url).keep(UrlStore(url).list()[:1])
+    again = run(problem, folder, url=f"{url}/")
+    again.resume(url)  # both places: that of the folder is newer
+    assert again.timer.batch == 12
+    assert UrlStore(f"{url}/") == UrlStore(str(tmp_path / "bucket")) != UrlStore(f"{url}2")
+    assert UrlStore(f"file:{tmp_path}/bucket") == UrlStore(url)  # as pathlib writes it
+
+
+def test_a_copy_can_be_named(problem: Make, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/bucket"
+    run(problem, tmp_path / "a", url=url).fit()
+    first = UrlStore(url).list()[0]
+    other = problem().trainer(max_duration="12ba")
+    other.resume(f"{url}/{first}")
+    assert other.timer.sample == position_of(first)
+    with pytest.raises(CheckpointError, match="none"):
+        other.resume(f"{url}/checkpoint-000000000001-00000000")
+
+
+def test_copies_in_the_memory_of_the_process(problem: Make, tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}/run"
+    run(problem, tmp_path / "a", url=url).fit()
+    other = problem().trainer(max_duration="12ba")
+    other.resume(url)
+    assert other.timer.batch == 12
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints"])
+def test_copies_beside_the_checkpoints(problem: Make, tmp_path: Path, inside: str) -> None:
+    """Useless, but not wrong."""
+    folder = tmp_path / "a"
+    first = run(problem, folder, url=str(folder / inside))
+    first.fit()
+    again = run(problem, folder, url=str(folder / inside))
+    again.fit(resume="auto")
+    assert again.unsaved is None
+    assert again.timer.batch == 12
+    assert positions(UrlStore(str(folder / inside)))[-1] == again.timer.sample
+
+
+def test_runs_in_folders_below_are_not_seen(problem: Make, tmp_path: Path) -> None:
+    run(problem, tmp_path / "a", url=str(tmp_path / "bucket" / "one")).fit()
+    assert UrlStore(str(tmp_path / "bucket")).list() == []
+    below = UrlStore(str(tmp_path / "bucket" / "one"))
+    before = below.list()
+    run(problem, tmp_path / "b", url=str(tmp_path / "bucket")).fit()
+    assert below.list() == before
 
 
 def test_what_cannot_be_deleted_is_tried_next_time(problem: Make, tmp_path: Path) -> None:
@@ -271,23 +426,15 @@ def test_a_damaged_copy_is_not_used(problem: Make, tmp_path: Path) -> None:
 def test_a_store_that_is_not_there_is_an_error_before_the_run(
     problem: Make, tmp_path: Path
 ) -> None:
-    for wrong in ("nosuch://bucket/run", 7):
+    for wrong in ("nosuch://bucket/run", "", 7):
         with pytest.raises(TrainingError, match="copy"):
             problem().trainer(folder=tmp_path, checkpoint=Checkpointing("6ba", upload=wrong))
 
-    class Gone(Faulty):
-        is_gone = False
-
-        def list(self) -> list[str]:
-            if self.is_gone:
-                raise RuntimeError("no route")
-            return super().list()
-
-    store = Gone(tmp_path / "bucket")
+    store = Faulty(tmp_path / "bucket")
     trainer = run(problem, tmp_path / "a", url=store)
     store.is_gone = True
     for asked in ("auto", "latest"):
         with pytest.raises(CheckpointError, match="route"):
             trainer.resume(asked)
     with pytest.raises(CheckpointError, match="route"):
-        fetch_newer(store, tmp_path, None, [])
+        newest_copy(store, None, {})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from stretto.errors import CheckpointError, StrettoError, TrainingError
 
@@ -103,6 +103,16 @@ def unwritable(folder: Path, error: OSError) -> TrainingError:
         why=why if name == folder.name else f"{name}: {why}",
         instead="choose a folder that can be written to",
     )
+
+
+def run_of(records: Mapping[str, Any]) -> str | None:
+    """Return of which run a checkpoint is; None: an older version of stretto wrote it.
+
+    >>> run_of({"setup": {"run": "0a1b2c3d"}}), run_of({})
+    ('0a1b2c3d', None)
+    """
+    setup = records.get("setup")
+    return setup.get("run") if isinstance(setup, Mapping) else None
 
 
 UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)

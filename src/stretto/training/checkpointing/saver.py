@@ -189,6 +189,11 @@ class Saver:
             self._best.start_over()
         return dropped
 
+    def submit(self) -> None:
+        """Copy the checkpoint that the run resumes from to the store, if it is not there yet."""
+        if self.folder is not None and self.saved_at is not None:
+            self._submit(checkpoint_path(self.folder, self.saved_at))
+
     def progress(self) -> Progress:
         """Return the progress of this rank, for the sum over all ranks."""
         return Progress() if self._job is None else self._job.progress()
@@ -242,8 +247,11 @@ class Saver:
         self._best.confirm(job.sample)
         text = f"checkpoint {job.path.name} is written"
         self._recorder.event("checkpoint", job.at, text, path=job.path.name)
-        if self._uploader is not None and self.folder is not None:
-            self._uploader.submit(job.path, self._best.paths(self.folder))
+        self._submit(job.path)
+
+    def _submit(self, path: Path) -> None:
+        if self._uploader is not None:
+            self._uploader.submit(path, self._best.paths(path.parent))
 
     def _report(self, error: Exception | None, at: Timestamp) -> None:
         self.failure = str(error) if error is not None else "another rank could not write"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -300,6 +301,8 @@ class Setup:
     def __init__(self, run: Run, described: Mapping[str, Any], built: BuiltWith) -> None:
         self.changes: list[str] = []
         """A line for each setting that is not as in the checkpoint that was loaded."""
+        self.run_id = secrets.token_hex(8)
+        """Of which run the checkpoints are: that of the checkpoint that was loaded."""
         self._run = run
         self._described = described
         self._built = built
@@ -310,7 +313,7 @@ class Setup:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings and the fingerprint."""
-        return {**self._described, "samples": self._samples}
+        return {**self._described, "samples": self._samples, "run": self.run_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compare with saved settings; keep hyperparameters that changed since.
@@ -319,6 +322,7 @@ class Setup:
             CheckpointError: the data are others.
         """
         saved, size = dict(state), "micro_batch_size"
+        self.run_id = saved.pop("run", self.run_id)
         samples = saved.pop("samples")
         if "auto" in (saved.get(size), self._described.get(size)):
             saved[size] = self._described.get(size)  # it was found, or is found again

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, final
 
-from stretto.checkpoint import open_checkpoint
 from stretto.checkpoint.folder import Store, UrlStore, position_of
-from stretto.checkpoint.manifest import MANIFEST, RECORDS, DamagedError, parse_object, read_manifest
-from stretto.checkpoint.reading import open_or_damage
 from stretto.distributed.ranks import Ranks
-from stretto.errors import CheckpointError, StrettoError, TrainingError, first_line
-from stretto.training.checkpointing.records import set_aside
+from stretto.errors import TrainingError, first_line
+from stretto.training.checkpointing.fetching import UNFINISHED, copied
 
 PATIENCE_SECONDS = 20.0
 """How long the end of a run waits for its last upload; torchrun kills after 30 s."""
-_LINKS = ".upload"
-"""Ends the name of the folder of hard links that is uploaded: `keep` may delete the checkpoint."""
 
 
 @final
@@ -57,7 +51,7 @@ class Uploader:
             stay: older ones, such as the best, whose copies stay beside the newest.
         """
         if self._thread is None:  # what a killed process has left
-            for left in path.parent.glob(f"*{_LINKS}"):
+            for left in path.parent.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(left, ignore_errors=True)
         positions = frozenset(position_of(one.name) for one in stay)
         links = _linked(path)
@@ -86,14 +80,15 @@ class Uploader:
                     self._thread = None
                     return
             links, name, stay = job
-            if self._tried(f"copy {name} to", partial(self._store.write, _unique(name), links)):
+            # A run that resumes submits its checkpoint again.
+            if self._tried(f"copy {name} to", partial(copied, self._store, name, links)):
                 with self._lock:
                     if self.missing == name:
                         self.missing = None
                 self._tried("delete older copies in", partial(self._clean, position_of(name), stay))
             _unlink(links)
 
-    def _tried(self, what: str, work: Callable[[], None]) -> bool:
+    def _tried(self, what: str, work: Callable[[], object]) -> bool:
         """Return whether `work` succeeds; a failure is a warning."""
         try:
             work()
@@ -112,125 +107,6 @@ class Uploader:
         own = [name for name in self._store.list() if position_of(name) <= newest]
         best = [name for name in own if position_of(name) in stay]
         self._store.keep({*own[-self._keep :], *best})
-
-
-def fetch_newer(store: Store, folder: Path, than: Path | None, bad: list[str]) -> Path | None:
-    """Copy the newest whole checkpoint of a store into a folder, if it is newer than `than`.
-
-    Of one position, the one that was written last is the newer one.
-
-    Args:
-        store: where copies are.
-        folder: a folder of checkpoints.
-        than: the newest whole checkpoint on this disk.
-        bad: gets what is wrong with copies that are damaged.
-
-    Returns:
-        Its path; None if the store has none that is newer.
-
-    Raises:
-        CheckpointError: the store cannot be read.
-    """
-    with reading(store):
-        for name in reversed(store.list()):
-            try:
-                if than is not None and not _is_newer(store, name, than, folder):
-                    return None
-                return fetch(store, name, folder)
-            except DamagedError as damage:
-                bad.append(f"{name} in {store!r} is damaged: {damage}")
-    return None
-
-
-def fetch_same(store: Store, folder: Path, name: str, manifest: str) -> Path:
-    """Copy the checkpoint that has this manifest into a folder of this node; return its path.
-
-    Raises:
-        CheckpointError: the store cannot be read, or has no whole copy of it.
-    """
-    with reading(store):
-        for copy in store.list():
-            if _checkpoint_of(copy) == name and _text(store, copy, MANIFEST, folder) == manifest:
-                with suppress(DamagedError):
-                    return fetch(store, copy, folder)
-        raise CheckpointError.cannot(
-            f"resume from {name}",
-            why=f"it is on another node, and {store!r} has no copy of it",
-            instead="keep checkpoints in a folder that all nodes see",
-        )
-
-
-def fetch(store: Store, name: str, folder: Path) -> Path:
-    """Copy a checkpoint of a store into a folder and verify it.
-
-    Raises:
-        DamagedError: it is damaged.
-    """
-    path = folder / _checkpoint_of(name)
-    partial_copy = folder / f"{name}{_LINKS}"
-    try:
-        for is_last in (False, True):  # a transfer may have been cut
-            shutil.rmtree(partial_copy, ignore_errors=True)
-            partial_copy.mkdir(parents=True)
-            try:
-                _get(store, name, partial_copy)
-                break
-            except DamagedError:
-                if is_last:
-                    raise
-        if os.path.lexists(path):
-            set_aside(path)
-        return partial_copy.rename(path)
-    finally:
-        shutil.rmtree(partial_copy, ignore_errors=True)
-
-
-def _get(store: Store, name: str, folder: Path) -> None:
-    try:
-        store.open(name, MANIFEST, folder / MANIFEST)
-        for file in read_manifest(folder):
-            store.open(name, file, folder / file)
-    except FileNotFoundError as error:
-        raise DamagedError("a file is missing") from error
-    open_or_damage(folder)
-
-
-def _is_newer(store: Store, name: str, than: Path, folder: Path) -> bool:
-    """Return whether a copy is newer than a checkpoint of this disk; equal ones are not."""
-    if position_of(name) != position_of(than.name):
-        return position_of(name) > position_of(than.name)
-    if _text(store, name, MANIFEST, folder) == (than / MANIFEST).read_text("utf-8"):
-        return False
-    records = parse_object(_text(store, name, RECORDS, folder), RECORDS)
-    return str(records.get("created")) > str(open_checkpoint(than, verify=False).created)
-
-
-def _text(store: Store, name: str, file: str, folder: Path) -> str:
-    """Return a small file of a copy; empty text if it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{name}-{file}{_LINKS}"
-    try:
-        store.open(name, file, target)
-        return target.read_text("utf-8")
-    except FileNotFoundError:
-        return ""
-    finally:
-        target.unlink(missing_ok=True)
-
-
-@contextmanager
-def reading(store: Store) -> Iterator[None]:
-    """Turn what a store raises into a `CheckpointError`."""
-    try:
-        yield
-    except StrettoError:
-        raise
-    except Exception as error:
-        raise CheckpointError.cannot(
-            f"resume from {store!r}",
-            why=first_line(error),
-            instead="check the address and the rights, or copy a checkpoint into the run folder",
-        ) from error
 
 
 def as_store(upload: Any, ranks: Ranks) -> Store | None:
@@ -263,18 +139,12 @@ def as_store(upload: Any, ranks: Ranks) -> Store | None:
     return stores[0]
 
 
-def _checkpoint_of(copy: str) -> str:
-    """Return the name of the checkpoint of a copy."""
-    return copy.rpartition("-")[0]
-
-
-def _unique(name: str) -> str:
-    return f"{name}-{secrets.token_hex(4)}"
-
-
 def _linked(path: Path) -> Path:
-    """Return a folder of hard links to a checkpoint; itself if the file system has none."""
-    links = path.with_name(path.name + _LINKS)
+    """Return a folder of hard links to a checkpoint, which `keep` may delete meanwhile.
+
+    It is the checkpoint itself if the file system has no hard links.
+    """
+    links = path.with_name(path.name + UNFINISHED)
     try:
         shutil.copytree(path, links, copy_function=os.link)
     except OSError:
@@ -284,5 +154,5 @@ def _linked(path: Path) -> Path:
 
 
 def _unlink(links: Path) -> None:
-    if links.name.endswith(_LINKS):
+    if links.name.endswith(UNFINISHED):
         shutil.rmtree(links, ignore_errors=True)

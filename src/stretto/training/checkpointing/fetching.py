@@ -1,0 +1,268 @@
+"""Fetch checkpoints from a store. Ranks that see one folder share the work."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from stretto.checkpoint import open_checkpoint
+from stretto.checkpoint.folder import Store, position_of
+from stretto.checkpoint.manifest import (
+    MANIFEST,
+    RECORDS,
+    DamagedError,
+    Entry,
+    check_member,
+    damage,
+    parse_manifest,
+    parse_object,
+)
+from stretto.checkpoint.reading import open_or_damage
+from stretto.distributed.ranks import Ranks
+from stretto.errors import CheckpointError, StrettoError, first_line
+from stretto.training.checkpointing.records import run_of, set_aside
+
+UNFINISHED = ".upload"
+"""Ends the names of folders that are copied to or from a store."""
+_T = TypeVar("_T")
+
+
+def newest_copy(
+    store: Store, than: Path | None, damaged: dict[str, str], only: str = ""
+) -> tuple[str, str] | None:
+    """Return the manifest and the name of the newest copy, if it is newer than a checkpoint.
+
+    Of one position, the one that was written last is the newer one.
+
+    Args:
+        store: where copies are.
+        than: the newest whole checkpoint on this disk.
+        damaged: what is wrong with damaged copies, by name; those are left out.
+        only: the name of the copy that is asked for; by default any.
+
+    Raises:
+        CheckpointError: the store cannot be read, or has the checkpoints of another run.
+    """
+    with reading(store):
+        for name in reversed(store.list()):
+            if name in damaged or only not in ("", name):
+                continue
+            try:
+                if than is not None and not _is_newer(store, name, than):
+                    return None
+                manifest = text_of(store, name, MANIFEST)
+                parse_manifest(manifest, name)
+            except DamagedError as error:
+                damaged[name] = f"{name} in {store!r} is damaged: {error}"
+            else:
+                return manifest, name
+    return None
+
+
+def copied(store: Store, name: str, folder: Path) -> str:
+    """Return the name of the copy of a checkpoint; if there is none, copy it.
+
+    Args:
+        store: where copies are.
+        name: the name of the checkpoint.
+        folder: where its files are.
+
+    Raises:
+        Exception: what the store raises.
+    """
+    manifest = (folder / MANIFEST).read_text("utf-8")
+    for copy in store.list():
+        if checkpoint_of(copy) == name and text_of(store, copy, MANIFEST) == manifest:
+            return copy
+    copy = f"{name}-{secrets.token_hex(4)}"
+    store.write(copy, folder)
+    return copy
+
+
+def fetch(
+    store: Store, copy: str, manifest: str, folder: Path, ranks: Ranks, *, needs: bool
+) -> Path:
+    """Copy a checkpoint of a store into a folder of each node; every rank must call it.
+
+    Each file is fetched once for each folder: ranks that see the same one share the files out, and
+    verify what they fetch. The manifest is written last, and then the folder is renamed.
+
+    Args:
+        store: where copies are.
+        copy: the name of one.
+        manifest: its manifest.
+        folder: a folder of checkpoints.
+        ranks: the processes of the run.
+        needs: whether this rank does not see the checkpoint yet.
+
+    Returns:
+        Its path.
+
+    Raises:
+        DamagedError: it is damaged, on every rank.
+        CheckpointError: the store cannot be read.
+    """
+    attempt = ranks.gather(secrets.token_hex(4))[0]  # killed ones have left files
+    path, unfinished = folder / checkpoint_of(copy), folder / f"{copy}-{attempt}{UNFINISHED}"
+    files = parse_manifest(manifest, copy)
+
+    def meet() -> None:
+        if needs:
+            unfinished.mkdir(parents=True, exist_ok=True)
+            (unfinished / f"rank{ranks.rank}").touch()
+
+    def finish() -> None:
+        if members[:1] == [ranks.rank]:
+            for mark in unfinished.glob("rank*"):
+                mark.unlink()
+            (unfinished / MANIFEST).write_text(manifest, "utf-8")
+            open_or_damage(unfinished, verify=False)
+            if path.exists():
+                set_aside(path)
+            unfinished.rename(path)
+
+    try:
+        together(ranks, meet)
+        seen = together(ranks, lambda: sorted(one.name for one in unfinished.glob("rank*")))
+        own = seen[ranks.rank]
+        members = [rank for rank, marks in enumerate(seen) if own and marks == own]
+        share = _share(list(files), members, ranks.rank)
+        together(
+            ranks, lambda: _get(store, copy, {name: files[name] for name in share}, unfinished)
+        )
+        together(ranks, finish)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return path
+
+
+def together(ranks: Ranks, work: Callable[[], _T]) -> list[_T]:
+    """Return what `work` returns on each rank; every rank must call it.
+
+    Raises:
+        Exception: what it raises on one rank, on every rank.
+    """
+    answer: Any
+    try:
+        answer = work()
+    except (StrettoError, DamagedError) as error:
+        answer = error.with_traceback(None)
+    except OSError as error:
+        why, instead = first_line(error), "free space or choose another folder"
+        answer = CheckpointError.cannot("fetch a checkpoint", why=why, instead=instead)
+    answers = ranks.gather(answer)
+    for one in answers:
+        if isinstance(one, Exception):
+            raise one
+    return answers
+
+
+def _share(files: Sequence[str], members: Sequence[int], rank: int) -> list[str]:
+    """Return the files that a rank fetches: those that a rank of the same number wrote.
+
+    >>> _share(["state.json", "model-00001-of-00002.safetensors"], [0, 1], 1)
+    ['model-00001-of-00002.safetensors']
+    """
+    if rank not in members:
+        return []
+    numbers = dict(zip(files, range(len(files)), strict=True))
+    for file in files:
+        with suppress(IndexError, ValueError):
+            numbers[file] = int(file.split("-")[-3])
+    return [file for file in files if members[numbers[file] % len(members)] == rank]
+
+
+def _get(store: Store, copy: str, files: dict[str, Entry], folder: Path) -> None:
+    """Fetch files and verify them."""
+    for file, entry in files.items():
+        for is_last in (False, True):  # a transfer may have been cut
+            try:
+                with reading(store):
+                    try:
+                        store.open(copy, file, folder / file)
+                    except FileNotFoundError as error:
+                        raise DamagedError(f"{file} is missing") from error
+                check_member(folder, file, entry)
+                break
+            except DamagedError:
+                if is_last:
+                    raise
+
+
+def _is_newer(store: Store, name: str, than: Path) -> bool:
+    """Return whether a copy is newer than a checkpoint of this disk; equal ones are not."""
+    there, here = position_of(name), position_of(than.name)
+    if there < here or (
+        there == here and text_of(store, name, MANIFEST) == (than / MANIFEST).read_text("utf-8")
+    ):
+        return False
+    own = open_checkpoint(than, verify=False)
+    run_id, created = origin(store, name)
+    check_run(store, run_id, run_of(own.records))
+    return there > here or created > str(own.created)
+
+
+def origin(store: Store, name: str) -> tuple[str | None, str]:
+    """Return of which run a copy is, and when the checkpoint was written.
+
+    Raises:
+        DamagedError: it is damaged.
+    """
+    document = parse_object(text_of(store, name, RECORDS), RECORDS)
+    with damage(RECORDS):
+        return run_of(document["records"]), str(document["created"])
+
+
+def check_run(store: Store, there: str | None, own: str | None) -> None:
+    """Refuse the copies of another run. Of those of older versions, it is not known.
+
+    Raises:
+        CheckpointError: they are of another run.
+    """
+    if None not in (there, own) and there != own:
+        raise CheckpointError.cannot(
+            f"continue a run that copies checkpoints to {store!r}",
+            why="another run has checkpoints there",
+            instead="choose another address for upload, or resume from that address in a new "
+            "folder",
+        )
+
+
+def text_of(store: Store, name: str, file: str) -> str:
+    """Return a small file of a copy; empty text if it is missing."""
+    with TemporaryDirectory(prefix="stretto-") as folder:
+        target = Path(folder) / file
+        try:
+            store.open(name, file, target)
+            return target.read_text("utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+
+
+@contextmanager
+def reading(store: Store) -> Iterator[None]:
+    """Turn what a store raises into a `CheckpointError`."""
+    try:
+        yield
+    except (StrettoError, DamagedError):
+        raise
+    except Exception as error:
+        raise CheckpointError.cannot(
+            f"resume from {store!r}",
+            why=first_line(error),
+            instead="check the address and the rights, or copy a checkpoint into the run folder",
+        ) from error
+
+
+def checkpoint_of(copy: str) -> str:
+    """Return the name of the checkpoint of a copy.
+
+    >>> checkpoint_of("checkpoint-000000000640-0a1b2c3d")
+    'checkpoint-000000000640'
+    """
+    return copy.rpartition("-")[0]
