@@ -104,7 +104,7 @@ def build_trainer(
         folder=folder if folder is not None else config.folder,
     )
     # From here on random numbers differ between ranks, as their samples do.
-    torch.manual_seed(config.seed + int(os.environ.get("RANK", "0")))
+    torch.manual_seed(config.seed + trainer.run.rank)
     return trainer
 
 

@@ -68,6 +68,12 @@ class Mesh:
         self.peers: frozenset[int] = frozenset(mesh.mesh[own].flatten().tolist())
         """The ranks with the same part of the model, over which gradients are averaged."""
 
+    def has_order_of(self, mesh: DeviceMesh) -> bool:
+        """Return whether the dimensions of `mesh` come in the same order as in this one."""
+        names, others = self.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
+        places = [names.index(one) for one in others if one in names]
+        return places == sorted(places)
+
     def __repr__(self) -> str:
         """Return the sizes and the data-parallel dimensions."""
         return f"Mesh({shape_text(self.mesh)}, data={self.data})"
