@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset, Subset
 
+from stretto import prepare
 from stretto.checkpoint import HostCopies, Shard
 from stretto.distributed import Ddp, Mesh
 from stretto.errors import StrettoError
@@ -277,6 +279,47 @@ def dropped(kind: str, folder: Path) -> dict[str, Any]:
     return {"whole": whole, "resumed": train(900, resume=folder)}
 
 
+def own_loop(kind: str) -> dict[str, Any]:
+    """Train in a loop of `prepare(mesh=)`, with a clock that runs faster on each further rank."""
+    model, parallel = spread(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    run = prepare(
+        Data(),
+        "0sp:6 30sp:11 120sp:17",
+        max_duration="2ep",
+        optimizer=optimizer,
+        every={"look": "7s"},
+        micro_batch_size=2,
+        loading={"seed": 7},
+        **parallel,
+    )
+    run.timer._clock = itertools.count(0, 10**9 * (1 + run.ranks.rank)).__next__
+    run.timer.start()
+    ids: list[int] = []
+    looks, seen = [], 0.0
+    for step in run:
+        for number, micro in enumerate(step):
+            ids += micro.batch["id"].tolist() if micro.weight else []
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(number == len(step) - 1)  # type: ignore[operator]
+            (loss(model, micro.batch) * micro.weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log("seen", step.local_num_samples, reduce="sum")
+        if "look" in run.finish():
+            looks.append(run.timer.batch)
+            seen += run.take_logged()["seen"]
+    return {
+        "weights": weights(model),
+        "ids": ids,
+        "looks": looks,
+        "seen": seen + run.take_logged().get("seen", 0.0),
+        "sum": run.all_reduce(1.0),
+        "group": run.rank,
+        "is_first": run.is_first_rank,
+    }
+
+
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_object", "gather_object", "broadcast"),
     *("broadcast_object_list", "scatter_object_list", "barrier", "reduce", "monitored_barrier"),
@@ -405,6 +448,7 @@ def done(out: Path, what: str, kind: str, *rest: str) -> Any:
         "signal": lambda: trained(kind, stop=(int(rest[0]), 3), signals=True),
         "nan": lambda: not_finite(kind, int(rest[0]), rest[1]),
         "evaluate": lambda: evaluated(kind),
+        "own": lambda: own_loop(kind),
         "drop": lambda: dropped(kind, folder),
         "idle": lambda: trained(kind, batch_size="0sp:3 30sp:11", idle_ranks=True),
         "few": lambda: refusal(few(kind)),

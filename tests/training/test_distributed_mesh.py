@@ -19,7 +19,7 @@ GROUPS = {"dp": 4, "hsdp": 4, "tpfsdp": 2, "tp": 1, "tprep": 2, "sp": 2}
 HOW = ("skip", "stop")
 MORE = ("tprep", "sp")
 """Tensor parallelism in other ways: with `replicate`, and over the sequence, too."""
-ONE = ["train:one", "cut:one", "train:sp", "evaluate:one", "drop:one", "count:one:14:3"]
+ONE = ["train:one", "cut:one", "train:sp", "evaluate:one", "drop:one", "own:one", "count:one:14:3"]
 TWO = [
     *("train:dp", "train:spdp"),
     *(f"count:{kind}:{batches}" for kind in ("dp", "tp") for batches in (4, 14)),
@@ -31,6 +31,7 @@ FOUR = [
     *(f"nan:{kind}:{3 - rank}:{how}" for rank, kind in enumerate(KINDS) for how in HOW),
     *(f"evaluate:{kind}" for kind in KINDS),
     *(f"drop:{kind}" for kind in KINDS),
+    *(f"own:{kind}" for kind in KINDS),
     *(f"train:{kind}" for kind in KINDS),
     *(f"cut:{kind}" for kind in KINDS),
     *(f"stop:{kind}:{rank}" for rank, kind in enumerate(KINDS)),
@@ -124,6 +125,21 @@ def test_every_mesh_resumes_from_every_other(
 ) -> None:
     for rank in found[1] if kind == "one" else found[4]:
         check_like_one(rank[f"resume:{kind}:{saved}"], found[1][0]["train:one"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_of_your_own_has_the_same_meshes(found: dict[int, Found], kind: str) -> None:
+    ranks = [rank[f"own:{kind}"] for rank in found[4]]
+    expected = found[1][0]["own:one"]
+    groups: dict[int, Any] = {}
+    for one in ranks:
+        assert one["weights"] == pytest.approx(expected["weights"], rel=0, abs=1e-12)
+        assert groups.setdefault(one["group"], one["ids"]) == one["ids"]
+        assert one["sum"] == GROUPS[kind]
+        assert one["seen"] == expected["seen"] == 202
+        assert one["looks"] == ranks[0]["looks"] != []  # the seconds are those of the first rank
+    assert sorted(number for own in groups.values() for number in own) == sorted(expected["ids"])
+    assert [one["is_first"] for one in ranks] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)

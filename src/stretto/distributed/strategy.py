@@ -257,7 +257,9 @@ def strategy_on(
     return chosen.of(ranks) if named is None else chosen.of(ranks, named)
 
 
-def shard_blocks(model: nn.Module, *, device: str | None = None) -> nn.Module:
+def shard_blocks(
+    model: nn.Module, *, device: str | None = None, mesh: DeviceMesh | Mesh | None = None
+) -> nn.Module:
     """Spread a model over the ranks with FSDP2: each block of a `ModuleList`, then the rest.
 
     One block at a time is whole on a rank while it computes. Build the optimizer afterwards, of
@@ -271,17 +273,33 @@ def shard_blocks(model: nn.Module, *, device: str | None = None) -> nn.Module:
         model: the model, which is changed in place.
         device: where the ranks compute; None: this rank's CUDA device if there is one, else the
             CPU.
+        mesh: shard over its data-parallel dimensions; of two, the first holds copies. None: over
+            all ranks.
 
     Returns:
         The model.
+
+    Raises:
+        TrainingError: the dimensions of the mesh have another meaning.
     """
-    ranks = Ranks.from_environment(device)
+    ranks, named = Ranks.from_environment(device), as_mesh(mesh)
     if ranks.world_size == 1:
         return model
-    from torch.distributed.device_mesh import init_device_mesh
+    if named is None:
+        from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-    fully_shard_blocks(model, mesh)
+        fully_shard_blocks(model, init_device_mesh(ranks.device.type, (ranks.world_size,)))
+        return model
+    data = named.data
+    copies, parts = data[:-1], data[-1:]
+    is_other = not parts or "replicate" in parts[0] or any("shard" in one for one in copies)
+    if is_other or len(copies) > 1:
+        raise TrainingError.cannot(
+            f"shard the blocks of a model over {named}",
+            why="its data-parallel dimensions are not copies and then parts",
+            instead="name them 'dp', or 'dp_replicate' and then 'dp_shard'",
+        )
+    fully_shard_blocks(model, named.mesh[data] if len(data) < named.mesh.ndim else named.mesh)
     return model
 
 
