@@ -32,6 +32,7 @@ MESHES: dict[str, tuple[int, ...]] = {
     "tp": (1, 4),
     "tprep": (2, 2),
     "sp": (2, 2),
+    "cp": (2, 2),
 }
 
 
@@ -72,6 +73,47 @@ class OverSequence(nn.Module):
         return out.mean(dim=(1, 2))[:, None]
 
 
+class Attention(nn.Module):
+    """Attention over the pairs of numbers in a sample, of which a rank may have a part."""
+
+    group: Any = None
+    """The ranks that share a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A bias of keys has a gradient of 0, of which Adam would learn the rounding.
+        self.embed, self.qkv = nn.Linear(2, 8), nn.Linear(8, 24, bias=False)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.own(x.unflatten(1, (4, 2)))
+        query, key, value = self.qkv(self.embed(x).tanh()).chunk(3, dim=-1)
+        if self.group is not None:
+            from torch.distributed.nn.functional import all_gather
+
+            key, value = (torch.cat(all_gather(one, self.group), dim=1) for one in (key, value))
+        out: Tensor = self.head(nn.functional.scaled_dot_product_attention(query, key, value))
+        return out
+
+    def own(self, sequence: Tensor) -> Tensor:
+        """Return this rank's part of a sequence."""
+        if self.group is None:
+            return sequence
+        return sequence.chunk(dist.get_world_size(self.group), dim=1)[dist.get_rank(self.group)]
+
+
+def sequence_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean over samples and positions; its gradient is that of this rank's part."""
+    assert isinstance(model, Attention)
+    target = model.own(batch["x"].unflatten(1, (4, 2)).sin().sum(2, keepdim=True))
+    own = nn.functional.mse_loss(model(batch["x"]), target)
+    if model.group is None:
+        return own
+    whole = own.detach().clone()
+    dist.all_reduce(whole, group=model.group)
+    return own + (whole / dist.get_world_size(model.group) - own.detach())
+
+
 def sequence_plan() -> dict[str, Any]:
     """Return how the layers of `OverSequence` share out the sequence and their rows."""
     from torch.distributed.tensor import Replicate, Shard
@@ -103,18 +145,26 @@ def spread(kind: str, dropout: float | None = None) -> tuple[nn.Module, dict[str
     model, world_size = make_model(), int(os.environ.get("WORLD_SIZE", "1"))
     if kind.startswith("sp"):
         model = OverSequence().double()
+    more: dict[str, Any] = {}
+    if kind.startswith("cp"):
+        model, more = Attention().double(), {"loss": sequence_loss}
     if dropout is not None:
         assert isinstance(model, nn.Sequential)
         model.insert(3, nn.Dropout(dropout))
     if world_size == 1:
-        return model, {}
+        return model, more
     shape = MESHES[kind] if world_size == 4 else (1, 2) if kind == "tp" else (2, 1)
     if kind == "hsdp":
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
         fully_shard(model, mesh=mesh)
         return model, {"mesh": mesh}
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    if kind not in ("dp", "spdp"):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp" if kind == "cp" else "tp"))
+    if kind == "cp":
+        assert isinstance(model, Attention)
+        model.group = mesh.get_group("cp")
+        fully_shard(model)  # gradients are averaged over the parts of a sequence, too
+        return model, {"mesh": mesh, **more}
+    if kind not in ("dp", "spdp", "cpdp"):
         plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         parallelize_module(model, mesh["tp"], sequence_plan() if kind == "sp" else plan)
     if kind == "tprep":
@@ -124,7 +174,7 @@ def spread(kind: str, dropout: float | None = None) -> tuple[nn.Module, dict[str
         replicate(model, mesh=mesh["dp"])
     elif kind != "tp":
         fully_shard(model, mesh=mesh["dp"])
-    return model, {"mesh": mesh}
+    return model, {"mesh": mesh, **more}
 
 
 class Watch(Callback):

@@ -15,13 +15,22 @@ SCRIPT = Path(__file__).with_name("distributed_mesh.py")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
 KINDS = ("dp", "hsdp", "tpfsdp", "tp")
-GROUPS = {"dp": 4, "hsdp": 4, "tpfsdp": 2, "tp": 1, "tprep": 2, "sp": 2}
+GROUPS = {"dp": 4, "hsdp": 4, "tpfsdp": 2, "tp": 1, "tprep": 2, "sp": 2, "cp": 2}
 HOW = ("skip", "stop")
-MORE = ("tprep", "sp")
-"""Tensor parallelism in other ways: with `replicate`, and over the sequence, too."""
-ONE = ["train:one", "cut:one", "train:sp", "evaluate:one", "drop:one", "own:one", "count:one:14:3"]
+MORE = ("tprep", "sp", "cp")
+"""Tensor parallelism with `replicate`, and over the sequence, too; a sequence that ranks share."""
+ONE = [
+    "train:one",
+    "cut:one",
+    "train:sp",
+    "train:cp",
+    "evaluate:one",
+    "drop:one",
+    "own:one",
+    "count:one:14:3",
+]
 TWO = [
-    *("train:dp", "train:spdp"),
+    *("train:dp", "train:spdp", "train:cpdp"),
     *(f"count:{kind}:{batches}" for kind in ("dp", "tp") for batches in (4, 14)),
     *(f"count:{kind}:14:{every}" for kind in ("dp", "tp") for every in (3, 4)),
 ]
@@ -78,7 +87,7 @@ def check_like_one(ours: Any, one: Any) -> None:
 def test_a_mesh_trains_like_one_process(found: dict[int, Found], kind: str) -> None:
     ranks = [rank[f"train:{kind}"] for rank in found[4]]
     for one in ranks:
-        check_like_one(one, found[1][0]["train:sp" if kind == "sp" else "train:one"])
+        check_like_one(one, found[1][0][f"train:{kind if kind in ('sp', 'cp') else 'one'}"])
     assert [one["is_first"] for one in ranks] == [True, False, False, False]
     groups: dict[int, Any] = {}
     for one in ranks:
@@ -96,6 +105,7 @@ def test_a_mesh_trains_like_one_process(found: dict[int, Found], kind: str) -> N
         ("tp", 1, "one"),
         ("tprep", 2, "dp"),
         ("sp", 2, "spdp"),
+        ("cp", 2, "cpdp"),
     ],
 )
 def test_noise_is_that_of_as_many_data_ranks(
