@@ -61,7 +61,8 @@ def test_the_first_hour(clone: Path) -> None:
     train = [sys.executable, "-m", "stretto", "train", *shorter, "--folder", "runs/mine"]
     process = subprocess.Popen(train, cwd=clone, env=environment, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
-    while not list(folder.glob("checkpoints/checkpoint-*/manifest.json")):
+    # Not checkpoint-*: a folder that is being written ends in .tmp, and has its manifest, too.
+    while not list(folder.glob("checkpoints/checkpoint-" + "[0-9]" * 12)):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
