@@ -24,6 +24,7 @@ from machine import processor
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from stretto import StepLoader
 from stretto.checkpoint import checkpoints, read_checkpoint, write_checkpoint
 from stretto.timing import Timestamp
 from stretto.training import Callback, Checkpointing, Loading, Run, Trainer
@@ -135,6 +136,22 @@ def measure(num_samples: int, num_workers: int, rounds: int, folder: Path) -> di
     }
 
 
+def loader_start(world_size: int, sample: int) -> dict[str, Any]:
+    """Return the processor time to build a loader, set its clock and read one step."""
+    data, times = Endless(10**8), []
+    for _ in range(21):
+        start = time.process_time()
+        loader = StepLoader(
+            data, 8 * world_size, max_duration="2ep", rank=world_size - 1, world_size=world_size
+        )
+        state = loader.state_dict()
+        state["clock"] |= {"sample": sample, "sample_in_epoch": sample}
+        loader.load_state_dict(state)
+        next(loader)
+        times.append(1e3 * (time.process_time() - start))
+    return {"ranks": world_size, "sample": sample, "milliseconds": spread(times[1:])}
+
+
 def spread(values: list[float]) -> dict[str, float]:
     """Return the median and the quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
@@ -154,6 +171,16 @@ def line(case: dict[str, Any]) -> str:
     )
 
 
+def loader_line(one: dict[str, Any]) -> str:
+    """Return the start of a loader as a line of text."""
+    time_taken = one["milliseconds"]
+    return (
+        f"1e+08 samples, {one['ranks']} ranks: ms of processor time from building a loader to its "
+        f"first step, at sample {one['sample']:.0e}: {time_taken['median']:.1f} "
+        f"({time_taken['low']:.1f} to {time_taken['high']:.1f})"
+    )
+
+
 def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description="time to the first step after a resume")
@@ -168,12 +195,16 @@ def main() -> None:
             case = measure(num_samples, num_workers, 3 if quick else 25, Path(folder))
         cases.append(case)
         print(line(case), flush=True)
+    loaders = [loader_start(ranks, at) for ranks in (1, 512) for at in (0, 5 * 10**7)]
+    for one in loaders:
+        print(loader_line(one), flush=True)
     if quick:
         return
     result = {
         "what": "from resume() to the end of the first step, at three places of an epoch",
         "aim": {"end_over_start": 1.0},
         "cases": cases,
+        "loaders": loaders,
         "batch_size": BATCH_SIZE,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -183,7 +214,9 @@ def main() -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "resume.json").write_text(json.dumps(result, indent=2) + "\n")
-    (RESULTS / "resume.txt").write_text("\n".join(map(line, cases)) + "\n")
+    (RESULTS / "resume.txt").write_text(
+        "\n".join([*map(line, cases), *map(loader_line, loaders)]) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -259,6 +259,7 @@ class Run:
             idle_ranks=self._idle_ranks,
             **settings,
         )
+        self._loader.agrees |= self._mesh is not None and self._mesh.mesh.size() > 1
         self.optimizers = tuple(each)
         self._hyperparameters = Hyperparameters(
             joined(each),

@@ -21,6 +21,8 @@ from stretto.timing.grammar import checked_whole
 __all__ = ["Checkpointing", "Loading", "Precision", "Stepping", "one_of"]
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
+DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp")
+"""Names of dimensions of a mesh that are data-parallel unless something else is said."""
 Kind = TypeVar("Kind")
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from stretto.batching import Fixed
+from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig, parse_run_file
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, PlanError
 from stretto.timing import Time
 
 LEAST: dict[str, Any] = {"max_duration": "2ep", "data": {"target": "a:b"}, "batch_size": 8}
@@ -67,6 +68,33 @@ def test_one_evaluation_or_several() -> None:
 def test_two_evaluations_have_two_names() -> None:
     with pytest.raises(ConfigError, match="validation"):
         RunConfig.parse(LEAST | {"evaluate": [{}, {}]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"mesh": {"dp": 2, "tp": 2}}, "parallel"),
+        ({"mesh": {"dp": 2, "tp": 2}, "parallel": "fsdp"}, "parallel"),
+        ({"mesh": {"dp_replicate": 2, "dp_shard": 2}}, "fsdp"),
+        ({"mesh": {"tp": 2}, "parallel": {"target": "my.models:spread"}}, "dp"),
+        ({"mesh": {"dp": 4}, "world_size": 8}, "world_size"),
+        ({"parallel": "fspd"}, "fsdp"),
+    ],
+    ids=["no function", "only blocks", "no shards", "no data", "other ranks", "a slip"],
+)
+def test_a_mesh_that_the_file_contradicts(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.parse(LEAST | changes)
+    assert word in caught.value.message.instead
+
+
+def test_a_plan_is_for_the_ranks_that_share_out_the_samples() -> None:
+    mesh = {"mesh": {"dp": 4, "tp": 8}, "parallel": {"target": "my.models:spread"}}
+    sizes = {"data": {"target": "my.data:make", "num_samples": 100}, "batch_size": 3}
+    config = RunConfig.parse(LEAST | mesh | sizes | {"idle_ranks": True})
+    assert build_plan(config).stages[0].world_size == 4
+    with pytest.raises(PlanError):
+        build_plan(config.changed(idle_ranks=False))
 
 
 def test_a_config_cannot_be_changed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -609,3 +610,52 @@ def test_tensors_are_those_of_the_order_at_every_end_of_an_epoch(
         start = step.timestamp.sample
         found = [int(value) for micro in step for value in micro.batch[0]]
         assert found == [order[start + number] for number in range(step.num_samples)]
+
+
+@pytest.mark.parametrize("at", [0, 50_000_000], ids=["start", "middle"])
+def test_a_start_costs_the_same_for_any_length_and_number_of_ranks(at: int) -> None:
+    """Counted in calls of Python functions, which no other program on the machine changes."""
+
+    def calls(num_samples: int, world_size: int, sample: int) -> int:
+        data = Indices(num_samples)
+        count = 0
+
+        def see(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(see)
+        try:
+            loader = StepLoader(
+                data,
+                "0sp:2048 50%:4096",
+                max_duration="1ep",
+                rank=world_size - 1,
+                world_size=world_size,
+            )
+            state = loader.state_dict()
+            state["clock"] |= {"sample": sample, "sample_in_epoch": sample}
+            loader.load_state_dict(state)
+            step = next(loader)
+        finally:
+            sys.setprofile(None)
+        assert step.timestamp.sample == sample
+        assert step.local_num_samples == step.num_samples // world_size
+        return count
+
+    calls(10_000, 1, 0)  # imports
+    small = calls(8_192, 512, 0)
+    assert calls(100_000_000, 512, at) < small + 500
+
+
+class Indices(torch.utils.data.Dataset[int]):
+    """Samples that are their index."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> int:
+        return index

@@ -137,7 +137,7 @@ def test_either_of_two(
     either, one, other = ((first | second).bind(horizon), first.bind(horizon), second.bind(horizon))
     for pair in pairwise(clock):
         assert either(*pair) == (one(*pair) or other(*pair))
-    assert either.needs_wall_clock == (one.needs_wall_clock or other.needs_wall_clock)
+    assert either.units == one.units | other.units
 
 
 @given(horizons(is_sized=True, has_batch_size=True), st.integers(1, 40))
@@ -202,7 +202,7 @@ def test_epochs_of_unknown_size() -> None:
     ],
 )
 def test_which_triggers_need_the_wall_clock(trigger: Trigger, run: str, needs: bool) -> None:
-    assert trigger.bind(Horizon(run)).needs_wall_clock is needs
+    assert (TimeUnit.SECOND in trigger.bind(Horizon(run)).units) is needs
 
 
 def test_wall_clock_intervals_count_from_the_start_of_the_run_across_resumes() -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.utils.data import TensorDataset
 
 from stretto.training import Callback, Evaluation, Run, Trainer
@@ -44,9 +47,12 @@ FAULTS: dict[str, dict[str, Any]] = {
 def main(fault: str, parallel: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model = nn.Linear(5, 1)
+    model, mesh = nn.Linear(5, 1), None
     if parallel == "fsdp":
         fully_shard(model)
+    if parallel == "tp":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
     Trainer(
         model,
         DATA,
@@ -55,6 +61,7 @@ def main(fault: str, parallel: str) -> None:
         max_duration="10ba",
         batch_size=8,
         device="cpu",
+        mesh=mesh,
         **FAULTS[fault],
     ).fit()
 

@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600
 
 # The other rank waits for the sum of measurements; for the sum of gradients.
 @pytest.mark.parametrize(
-    ("fault", "parallel"), [("metric", "ddp"), ("callback", "ddp"), ("callback", "fsdp")]
+    ("fault", "parallel"),
+    [("metric", "ddp"), ("callback", "ddp"), ("callback", "fsdp"), ("callback", "tp")],
 )
 def test_a_rank_that_raises_ends_the_job(
     fault: str, parallel: str, launch_ranks: Callable[..., subprocess.CompletedProcess[str]]

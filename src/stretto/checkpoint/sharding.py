@@ -183,8 +183,12 @@ def replicas(model: nn.Module) -> dict[str, int]:
     {'whole': 0}
     """
     sums: dict[str, list[Tensor]] = {}
+    absent = [name for name, one in model.named_parameters() if one.is_meta]  # on other ranks
+    plain = f"all but {absent}" if absent else "whole"
     for parameter in model.parameters():
-        tensor, part = parameter.detach(), "whole"
+        if parameter.is_meta:
+            continue
+        tensor, part = parameter.detach(), plain
         if is_dtensor(tensor):
             mesh = tensor.device_mesh
             places = zip(tensor.placements, _coordinate(mesh), strict=True)

@@ -14,6 +14,7 @@ from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size, find_num_ranks
 from stretto.memory.search import MAXIMUM, NothingFitsError
 from stretto.report.memory import answers_table, memory_table
+from stretto.settings import DATA_DIMENSIONS
 
 if TYPE_CHECKING:
     from stretto.cli.causal import CausalModel
@@ -71,7 +72,7 @@ def find(
             found = build_finding(config, on_meta=True)
     found = build_finding(config) if found is None else found
     asked |= {"accumulation": found.accumulation, "measures_noise": found.measures_noise}
-    asked["shard"] = shard or config.parallel
+    asked["shard"] = shard or _shard_of(config)
     if micro_batch_size is not None:
         rest = ("minimum", "multiple_of", "power_of_two")
         asked = {name: value for name, value in asked.items() if name not in rest}
@@ -87,6 +88,21 @@ def find(
         )
     answer = find_batch_size(found.step, found.batch, world_size=numbers[0], **asked)
     return Found.of(answer) if world_size is None else Found.of(answer, ranks=numbers[0])
+
+
+def _shard_of(config: RunConfig) -> str:
+    """Return how ranks share the model of a run file."""
+    if not isinstance(config.parallel, str):
+        raise ConfigError.cannot(
+            "find a batch size for ranks that share the model",
+            why="a function in 'parallel' spreads it over a mesh",
+            instead="write --shard fsdp, hsdp:N or ddp, whichever is nearest",
+            where=config.source.where(("parallel",)),
+        )
+    mesh = config.mesh or {}
+    shards = [size for name, size in mesh.items() if name in DATA_DIMENSIONS]
+    is_hybrid = config.parallel == "fsdp" and len(shards) > 1
+    return f"hsdp:{shards[-1]}" if is_hybrid else config.parallel
 
 
 def find_causal(

@@ -68,6 +68,7 @@ from stretto.errors import BatchSizeError, nearest, shown
 from stretto.schedules import Schedule
 from stretto.schedules import fields as of_schedules
 from stretto.schedules.fields import Factor, Positive, Timed
+from stretto.settings import DATA_DIMENSIONS
 from stretto.timing import Horizon, TimeLike, Trigger
 from stretto.timing.time import Number
 
@@ -120,6 +121,17 @@ SIZES: Mapping[str, tuple[Callable[..., BatchSizePolicy], str]] = {
 """Batch sizes by their key, and the argument that the value of the key fills."""
 
 
+def data_ranks(mesh: Mapping[str, int] | None, world_size: int | None) -> int | None:
+    """Return how many ranks share out the samples, as far as a run file says.
+
+    >>> data_ranks({"dp": 4, "tp": 2}, None), data_ranks(None, None)
+    (4, None)
+    """
+    if mesh is None:
+        return world_size
+    return math.prod(size for name, size in mesh.items() if name in DATA_DIMENSIONS)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -139,7 +151,8 @@ class Context:
         """Return the context from other keys of the run file; torchrun sets `WORLD_SIZE`."""
         micro, rate = keys.get("micro_batch_size"), keys.get("schedules", {}).get("lr")
         return cls(
-            keys.get("world_size") or int(os.environ.get("WORLD_SIZE", "1")),
+            data_ranks(keys.get("mesh"), keys.get("world_size"))
+            or int(os.environ.get("WORLD_SIZE", "1")),
             None if micro == "auto" else micro,
             schedules.Cosine() if rate is None else rate.value,
         )

@@ -231,7 +231,8 @@ def plan_of(config: RunConfig, run: Prepared) -> Plan:
     try:
         return plan_prepared(
             run,
-            world_size=config.world_size or 1,
+            world_size=config.num_data_ranks or 1,
+            idle_ranks=config.idle_ranks,
             micro_batch_size=None if micro == "auto" else micro,
             base=base_values(config),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from stretto.config.fields import (
     shape_of,
     without_nulls,
 )
-from stretto.config.forms import AnySchedule, BatchSize, settings_form
+from stretto.config.forms import AnySchedule, BatchSize, data_ranks, settings_form
 from stretto.config.targets import TARGET_PATTERN, Target
 from stretto.config.yaml import (
     MAX_BYTES,
@@ -52,7 +53,7 @@ from stretto.config.yaml import (
 )
 from stretto.errors import ConfigError, Message, StrettoError, cannot, nearest, shown
 from stretto.schedules.fields import parse_name
-from stretto.settings import Checkpointing, Loading, Precision, Stepping
+from stretto.settings import DATA_DIMENSIONS, Checkpointing, Loading, Precision, Stepping
 from stretto.timing import LastBatch, Time
 
 
@@ -133,6 +134,10 @@ AnyLogger: TypeAlias = Annotated[
         Literal["tensorboard", "wandb", "mlflow"],
         "write tensorboard, wandb, mlflow, or {target: my.module:Logger}",
     ),
+]
+Parallel: TypeAlias = Annotated[
+    str | Target,
+    _or_target(Literal["ddp", "fsdp"], "write ddp, fsdp, or {target: my.models:spread}"),
 ]
 LoadingSection: TypeAlias = Annotated[
     Loading,
@@ -278,8 +283,15 @@ class RunConfig(Section):
     """Where the run is kept; by default a new folder in `runs`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of samples, and of all chance in building and training the model."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    """How several ranks share the model: each has all of it, or a part of each block (FSDP2)."""
+    parallel: Parallel = "ddp"
+    """How several ranks share the model: each has all of it, or a part of each block (FSDP2); or a
+    function of yours, `function(model, mesh) -> model`."""
+    mesh: Annotated[dict[str, Count], Field(min_length=1)] | None = None
+    """The sizes of a device mesh of all ranks, by the names of its dimensions, such as
+    `{dp_replicate: 2, dp_shard: 4}`. Those that `stretto.distributed.Mesh` knows share out the
+    samples, all others the model."""
+    idle_ranks: bool = False
+    """Whether a batch may have fewer samples than there are ranks; the others then run dummies."""
     scale_schedule: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Makes the run this many times as long, with every time that is not a fraction of it. The
     number of samples in the data stays."""
@@ -318,6 +330,7 @@ class RunConfig(Section):
                 why="their metrics would have the same names",
                 instead="give each evaluation another 'name'",
             )
+        self._check_mesh()
         is_coupled = isinstance(self.batch_size.value, Coupling)
         if is_coupled and "lr" not in self.schedules:
             raise ConfigError.cannot(
@@ -332,6 +345,33 @@ class RunConfig(Section):
                 instead="leave the rule out",
             )
         return self
+
+    def _check_mesh(self) -> None:
+        """Refuse a mesh that the file contradicts."""
+        if self.mesh is None:
+            return
+        what = f"train on a mesh of {self.mesh}"
+        ranks, names = math.prod(self.mesh.values()), [*self.mesh]
+        if self.world_size not in (None, ranks):
+            why = f"it has {ranks} ranks, and world_size is {self.world_size}"
+            raise ConfigError.cannot(what, why=why, instead="leave world_size out")
+        if not set(names) & set(DATA_DIMENSIONS):
+            why = "no dimension shares out the samples"
+            raise ConfigError.cannot(what, why=why, instead="add one such as 'dp: 1'")
+        others = [name for name in names if name not in DATA_DIMENSIONS and self.mesh[name] > 1]
+        if others and isinstance(self.parallel, str):
+            why = f"parallel: {self.parallel} does not share the model over {', '.join(others)}"
+            instead = "write 'parallel: {target: my.models:spread}', a function (model, mesh)"
+            raise ConfigError.cannot(what, why=why, instead=instead)
+        sharded = [name for name in names if "shard" in name or name == "fsdp"]
+        if self.parallel == "ddp" and sharded:
+            why = f"parallel is ddp, which shards nothing over {', '.join(sharded)}"
+            raise ConfigError.cannot(what, why=why, instead="write 'parallel: fsdp'")
+
+    @property
+    def num_data_ranks(self) -> int | None:
+        """How many ranks share out the samples, as far as the file says."""
+        return data_ranks(self.mesh, self.world_size)
 
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from stretto.config.targets import Target, accepts, bound_target, call_target, i
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.data import DataSpec, StepLoader
-from stretto.distributed.ranks import find_device
+from stretto.distributed.ranks import Ranks, find_device
 from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
@@ -41,6 +42,9 @@ from stretto.training import (
 )
 from stretto.training.criterion import as_loss
 from stretto.training.stepping.fitting import FoundMaximum, keeps_gradients_apart
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 S = TypeVar("S")
 VALIDATION = "validation"
@@ -72,9 +76,12 @@ def build_trainer(
     run = build_run(config, spec)
     prepare_run(config, with_some_maximum(run))
     seed_everything(config.seed)
-    model = make_model(config)
-    if config.parallel == "fsdp":
-        model = shard_blocks(model, device=config.device)
+    model, mesh = make_model(config), make_mesh(config)
+    if isinstance(config.parallel, Target):
+        given = (model,) if mesh is None else (model, mesh)
+        model = _made(config, config.parallel, nn.Module, ("parallel",), *given)
+    elif config.parallel == "fsdp":
+        model = shard_blocks(model, device=config.device, mesh=mesh)
     step = make_step(config, model)
     evaluations = [make_evaluation(config, number, run) for number in range(len(config.evaluate))]
     checkpoint = config.checkpoint
@@ -101,10 +108,12 @@ def build_trainer(
         checkpoint=checkpoint,
         log=make_logging(config, run),
         callbacks=[*make_callbacks(config), *callbacks],
+        mesh=mesh,
+        idle_ranks=config.idle_ranks,
         folder=folder if folder is not None else config.folder,
     )
     # From here on random numbers differ between ranks, as their samples do.
-    torch.manual_seed(config.seed + int(os.environ.get("RANK", "0")))
+    torch.manual_seed(config.seed + trainer.run.rank)
     return trainer
 
 
@@ -186,12 +195,15 @@ def check_complete(config: RunConfig) -> None:
 
 def _check_world_size(config: RunConfig) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.world_size not in (None, world_size):
+    key, stated = "world_size", config.world_size
+    if config.mesh is not None:
+        key, stated = "mesh", math.prod(config.mesh.values())
+    if stated not in (None, world_size):
         raise ConfigError.cannot(
             f"train on {world_size} ranks",
-            why=f"world_size is {config.world_size}",
-            instead=f"use torchrun --nproc-per-node {config.world_size}, or set world_size=null",
-            where=config.source.where(("world_size",)),
+            why=f"{key} is {config.world_size if config.mesh is None else config.mesh}",
+            instead=f"use torchrun --nproc-per-node {stated}, or set {key}=null",
+            where=config.source.where((key,)),
         )
 
 
@@ -203,6 +215,16 @@ def make_model(config: RunConfig) -> nn.Module:
     """
     assert config.model is not None, "checked before anything is built"
     return _made(config, config.model, nn.Module, ("model",))
+
+
+def make_mesh(config: RunConfig) -> DeviceMesh | None:
+    """Return the mesh of all ranks; None without one, and for a single process."""
+    if config.mesh is None or math.prod(config.mesh.values()) == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = Ranks.from_environment(config.device).device.type
+    return init_device_mesh(device, tuple(config.mesh.values()), mesh_dim_names=tuple(config.mesh))
 
 
 def make_loss(config: RunConfig, model: nn.Module) -> Any:

@@ -43,8 +43,8 @@ class TokenCounter:
         self._source = source
         self._run = run
         self._timer = timer
-        self._units = run.bound_policy.units | {run.facts.max_duration.unit}
-        self._is_needed = TimeUnit.TOKEN in self._units
+        self._is_needed = TimeUnit.TOKEN in run.bound_policy.units | {run.facts.max_duration.unit}
+        self._reads_seconds = any(TimeUnit.SECOND in units for units in run.reads.values())
         self.each = spec.known_tokens_per_sample
         """The tokens of every sample, 0 if none are tracked; None: they must be counted."""
         self._stated = spec.known_num_tokens if self.each is None else None
@@ -98,7 +98,7 @@ class TokenCounter:
         """
         part, is_open = self._source.part, tokens is None or seconds is None
         counts = tokens is None and self.is_counted
-        measures = seconds is None and TimeUnit.SECOND in self._units
+        measures = seconds is None and self._reads_seconds
         if counts or measures or (is_open and self._run.bound_policy.reads and is_all(part)):
             passed = self._timer.seconds_since_update()
             decision = (step.timestamp.sample, step.batch_size, signals)
@@ -242,6 +242,8 @@ class StepLoader(Iterator[Step]):
         self._fetched_steps: Iterator[FetchedStep] | None = None
         self._pending: tuple[Step, FetchedStep] | None = None
         self._read(part_of(rank, world_size, micro_batch_size))
+        self.agrees = self.world_size > 1
+        """Whether `finish` agrees with other processes; also if they only share the model."""
 
     def _read(self, part: Part) -> None:
         """Read this part of the data."""
@@ -332,7 +334,7 @@ class StepLoader(Iterator[Step]):
             raise DataError.bad("step", step, why, "call finish() once for the last step")
         open_step, fetched = self._pending
         self._pending = None
-        if self._part.world_size > 1:
+        if self.agrees:
             tokens, seconds = self._agreed(open_step, tokens, seconds, signals)
         plan, timer, each = fetched.plan, self.timer, self._tokens.each
         if tokens is None:

@@ -10,12 +10,10 @@ import torch.distributed as dist
 
 from stretto.errors import TrainingError
 from stretto.runtime.gradients import is_started
+from stretto.settings import DATA_DIMENSIONS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-DATA = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp")
-"""Names of dimensions that are data-parallel unless `data` says otherwise."""
 
 
 @final
@@ -28,7 +26,7 @@ class Mesh:
 
     Args:
         mesh: the mesh, with names of its dimensions.
-        data: the names of the data-parallel dimensions; None: those in `DATA`.
+        data: the names of the data-parallel dimensions; None: those in `DATA_DIMENSIONS`.
 
     Raises:
         TrainingError: it has no such dimension, or does not have all ranks.
@@ -36,11 +34,11 @@ class Mesh:
 
     def __init__(self, mesh: DeviceMesh, data: Sequence[str] | None = None) -> None:
         names = mesh.mesh_dim_names or ()
-        ours = [one for one in names if one in DATA] if data is None else list(data)
+        ours = [one for one in names if one in DATA_DIMENSIONS] if data is None else list(data)
         if not set(ours) <= set(names) or (data is None and not ours):
             raise TrainingError.cannot(
                 f"share out samples over a mesh of {shape_text(mesh)}",
-                why=f"it has no data-parallel dimension {', '.join(ours or DATA)}",
+                why=f"it has no data-parallel dimension {', '.join(ours or DATA_DIMENSIONS)}",
                 instead="name one 'dp', or write Mesh(mesh, data=('name',)), () if all ranks have "
                 "the same samples",
             )
@@ -67,6 +65,12 @@ class Mesh:
         own = tuple(slice(None) if axis in axes else at for axis, at in enumerate(place))
         self.peers: frozenset[int] = frozenset(mesh.mesh[own].flatten().tolist())
         """The ranks with the same part of the model, over which gradients are averaged."""
+
+    def has_order_of(self, mesh: DeviceMesh) -> bool:
+        """Return whether the dimensions of `mesh` come in the same order as in this one."""
+        names, others = self.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
+        places = [names.index(one) for one in others if one in names]
+        return places == sorted(places)
 
     def __repr__(self) -> str:
         """Return the sizes and the data-parallel dimensions."""

@@ -183,17 +183,12 @@ class FullyShard(Strategy):
         Raises:
             TrainingError: it is sharded over other ranks than those of the run, or only in part.
         """
-        ranks = self.ranks
+        averaged = _averaged_over(model)
         for name, parameter in model.named_parameters():
-            if is_dtensor(parameter):
-                _check_mesh(model, name, parameter, self)
-            elif parameter.requires_grad and self.world_size > 1:
-                raise _refused(
-                    model,
-                    f"fully_shard left out {name!r}, so no rank would average its gradient",
-                    "shard it too, or freeze it with requires_grad_(False)",
-                )
-        _limit_waiting(model, ranks)
+            over = averaged.get(id(parameter), frozenset())
+            if is_dtensor(parameter) or self.world_size > 1:
+                _check_averaging(model, name, parameter, over, self)
+        _limit_waiting(model, self.ranks)
         return model
 
     def sync(self, *, averages: bool, is_empty: bool) -> AbstractContextManager[Any]:
@@ -262,7 +257,9 @@ def strategy_on(
     return chosen.of(ranks) if named is None else chosen.of(ranks, named)
 
 
-def shard_blocks(model: nn.Module, *, device: str | None = None) -> nn.Module:
+def shard_blocks(
+    model: nn.Module, *, device: str | None = None, mesh: DeviceMesh | Mesh | None = None
+) -> nn.Module:
     """Spread a model over the ranks with FSDP2: each block of a `ModuleList`, then the rest.
 
     One block at a time is whole on a rank while it computes. Build the optimizer afterwards, of
@@ -276,37 +273,75 @@ def shard_blocks(model: nn.Module, *, device: str | None = None) -> nn.Module:
         model: the model, which is changed in place.
         device: where the ranks compute; None: this rank's CUDA device if there is one, else the
             CPU.
+        mesh: shard over its data-parallel dimensions; of two, the first holds copies. None: over
+            all ranks.
 
     Returns:
         The model.
+
+    Raises:
+        TrainingError: the dimensions of the mesh have another meaning.
     """
-    ranks = Ranks.from_environment(device)
+    ranks, named = Ranks.from_environment(device), as_mesh(mesh)
     if ranks.world_size == 1:
         return model
-    from torch.distributed.device_mesh import init_device_mesh
+    if named is None:
+        from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-    fully_shard_blocks(model, mesh)
+        fully_shard_blocks(model, init_device_mesh(ranks.device.type, (ranks.world_size,)))
+        return model
+    data = named.data
+    copies, parts = data[:-1], data[-1:]
+    is_other = not parts or "replicate" in parts[0] or any("shard" in one for one in copies)
+    if is_other or len(copies) > 1:
+        raise TrainingError.cannot(
+            f"shard the blocks of a model over {named}",
+            why="its data-parallel dimensions are not copies and then parts",
+            instead="name them 'dp', or 'dp_replicate' and then 'dp_shard'",
+        )
+    fully_shard_blocks(model, named.mesh[data] if len(data) < named.mesh.ndim else named.mesh)
     return model
 
 
-def _check_mesh(model: nn.Module, name: str, parameter: Tensor, strategy: Strategy) -> None:
-    """Refuse a parameter whose gradient is not averaged over exactly the ranks that share data."""
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    shape = " x ".join(map(str, mesh.shape))
-    spread = f"{name!r} is spread over {shape} of {strategy.ranks.world_size} ranks by {placements}"
-    # One dimension cuts; a second one before it holds copies of that (hybrid sharding).
-    copies, cut = placements[:-1], placements[-1]
-    is_plain = len(copies) <= 1 and all(one.is_replicate() for one in copies) and cut.is_shard()
+def _averaged_over(model: nn.Module) -> dict[int, frozenset[int]]:
+    """Return the ranks over which the gradient of each parameter is averaged, by its id.
+
+    Its placements do not say so: tensor parallelism cuts in the same way.
+    """
+    found: dict[int, frozenset[int]] = {}
+    for module in filter(is_fully_sharded, model.modules()):
+        state = cast("Any", module)._get_fsdp_state()  # torch has no public way
+        one = () if hasattr(state, "_fsdp_param_groups") else (state._fsdp_param_group,)
+        for group in filter(None, getattr(state, "_fsdp_param_groups", one)):
+            ranks = frozenset(group.mesh_info.mesh.mesh.flatten().tolist())
+            found |= {id(parameter.sharded_param): ranks for parameter in group.fsdp_params}
+    return found
+
+
+def _check_averaging(
+    model: nn.Module, name: str, parameter: Tensor, over: frozenset[int], strategy: Strategy
+) -> None:
+    """Refuse a parameter whose gradient is not averaged `over` all ranks that share data."""
+    mesh, named = getattr(parameter, "device_mesh", None), strategy.mesh
     instead = "let fully_shard alone use all ranks, or pass mesh=mesh with the names of its parts"
-    if mesh.device_type != strategy.ranks.device.type:
+    if mesh is not None and mesh.device_type != strategy.ranks.device.type:
         why = f"it is on {mesh.device_type} and the run computes on {strategy.ranks.device.type}"
         instead = "shard it on the device of the run"
-    elif strategy.mesh is None and (not is_plain or mesh.size() != strategy.ranks.world_size):
-        why = spread
-    elif strategy.mesh is not None and not strategy.mesh.peers <= set(mesh.mesh.flatten().tolist()):
-        why = f"{spread}, and {strategy.mesh} shares samples over others"
-        instead = f"call fully_shard(model, mesh=...) with the dimensions {strategy.mesh.data}"
+    elif not parameter.requires_grad:
+        return
+    elif not over and strategy.world_size > 1:
+        why = f"fully_shard left out {name!r}, so no rank would average its gradient"
+        instead = "shard it too, or freeze it with requires_grad_(False)"
+    elif named is None and len(over) < strategy.world_size:
+        shape = "" if mesh is None else " x ".join(map(str, mesh.shape))
+        why = f"{name!r} is spread over {shape} of {strategy.world_size} ranks"
+    elif named is not None and not named.peers <= over | {strategy.ranks.rank}:
+        why = f"its gradients are averaged over ranks {sorted(over)[:8]}, and {named} shares "
+        why += "samples over others"
+        instead = f"call fully_shard(model, mesh=...) with the dimensions {named.data}"
+    elif named is not None and mesh is not None and not named.has_order_of(mesh):
+        why = f"torch wants the data-parallel dimensions of {named} before the others"
+        instead = f"make a mesh whose first dimensions are {named.data}"
     else:
         return
     raise _refused(model, why, instead)

@@ -190,6 +190,16 @@ class Prepared:
     rule: LearningRateRule | None
 
     @property
+    def reads(self) -> dict[str, frozenset[TimeUnit]]:
+        """The units that everything in the run reads from the clock, by its name."""
+        return {
+            "max_duration": frozenset({self.facts.max_duration.unit}),
+            "batch_size": self.bound_policy.units,
+            **{name: one.reads(self.facts) for name, one in self.schedules.items()},
+            **{name: one.units for name, one in self.bound_triggers.items()},
+        }
+
+    @property
     def is_planned(self) -> bool:
         """Whether every batch is known before the run."""
         return self.sizes is not None and self.sizes.is_exact
@@ -309,14 +319,7 @@ def check_tokens(run: Prepared) -> None:
     Raises:
         PlanError: its length, the batch size, a schedule or a trigger follows tokens.
     """
-    facts = run.facts
-    needs = [
-        ("max_duration", {facts.max_duration.unit}),
-        ("batch_size", run.bound_policy.units),
-        *((name, schedule.reads(facts)) for name, schedule in run.schedules.items()),
-        *((name, trigger.units) for name, trigger in run.bound_triggers.items()),
-    ]
-    for name, units in needs:
+    for name, units in run.reads.items():
         if TimeUnit.TOKEN in units:
             raise PlanError.cannot(
                 "follow tokens",

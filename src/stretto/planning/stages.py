@@ -146,7 +146,10 @@ def _below(
     return PlanError.cannot(
         f"run batches of {size} on {world_size} ranks",
         why="each rank needs at least one sample",
-        instead=("write ", bound, f", start {most or size} ranks, or pass idle_ranks=True"),
+        instead=(
+            *("write ", bound, f", start {most or size} ranks, or pass "),
+            Argument("idle_ranks", value=True),
+        ),
         where=where,
     )
 

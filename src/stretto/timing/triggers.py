@@ -38,11 +38,6 @@ class BoundTrigger:
     next: Callable[[Timestamp], Limits]
     """When it fires next after a timestamp: as soon as any limit is reached."""
 
-    @property
-    def needs_wall_clock(self) -> bool:
-        """Whether it reads wall time, so the first rank decides for all."""
-        return TimeUnit.SECOND in self.units
-
     def __call__(self, before: Timestamp, after: Timestamp) -> bool:
         """Return whether a boundary lies in `(before, after]`."""
         return self.count(before, after) > 0

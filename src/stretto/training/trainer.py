@@ -50,6 +50,7 @@ from stretto.training.checkpointing.state import (
     callback_parts,
     check_states,
     parts_of,
+    share_random_state,
 )
 from stretto.training.checks import check_listeners, check_parts, given_size, read_evaluations
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
@@ -540,6 +541,7 @@ class Trainer:
             held.enter_context(loop.interrupts)
             self.model.train()
             loop.stepper.clear()  # a gradient from before is no part of the first batch
+            share_random_state(self._strategy)
             with loop.events.fit(), self._ranks.peers.meeting(inside_a_pass=True):
                 loop.train()
         if on_signal == "raise":

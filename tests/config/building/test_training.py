@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stretto.batching import SquareRootRule
 from stretto.config.plans import build_plan
@@ -316,13 +315,3 @@ def test_data_may_be_a_spec_of_which_the_file_states_more() -> None:
 def test_stated_sizes_are_held_against_the_data() -> None:
     with pytest.raises(ConfigError, match="data"):
         build_trainer(config(data={"target": "my_project:Points", "num_samples": 41}))
-
-
-def test_chance_after_building_is_the_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(rank: str) -> float:
-        monkeypatch.setenv("RANK", rank)
-        build_trainer(config())
-        return torch.rand(()).item()
-
-    assert draw("0") == draw("0")
-    assert draw("0") != draw("1")

@@ -236,6 +236,11 @@ def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, LazyTe
     }
 
 
+_ROW_BYTES = 2**14
+"""Rows of random state have a multiple of this length, so that ranks need not agree on one. With
+NumPy's state, a row has 10,725 bytes."""
+
+
 def random_part(strategy: Strategy) -> Functions:
     """Return the random state of all ranks as a tensor with a row for each.
 
@@ -250,9 +255,8 @@ def random_part(strategy: Strategy) -> Functions:
         if ranks.world_size == 1:
             found["state"] = row[None]
         elif strategy.is_sharded:
-            length = -ranks.least(-row.numel())
-            row = nn.functional.pad(row, (0, length - row.numel()))
-            found["state"] = Shard(row[None], (ranks.world_size, length), (ranks.rank, 0))
+            row = nn.functional.pad(row, (0, -row.numel() % _ROW_BYTES))
+            found["state"] = Shard(row[None], (ranks.world_size, len(row)), (ranks.rank, 0))
         elif rows := ranks.collect(row):
             found["state"] = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return found
@@ -268,6 +272,20 @@ def random_part(strategy: Strategy) -> Functions:
             RandomState.from_row(rows.read(Box((row, 0), (1, length)))[0]).restore()
 
     return Functions(state, load, is_lazy=True)
+
+
+def share_random_state(strategy: Strategy) -> None:
+    """Give the ranks of a model group the random state of the first; every rank must call it.
+
+    They compute one forward pass together, so all have to draw the same dropout.
+    """
+    ranks = strategy.ranks
+    if strategy.world_size == ranks.world_size:
+        return
+    row = RandomState.now().to_row() if strategy.counts else None
+    for group, state in ranks.gather((strategy.rank, row)):
+        if group == strategy.rank and state is not None and row is None:
+            RandomState.from_row(state).restore()
 
 
 def check_replicas(model: nn.Module, ranks: Ranks) -> None:
