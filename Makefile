@@ -23,7 +23,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick test-torch test-phantom test-phantomgpu test-adapters chaos lint format types layers docs wheel bench bench-peers golden page check clean
+.PHONY: help train test test-quick test-long test-torch test-phantom test-phantomgpu test-adapters chaos lint format types layers docs wheel bench bench-peers golden page check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ test: $(VENV)/.develop  ## run all tests; makes the environment first
 
 test-quick: $(VENV)/.develop  ## run the tests that are not marked slow
 	$(TEST) -m "not slow" $(ARGS)
+
+test-long: $(VENV)/.develop  ## run the tests that make test leaves out because they take long
+	STRETTO_LONG=1 $(TEST) -m long $(ARGS)
 
 # In an environment of its own. From the usual index an old torch comes with CUDA, several GB; for the CPU alone,
 # set PIP_EXTRA_INDEX_URL to the index of its CPU builds.

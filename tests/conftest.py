@@ -50,7 +50,9 @@ def leave(room):
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests of an accelerator that is not here."""
+    """Skip tests of an accelerator that is not here, and long ones unless they are asked for."""
+    if item.get_closest_marker("long") and not os.environ.get("STRETTO_LONG"):
+        pytest.skip("takes long: make test-long")
     for marker in ("gpu", "phantom"):
         if item.get_closest_marker(marker):
             from tests import accelerator  # imports torch

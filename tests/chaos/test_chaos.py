@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SHORT = ("--seeds", "2", "--kills", "3", "--epochs", "2", "--jobs", "1")
+SHORT = ("--seeds", "1", "--kills", "3", "--epochs", "2", "--jobs", "1")
 
 
 @pytest.mark.slow

@@ -102,6 +102,7 @@ class Cluster:
         return sum(file.read_text().count("\n") for file in self.folder.glob("trace-*"))
 
 
+@pytest.mark.long  # tests/examples/test_slurm.py and test_distributed_resume.py are shorter
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(2 * MOST_SECONDS + 60)

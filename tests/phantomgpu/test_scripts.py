@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.phantomgpu.test_runs import reason
@@ -16,6 +17,7 @@ from phantomgpu import standins
 from phantomgpu.running import Session
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(reason is not None, reason=str(reason))]
+long = pytest.mark.long
 SCRIPTS = Path(__file__).parent / "scripts"
 RUNS = {
     # what is needed, the script, its arguments, and a batch size that needs more than 16 GiB
@@ -51,7 +53,12 @@ def start(name: str, size: int) -> tuple[phantomgpu.Report, list[str]]:
     return report, command
 
 
-@pytest.mark.parametrize("name", RUNS)
+def chosen(*names: str) -> list[Any]:
+    """Two of the scripts run always, the others in `make test-long`."""
+    return [one if one in ("unet", "nanogpt") else pytest.param(one, marks=long) for one in names]
+
+
+@pytest.mark.parametrize("name", chosen(*RUNS))
 def test_the_peaks_are_those_without_the_report(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +80,7 @@ def test_the_peaks_are_those_without_the_report(
     assert line == f"peaks {report.peak_allocated} {report.peak_reserved}"
 
 
-@pytest.mark.parametrize("name", [name for name, (*_, size) in RUNS.items() if size])
+@pytest.mark.parametrize("name", chosen(*(name for name, (*_, size) in RUNS.items() if size)))
 def test_a_batch_that_is_too_large_does_not_fit(name: str) -> None:
     size = RUNS[name][-1]
     assert size

@@ -35,6 +35,7 @@ def launch(out: Path, stop: int | str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
