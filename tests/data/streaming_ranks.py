@@ -18,6 +18,7 @@ from stretto.errors import DataError
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     folder = Path(sys.argv[1])
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     importlib.import_module("tests.integrations.torchvision_operators")
     streaming = importlib.import_module("streaming")
     dist.init_process_group("gloo")

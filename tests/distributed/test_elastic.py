@@ -1,7 +1,8 @@
 """torchrun with a number of nodes that changes: killed nodes, killed workers, nodes that join.
 
-`STRETTO_ELASTIC_EVENTS=20` makes it long. Seen with 6 events, 2 of each kind: it does not hang,
-each sample once in its planned step, weights within 1.2e-16 of one process.
+`STRETTO_ELASTIC_EVENTS=20` makes it long. Seen with 20 events (7 nodes killed, 7 workers killed, 6
+nodes joined, 21 attempts on 1 to 3 ranks, 12 minutes): it does not hang, each sample once in its
+planned step, weights within 1.2e-16 of one process.
 """
 
 from __future__ import annotations
