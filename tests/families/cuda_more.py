@@ -83,8 +83,8 @@ class Preferences(TrainStep):
         chosen, rejected = batch.chunk(2, dim=1)
         margin = self._score(self.model, chosen) - self._score(self.model, rejected)
         with torch.no_grad():
-            margin = margin - self._score(self.frozen, chosen) + self._score(self.frozen, rejected)
-        loss = -functional.logsigmoid(0.1 * margin).mean()
+            before = self._score(self.frozen, chosen) - self._score(self.frozen, rejected)
+        loss = -functional.logsigmoid(0.1 * (margin - before)).mean()
         (loss * weight).backward()
         return loss
 

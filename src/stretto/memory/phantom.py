@@ -9,6 +9,7 @@ from typing import Any, final
 
 import cloudpickle
 import torch
+from torch import nn
 
 import phantomgpu
 from phantomgpu import standins
@@ -154,7 +155,19 @@ class _Copied:
         source = state["source"]
         self.data = written(source()) if callable(source) else source
         with suppress(Exception):  # each trial reads it again and reports what fails
-            read(self.data, "meta")
+            _register(read(self.data, "meta").model)
+
+
+def _register(model: nn.Module) -> None:
+    """Do what constructors of transformers do for a class, because unpickling calls none.
+
+    Without it, the outputs of layers, such as those of routers, are not recorded.
+    """
+    for module in model.modules():
+        if getattr(module, "_can_record_outputs", None):
+            from transformers.utils import output_capturing as capturing
+
+            capturing._CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
 def _run(size: int, copied: _Copied, batch: bytes, shard: Any, ranks: int) -> None:

@@ -255,7 +255,7 @@ def written(thing: object) -> bytes:
         raise FitError.cannot(
             f"copy a {type(thing).__name__} without its memory",
             why=f"it cannot be pickled: {first_line(error)}",
-            instead="give its parts __getstate__, or use method='try' on the device",
+            instead="pass a function that makes it, or use method='try' on the device",
         ) from error
     return file.getvalue()
 
