@@ -13,8 +13,8 @@ CONSTRAINTS ?= constraints.txt
 # Whatever is to be added to the command of a target: make train ARGS="max_duration=4ep"
 ARGS ?=
 
-# One thread each: the tests run side by side.
-TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8
+# One thread each: the tests run side by side, those of a file in one process, which starts ranks once.
+TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile
 # Not compiled: Python compiles what is used, when it is (half of the time of an installation).
 # The build of the package itself obeys the pins too (older pip reads the first, newer the second).
 INSTALL = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) \
@@ -38,7 +38,7 @@ test-quick: $(VENV)/.develop  ## run the tests that are not marked slow
 	$(TEST) -m "not slow" $(ARGS)
 
 test-long: $(VENV)/.develop  ## run the tests that make test leaves out because they take long
-	STRETTO_LONG=1 $(TEST) -m long $(ARGS)
+	STRETTO_LONG=1 $(TEST) -m "long or distributed" $(ARGS)
 
 # In an environment of its own. From the usual index an old torch comes with CUDA, several GB; for the CPU alone,
 # set PIP_EXTRA_INDEX_URL to the index of its CPU builds.

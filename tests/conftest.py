@@ -33,6 +33,7 @@ settings.register_profile(
 settings.register_profile("thorough", max_examples=2_000, deadline=None)
 settings.load_profile(os.environ.get("STRETTO_HYPOTHESIS_PROFILE", "ci"))
 
+ROOT = Path(__file__).parents[1]
 FORKED = Path(__file__).with_name("forked_process.py")
 RANKS_END_SECONDS = 240
 
@@ -201,6 +202,7 @@ def torchrun() -> Callable[..., None]:
                 *("--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)),
                 *map(str, (script, *arguments)),
             ],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
             capture_output=True,
             text=True,
             timeout=280,

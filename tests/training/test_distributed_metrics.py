@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600
 
 @pytest.fixture(scope="module")
 def ranks(
-    tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., Any]
+    tmp_path_factory: pytest.TempPathFactory, launch_ranks: Callable[..., Any]
 ) -> list[dict[str, Any]]:
     """What two ranks measured: starting them takes longer than the evaluations."""
     out = tmp_path_factory.mktemp("metrics")
-    torchrun(SCRIPT, out)
+    launch_ranks(SCRIPT, out)
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,11 +68,11 @@ def test_nodes_without_a_common_disk_resume_from_the_copies(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_of_a_sharded_model_fetch_what_they_wrote(
-    torchrun: Callable[..., None], tmp_path: Path
+    launch_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     script = Path(__file__).with_name("sharded_run.py")
-    torchrun(script, tmp_path, "first")
-    torchrun(script, tmp_path, "second")
+    launch_ranks(script, tmp_path, "first")
+    launch_ranks(script, tmp_path, "second")
     for rank, others in ((0, {"state.json"}), (1, set())):
         began, files = json.loads((tmp_path / f"fetched{rank}.json").read_text())
         assert began == 10
@@ -79,5 +80,5 @@ def test_ranks_of_a_sharded_model_fetch_what_they_wrote(
         assert set(files) - {"manifest.json"} == others | {
             f"{group}-{rank:05d}-of-00002.safetensors" for group in ("model", "optimizer", "random")
         }
-    torchrun(script, tmp_path, "whole")
+    launch_ranks(script, tmp_path, "whole")
     assert torch.equal(torch.load(tmp_path / "second0.pt"), torch.load(tmp_path / "whole0.pt"))
