@@ -105,10 +105,6 @@ class Answer:
             return f"micro-batch: {found}, {self.bound}"
         return f"largest micro-batch that fits: {found}"
 
-    def headroom(self, size: int) -> int:
-        """Return the bytes below the limit at the peak; negative if the size exceeds it."""
-        return self.limit.bytes - self.reserve - self.peaks[size]
-
     @property
     def _space(self) -> str:
         return f"{self.limit}, {show_bytes(self.reserve)} of it left free"

@@ -29,7 +29,6 @@ Category = Literal[
     "batch",
     "activations",  # of the forward pass, saved for the backward pass
     "temporaries",
-    "other",  # other memory from before the step, such as a teacher in the loss function
 ]
 
 
@@ -55,11 +54,6 @@ class Estimate(NamedTuple):
     def bytes(self) -> int:
         """The bytes at the highest peak."""
         return sum(self.by_category.values())
-
-
-def total(estimate: Estimate) -> int:
-    """Return the bytes of an estimate."""
-    return estimate.bytes
 
 
 @final
@@ -97,7 +91,6 @@ class Estimator:
             self._step: WholeStep = read(data, "cpu")
         self._make_batch = make_batch
         self._known: dict[int, Estimate] = {}
-        self._is_warm = False
 
     def at(self, size: int) -> Estimate:
         """Return the estimate for a micro-batch of that size.
@@ -106,9 +99,8 @@ class Estimator:
             FitError: the step cannot run on fake tensors; the message says why.
         """
         if size not in self._known:
-            if not self._is_warm:  # it makes the state of the optimizer
+            if not self._known:  # the first step makes the state of the optimizer
                 self._run(min(size, 2))
-                self._is_warm = True
             self._known[size] = self._run(size)
         return self._known[size]
 

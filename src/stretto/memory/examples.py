@@ -34,7 +34,10 @@ def example_batches(loader: StepLoader) -> Any:
         with unset_fake_temporarily():  # collate functions read values
             return loader.example_batch([index] * size)
 
-    longest = max(indices, key=lambda index: _num_elements(copies(index, count)))
+    def elements(index: int) -> int:
+        return sum(one.numel() for one in nodes(copies(index, count)) if isinstance(one, Tensor))
+
+    longest = max(indices, key=elements)
     return lambda size: copies(longest, size)
 
 
@@ -58,10 +61,6 @@ def _is_packed(spec: DataSpec, batch: Any) -> bool:
         return count_samples(batch) != spec.count_samples(batch)
     except DataError:
         return True
-
-
-def _num_elements(batch: Any) -> int:
-    return sum(one.numel() for one in nodes(batch) if isinstance(one, Tensor))
 
 
 def resize_batch(batch: Any, size: int) -> Any:

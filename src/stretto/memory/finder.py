@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, final, get_args
 
 from phantomgpu import Report
@@ -18,7 +19,7 @@ from stretto.errors import FitError, samples_text, shown
 from stretto.memory import phantom
 from stretto.memory.amounts import margin_of, show_bytes
 from stretto.memory.answer import Answer, Certainty, Cost
-from stretto.memory.estimate import Estimate, Estimator, total
+from stretto.memory.estimate import Estimate, Estimator
 from stretto.memory.examples import resize_batch
 from stretto.memory.limits import MemoryLimit, allocated_bytes, free_memory, stated
 from stretto.memory.phantom import Question
@@ -214,13 +215,14 @@ class _Finder:
     notes: list[str] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
 
-    def __post_init__(self) -> None:
-        self._estimator: Estimator | None = None
-
     @cached_property
     def step(self) -> WholeStep:
         """The step."""
         return self.given() if callable(self.given) else self.given
+
+    @cached_property
+    def _estimator(self) -> Estimator:
+        return Estimator(self.step, self._make)
 
     def here(self, method: FindMethod) -> Answer:
         """Answer for the device of the model, in this process."""
@@ -261,7 +263,10 @@ class _Finder:
             return None
 
     def estimated(
-        self, limit: MemoryLimit, allowance: str, share: Callable[[Estimate], int] = total
+        self,
+        limit: MemoryLimit,
+        allowance: str,
+        share: Callable[[Estimate], int] = attrgetter("bytes"),
     ) -> Answer:
         """Answer by the bytes of tensors.
 
@@ -277,13 +282,9 @@ class _Finder:
         usable, peaks = limit.bytes - reserve, dict[int, int]()
 
         def work() -> Found:
-            if self._estimator is None:
-                self._estimator = Estimator(self.step, self._make)
-            estimator = self._estimator
-
             def fits(size: int) -> bool:
                 if size not in peaks:
-                    peaks[size] = share(estimator.at(size))
+                    peaks[size] = share(self._estimator.at(size))
                 return peaks[size] <= usable
 
             if not fits(self.sizes.smallest):

@@ -74,11 +74,8 @@ def allocated_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """
     local = (getattr(one, "_local_tensor", one) for one in tensors)  # of a DTensor
     storages = (one.untyped_storage() for one in local if one.layout is torch.strided)
-    return sum(
-        {
-            one.data_ptr(): one.nbytes() for one in storages if one.device.type == device.type
-        }.values()
-    )
+    sizes = {one.data_ptr(): one.nbytes() for one in storages if one.device.type == device.type}
+    return sum(sizes.values())
 
 
 @contextlib.contextmanager

@@ -54,10 +54,8 @@ class Question:
         if self.device_memory is not None:
             limit = stated(self.device_memory)
             if limit.bytes > whole:
-                seen = show_bytes(whole)
-                notes.append(f"warning: a program sees {seen} of an {kind.name}, not {limit}")
-        known = context_bytes(kind)
-        context = known if self.context is None else parse_bytes(self.context)
+                notes.append(f"warning: a program sees only {show_bytes(whole)} of an {kind.name}")
+        context = context_bytes(kind) if self.context is None else parse_bytes(self.context)
         if context >= limit.bytes:
             raise FitError.cannot(
                 f"find a batch size for {limit}",

@@ -122,12 +122,8 @@ class WholeStep:
 
     def state_tensors(self) -> list[Tensor]:
         """Return the tensors of the state of the optimizers."""
-        values = [
-            value
-            for one in self.step.optimizers
-            for state in one.state.values()
-            for value in (state.values() if isinstance(state, dict) else ())
-        ]
+        states = (state for one in self.step.optimizers for state in one.state.values())
+        values = (value for one in states if isinstance(one, dict) for value in one.values())
         return [value for value in values if isinstance(value, Tensor)]
 
     def tensors(self) -> list[Tensor]:

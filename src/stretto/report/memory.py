@@ -36,7 +36,8 @@ def memory_table(answer: Answer) -> str:
     rows = [HEADS]
     for size, peak in answer.peaks.items():
         mark = answer.bound if size == answer.size else ""
-        rows.append((f"{size:,}", show_bytes(peak), show_bytes(answer.headroom(size)), mark))
+        headroom = answer.limit.bytes - answer.reserve - peak
+        rows.append((f"{size:,}", show_bytes(peak), show_bytes(headroom), mark))
     return _aligned(rows)
 
 
