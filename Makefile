@@ -31,7 +31,7 @@ help:  ## show this list
 train: $(VENV)/.train  ## train the packaged default (about a minute); makes the environment first
 	$(BIN)/stretto train $(ARGS)
 
-test: $(VENV)/.develop  ## run all tests; makes the environment first
+test: $(VENV)/.develop  ## run the tests but the longest (make test-long); makes the environment first
 	$(TEST) $(ARGS)
 
 test-quick: $(VENV)/.develop  ## run the tests that are not marked slow

@@ -1,6 +1,6 @@
 """The largest batch for a GPU that is not here: what the phantom answers.
 
-Run `python bench/memory.py` (40 minutes; `--quick`: three families). Three optimizer steps of each
+Run `python bench/memory.py` (an hour; `--quick`: three families). Three optimizer steps of each
 answer have run, and the next larger size ran out of memory. Results are added to
 `bench/results/memory.json` and `.txt` one by one, and what is there is not asked again.
 `--estimate` also asks for estimates. `phantomgpu setup` comes first.

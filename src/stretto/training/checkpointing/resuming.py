@@ -35,7 +35,7 @@ from stretto.training.logs.recorder import Recorder
 FOLDER = "checkpoints"
 """The folder of checkpoints inside a run folder."""
 NEWEST = ("auto", "latest")
-"""What stands for the newest checkpoint of a run."""
+"""Words for the newest checkpoint of a run."""
 
 
 @contextmanager
