@@ -166,6 +166,7 @@ class Run:
     ) -> None:
         self.spec = spec
         self.prepared = prepared
+        self._from_start = prepared
         self.loading = loading
         self.micro_batch_size = micro_batch_size
         self.horizon: Horizon = prepared.horizon
@@ -248,6 +249,7 @@ class Run:
             self._ranks, rank, world_size = strategy.ranks, strategy.rank, strategy.world_size
         elif rank is None and self._mesh is not None:
             rank, world_size = self._mesh.rank, self._mesh.world_size
+        self._use(self._from_start)
         settings = {one.name: getattr(self.loading, one.name) for one in fields(Loading)}
         del settings["last_batch"]
         self._loader = StepLoader(
@@ -274,6 +276,9 @@ class Run:
         if state is not None:
             self.load_state_dict(state)
         return self
+
+    def _use(self, prepared: Prepared) -> None:
+        self.prepared, self.horizon = prepared, prepared.horizon
 
     def _start(self) -> None:
         """Begin at the present clock."""
@@ -549,6 +554,8 @@ class Run:
     def load_loader(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of the loader, for the trainer."""
         self.loader.load_state_dict(state)
+        self._use(self.loader.prepared)
+        self.hyperparameters.follow(self.horizon, self.prepared.bound_schedules)
         self._start()
 
     @property

@@ -230,7 +230,7 @@ class LedgerRow(NamedTuple):
 
     counts: Mapping[str, int]
     """The clock before it (`batch`, `epoch`, `sample`, `token`), its `size` and `tokens` over all
-    ranks, and its `micro_batches` on one rank."""
+    ranks, its `decided_size`, and its `micro_batches` on one rank."""
     values: Mapping[str, float]
     """The hyper-parameters."""
 
@@ -277,6 +277,7 @@ def read_ledger(folder: Path) -> Iterator[LedgerRow]:
         for number, row in enumerate(rows, 2):
             try:
                 counts = {name: int(row[name]) for name in FIRST_COLUMNS}
+                counts["decided_size"] = int(row.get("decided_size", row["size"]))
                 yield LedgerRow(counts, {name: float(row[name]) for name in names})
             except (TypeError, ValueError):
                 raise unreadable(path, f"line {number} is not a batch") from None

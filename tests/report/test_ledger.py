@@ -39,7 +39,7 @@ def test_reads_counts_and_values(tmp_path: Path) -> None:
     rows = list(read_ledger(tmp_path))
     assert rows[1].counts == {
         "batch": 1, "epoch": 0, "sample": 8, "token": 24, "size": 8, "tokens": 24,
-        "micro_batches": 1,
+        "micro_batches": 1, "decided_size": 8,
     }  # fmt: skip
     assert rows[1].values == {"lr": pytest.approx(0.08)}
 

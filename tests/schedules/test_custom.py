@@ -87,7 +87,7 @@ def test_outside_of_periods_the_period_is_the_run() -> None:
 def test_the_fraction_of_a_period_whose_end_is_unknown_is_refused() -> None:
     schedule = Periods([("4ba", 1.0), ("rest", lambda t: t.get_current_period_frac_elapsed())])
     bound = schedule.bind(Horizon("2ep", dataset_num_samples=10))
-    with pytest.raises(ConversionError, match="period"):
+    with pytest.raises(ConversionError, match="batch size"):
         bound(Timestamp(batch=4))
 
 

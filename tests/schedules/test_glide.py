@@ -9,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.schedules.schedule import cosine_left, glide, line, way
-from stretto.schedules.scope import RunScope, Span
-from stretto.timing import Horizon, Time, Timestamp
+from stretto.schedules.scope import Mark, RunScope, Span
+from stretto.timing import Horizon, Timestamp
 
 FACTORS = st.floats(0, 10)
 
 
 def span_of(start: Fraction, end: Fraction) -> Span:
     """Return a stretch of a run of 100 batches."""
-    return RunScope(Horizon("100ba")).span([Time("1ba")]).part(start, end)
+    run = RunScope(Horizon("100ba")).span()
+    return run.part(Mark(run.axis, start), Mark(run.axis, end))
 
 
 @given(FACTORS, FACTORS, st.fractions(0, 50), st.fractions(0, 60), st.integers(-10, 120))
@@ -35,7 +36,7 @@ def test_a_line_is_that_of_exact_arithmetic(
 
 @given(FACTORS, FACTORS, st.integers(0, 10**6))
 def test_rounding_steps_over_no_end(start: float, end: float, batch: int) -> None:
-    span = RunScope(Horizon("1_000_003ba")).span([Time("1dur")])
+    span = RunScope(Horizon("1_000_003ba")).span()
     assert span.end is not None
     low, high = min(start, end), max(start, end)
     assert low <= line(span, span.end, start, end)(Timestamp(batch=batch)) <= high

@@ -35,7 +35,7 @@ from stretto.schedules import (
     as_schedule,
 )
 from stretto.timing import Horizon, Time, Timer, Timestamp
-from stretto.timing.epochs import KnownCounts, unknown_counters
+from stretto.timing.epochs import known_counts, unknown_counters
 
 ENDLESS = 10**30
 
@@ -181,15 +181,10 @@ def test_it_never_goes_negative_past_the_end() -> None:
 
 def test_a_warm_up_of_nothing_divides_by_nothing() -> None:
     # As OLMo-core's schedulers do.
+    run = Horizon("2ep", dataset_num_samples=5, batch_sizes=1)
     for nothing in ("0ba", "0ep", "0sp", "0s", "0%", "0dur"):
-        run = Horizon("2ep", dataset_num_samples=5, batch_sizes=1)
-        if nothing == "0s":
-            with pytest.raises(ConversionError, match="batch"):
-                Cosine(warmup=nothing).bind(run)
-        else:
-            assert values(Cosine(warmup=nothing), run, by_batch(10)) == values(
-                Cosine(), run, by_batch(10)
-            )
+        found = values(Cosine(warmup=nothing), run, by_batch(10))
+        assert found == values(Cosine(), run, by_batch(10))
 
 
 def test_a_run_of_one_batch() -> None:
@@ -276,7 +271,7 @@ def test_a_schedule_that_needs_no_end_runs_without_one(schedule: Schedule) -> No
     ids=str,
 )
 def test_a_schedule_that_needs_the_end_says_so(schedule: Schedule) -> None:
-    with pytest.raises(ConversionError, match="max_duration"):
+    with pytest.raises(ConversionError, match="not known"):
         schedule.bind(Horizon("1h"))
 
 
@@ -298,4 +293,4 @@ def test_products_are_written_with_a_star() -> None:
 @given(schedules(), samples_of_run())
 def test_a_schedule_reads_no_more_than_it_says(schedule: Schedule, timestamp: Timestamp) -> None:
     hidden = unknown_counters(Horizon("1ba"), but=schedule.reads(RUN))
-    schedule.bind(RUN)(KnownCounts.of(timestamp, hidden))
+    schedule.bind(RUN)(known_counts(timestamp, hidden))

@@ -88,8 +88,8 @@ def test_it_may_be_in_another_unit_than_the_run() -> None:
     run = Horizon("10ep", dataset_num_samples=12, batch_sizes=5)
     bound = Linear(warmup="4ba").bind(run)
     # Batches 5, 5, 2, 5 of the first epochs: four of them are 17 samples.
-    samples = [Timestamp(sample=sample) for sample in (0, 16, 17, 68, 120)]
-    assert [bound(stamp) for stamp in samples] == [0.0, 16 / 17, 1.0, 52 / 103, 0.0]
+    starts = [Timestamp(batch=b, sample=s) for b, s in ((0, 0), (3, 12), (4, 17), (17, 68))]
+    assert [bound(now) for now in starts] == [0.0, 0.75, 1.0, 52 / 103]
 
 
 def test_batches_are_refused_while_sizes_are_not_known() -> None:

@@ -9,7 +9,7 @@ from tests.schedules.strategies import by_batch, values
 
 from stretto.errors import ScheduleError
 from stretto.schedules import WSD, Constant, Cosine, Linear, Periods
-from stretto.timing import Horizon
+from stretto.timing import Horizon, Timestamp
 
 RUN = Horizon("100ba")
 
@@ -41,9 +41,10 @@ def test_megatrons_exponential_decay() -> None:
 
 def test_it_may_be_of_mixed_units() -> None:
     run = Horizon("10ep", dataset_num_samples=10, batch_sizes=4)
-    found = values(WSD("2ep", warmup="3ba"), run, by_batch(100))
-    assert found[:11] == [step / 10 for step in range(11)]  # batches 4, 4, 2
-    assert found[79:82] == [1.0, 1.0, 0.95]
+    bound = WSD("2ep", warmup="3ba").bind(run)  # batches 4, 4, 2
+    places = ((0, 0), (1, 4), (3, 10), (24, 80), (25, 84))
+    starts = [Timestamp(batch=batch, sample=sample) for batch, sample in places]
+    assert [bound(now) for now in starts] == [0.0, 1 / 3, 1.0, 1.0, 0.8]
 
 
 def test_without_a_decay_it_stays() -> None:

@@ -21,7 +21,7 @@ from stretto.batching.policy import (
 from stretto.errors import Argument, BatchSizeError, shown
 from stretto.schedules.fields import Interval, Timed, check_fields, fill, name_of
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
-from stretto.timing.epochs import KnownCounts, UnknownCountError, unknown_counters
+from stretto.timing.epochs import UnknownCountError, known_counts, unknown_counters
 from stretto.timing.grammar import whole
 
 SizeCallable: TypeAlias = Callable[[Timestamp, int | None], int]
@@ -124,9 +124,10 @@ class SizeFunction(BatchSizePolicy):
     def _asked(self, timestamp: Timestamp, state: PolicyState, hidden: frozenset[str]) -> int:
         """Return the size that the function gives, checked."""
         name = name_of(self.function)
-        known = KnownCounts.of(timestamp, hidden) if hidden else timestamp
+        known = known_counts(timestamp, hidden) if hidden else timestamp
         try:
             size = self.function(known, cast("int | None", state["size"]))
+            return checked_size(size, f"the batch size that {name} returned")
         except UnknownCountError as error:
             python = f"SizeFunction({name}, planned=False)"
             raise BatchSizeError.cannot(
@@ -134,7 +135,6 @@ class SizeFunction(BatchSizePolicy):
                 why=f"it reads {error.name!r}, which is known only during the run",
                 instead=("write ", Argument("planned", value=False, python=python)),
             ) from None
-        return checked_size(size, f"the batch size that {name} returned")
 
 
 def check_callable(function: object, form: str) -> None:

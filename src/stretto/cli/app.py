@@ -169,7 +169,9 @@ def plan(
         config = verb.as_it_ran(config, against)
     with progress("reading the data"):
         run = build_run(config)
-        prepared = prepare_run(config, run)
+        prepared, since = prepare_run(config, run, resumes=against is not None), 0
+        if against is not None:
+            prepared, since = verb.as_resumed(prepared, against)
     if prepared.decided_between is not None:
         verb.refuse(
             {"--plot": plot, "--against": against, "--batches": batches},
@@ -193,7 +195,7 @@ def plan(
     if against is not None:
         from stretto.report.ledger import compare
 
-        comparison = compare(planned, against)
+        comparison = compare(planned, against, since=since)
         typer.echo(str(comparison))
         if not comparison.agrees:
             raise SystemExit(1)

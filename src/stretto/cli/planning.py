@@ -16,9 +16,10 @@ from stretto.config.plans import TimesAndSizes, plan_of, prepare_run
 from stretto.config.run import RunConfig, read_run_file
 from stretto.config.yaml import parse_override
 from stretto.errors import PlanError
-from stretto.planning import Plan
+from stretto.planning import Plan, Prepared, passes, resumed
 from stretto.planning.plan import plan_record
-from stretto.run_folder import PLAN, RUN_FILE, read_json
+from stretto.run_folder import PLAN, RUN_FILE, read_json, read_ledger
+from stretto.timing import Timestamp
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -136,6 +137,20 @@ def as_it_ran(config: RunConfig, folder: Path) -> RunConfig:
     if config.micro_batch_size == "auto":
         found["micro_batch_size"] = kept.get("micro_batch_size")
     return config.changed(**found)
+
+
+def as_resumed(prepared: Prepared, folder: Path) -> tuple[Prepared, int]:
+    """Bind a run as it was resumed last, after the batches in its ledger; return where, too."""
+    kept, past = read_json(folder / PLAN), list[tuple[int, int]]()
+    at = kept.get("resumed_at", 0) if isinstance(kept, dict) else 0
+    for row in read_ledger(folder) if at else ():
+        counts = row.counts
+        now = Timestamp(*(counts[name] for name in ("epoch", "batch", "sample", "token")))
+        if now.batch == at and not passes(prepared.sizes, now, past):
+            return resumed(prepared, now, past, prepared.bound_policy.start), at
+        if not past or past[-1][1] != counts["decided_size"]:
+            past.append((now.batch, counts["decided_size"]))
+    return prepared, 0
 
 
 def print_batches(planned: Plan, *, as_json: bool) -> None:

@@ -75,7 +75,9 @@ def _train(
         config = config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
     folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
     with progress("building the run"):
-        trainer = notes.trainer = build_trainer(config, folder=folder, callbacks=[notes])
+        trainer = notes.trainer = build_trainer(
+            config, folder=folder, callbacks=[notes], resumes=resume is not None
+        )
     with progress("resuming"):
         found = None if resume is None else trainer.resume(resume, unpickle=unpickle)
     if notes.is_first:

@@ -241,8 +241,13 @@ def plan_of(config: RunConfig, run: Prepared) -> Plan:
         raise error.recast(PlanError, where=where, word=as_key) from error
 
 
-def prepare_run(config: RunConfig, run: TimesAndSizes) -> Prepared:
+def prepare_run(config: RunConfig, run: TimesAndSizes, *, resumes: bool = False) -> Prepared:
     """Bind a run to its horizon and check it, before anything is built.
+
+    Args:
+        config: the run file.
+        run: what it says of times and sizes.
+        resumes: whether it may continue a run that had other batch sizes.
 
     Raises:
         ConfigError: a piece does not fit the run, or the file contradicts itself.
@@ -262,6 +267,8 @@ def prepare_run(config: RunConfig, run: TimesAndSizes) -> Prepared:
         most_stages=MAX_STAGES,
         at=at,
     )
+    if prepared.refused is not None and not resumes:
+        raise prepared.refused
     measured = metrics_of(config.evaluate)
     with config.source.at("batch_size"):
         followed_metric(prepared.bound_policy.reads, measured)

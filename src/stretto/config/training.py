@@ -58,6 +58,7 @@ def build_trainer(
     *,
     folder: Path | None = None,
     callbacks: Sequence[Callback] = (),
+    resumes: bool = False,
 ) -> Trainer:
     """Return the trainer of the run that a file describes; targets are imported and called.
 
@@ -65,6 +66,7 @@ def build_trainer(
         config: the run file.
         folder: the run folder; by default, that of the file, if it names one.
         callbacks: more callbacks than those of the file.
+        resumes: whether it may continue a run that had other batch sizes.
 
     Raises:
         ConfigError: something in it cannot be built; the message says where it was written.
@@ -74,7 +76,7 @@ def build_trainer(
     _check_world_size(config)
     spec = make_spec(config)
     run = build_run(config, spec)
-    prepare_run(config, with_some_maximum(run))
+    prepare_run(config, with_some_maximum(run), resumes=resumes)
     seed_everything(config.seed)
     model, mesh = make_model(config), make_mesh(config)
     if isinstance(config.parallel, Target):

@@ -19,6 +19,10 @@ _UNMEASURED_STEPS = 20
 """Steps without a noise measurement after which a warning is given."""
 
 
+_MOST_SIZES = 2**16
+"""Sizes that a checkpoint keeps: 1 MB of JSON. A plan may have more, and leads to its clock."""
+
+
 @final
 class Decisions:
     """Calls `stretto.planning.next_step`, ahead of the run or at each step.
@@ -41,6 +45,8 @@ class Decisions:
         """What that batch measured."""
         self.size: int | None = None
         """The size that was decided for it; None before the first one."""
+        self.past: list[tuple[int, int]] | None = []
+        """The sizes so far, each with its first batch; None: unknown, or too many to keep."""
         self.last: PlannedBatch | None = None
         """What was decided for the last finished batch."""
         self.end: Timestamp | None = None
@@ -96,6 +102,10 @@ class Decisions:
         if signals.noise_numerator is not None and signals.num_samples is None:
             signals = replace(signals, num_samples=size)
         self.last = plan
+        if self.past is not None and (not self.past or self.past[-1][1] != plan.decided):
+            self.past.append((plan.timestamp.batch, plan.decided))
+            if len(self.past) > _MOST_SIZES:
+                self.past = None
         self.state, self.signals, self.size = plan.state, signals, plan.decided
         if self._unmeasured >= 0:
             self._watch(signals)
@@ -114,6 +124,7 @@ class Decisions:
             "policy": saved.policy_record(self._run.policy, self.state),
             "signals": saved.signals_record(self.signals),
             "size": self.size,
+            "past": self.past and [list(one) for one in self.past],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -127,6 +138,7 @@ class Decisions:
         self._unmeasured = -1
         self.restart(self._policy.start if own is None else own, saved.signals_of(state["signals"]))
         self.size = state.get("size")
+        self.past = saved.past_of(state, self._timer.timestamp)
         return own is not None or not state["policy"]["state"]
 
     def restart(self, state: PolicyState, signals: Signals) -> None:

@@ -20,7 +20,7 @@ from stretto.data.spec import Collate, DataSpec
 from stretto.data.state import MicroBatch, Step
 from stretto.data.workers import Workers
 from stretto.errors import DataError
-from stretto.planning import Prepared
+from stretto.planning import Prepared, resumed
 from stretto.runtime.random_state import kept_generators
 from stretto.timing import LastBatch, TimeLike, Timer, Timestamp, TimeUnit, tick
 
@@ -45,6 +45,8 @@ class TokenCounter:
         self._timer = timer
         self._is_needed = TimeUnit.TOKEN in run.bound_policy.units | {run.facts.max_duration.unit}
         self._reads_seconds = any(TimeUnit.SECOND in units for units in run.reads.values())
+        # Sizes that are not known before the run may follow the wall clock undeclared.
+        self._may_read_seconds = not run.bound_policy.is_static
         self.each = spec.known_tokens_per_sample
         """The tokens of every sample, 0 if none are tracked; None: they must be counted."""
         self._stated = spec.known_num_tokens if self.each is None else None
@@ -98,7 +100,8 @@ class TokenCounter:
         """
         part, is_open = self._source.part, tokens is None or seconds is None
         counts = tokens is None and self.is_counted
-        measures = seconds is None and self._reads_seconds
+        may_read = self._may_read_seconds and is_all(part)
+        measures = seconds is None and (self._reads_seconds or may_read)
         if counts or measures or (is_open and self._run.bound_policy.reads and is_all(part)):
             passed = self._timer.seconds_since_update()
             decision = (step.timestamp.sample, step.batch_size, signals)
@@ -213,6 +216,7 @@ class StepLoader(Iterator[Step]):
     ) -> None:
         self.spec = DataSpec.of(data)
         self.prepared = prepared_for(self.spec, batch_size, max_duration, last_batch)
+        self._from_start = self.prepared
         self.policy: BatchSizePolicy = self.prepared.policy
         self.horizon = self.prepared.horizon
         self.timer = Timer(self.horizon, clock=clock)
@@ -462,6 +466,9 @@ class StepLoader(Iterator[Step]):
             self.timer.load_state_dict(state["clock"])
             self.has_dropped_state = not self._decisions.load_state_dict(state)
             source = state["source"]
+        decided, now = self._decisions, self.timer.timestamp
+        self.prepared = resumed(self._from_start, now, decided.past, decided.state)
+        self.horizon = self.timer.horizon = self.prepared.horizon
         self._source.load_state_dict(source)  # outside `read`: errors of the data are not damage
 
     def _open(self) -> Iterator[FetchedStep]:

@@ -134,6 +134,26 @@ def policy_state(
     return state if is_same else None
 
 
+def past_of(state: Mapping[str, Any], now: Timestamp) -> list[tuple[int, int]] | None:
+    """Return the batch sizes so far; None if the record does not say them.
+
+    Raises:
+        ValueError: they are damaged.
+    """
+    saved = state.get("past")
+    if saved is None:
+        return [] if now.batch == 0 else None
+    past = [(first, size) for first, size in saved]
+    firsts = [first for first, _ in past]
+    is_whole = all(type(one) is int for pair in past for one in pair)
+    in_order = sorted(set(firsts)) == firsts and firsts[:1] in ([], [0])
+    if not (is_whole and in_order and all(size >= 1 for _, size in past)) or bool(past) != bool(
+        now.batch
+    ):
+        raise ValueError(f"{saved!r} are no batch sizes")
+    return past
+
+
 def check_state(bound: Bound, now: Timestamp, state: PolicyState) -> None:
     """Refuse a damaged state of a built-in policy.
 

@@ -51,7 +51,7 @@ class TorchSchedule(Schedule):
         Raises:
             ScheduleError: the scheduler cannot be built or stepped.
         """
-        span = scope.span(self.times()).along(self.every.unit)
+        span = scope.span().along(self.every.unit)
         scale, start, interval = integers(span.start, span.length(self.every))
         read = span.axis.read
         steps = _SchedulerValues(self.factory)

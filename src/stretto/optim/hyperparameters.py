@@ -259,7 +259,7 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
-    __slots__ = ("_columns", "_only", "_settings", "base", "optimizer", "rule")
+    __slots__ = ("_columns", "_only", "_schedules", "_settings", "base", "optimizer", "rule")
 
     def __init__(
         self,
@@ -270,27 +270,37 @@ class Hyperparameters:
         rule: RuleLike | None = None,
         bound: Mapping[str, BoundSchedule] | None = None,
     ) -> None:
-        factors = read_schedules(optimizer, schedules)
+        self._schedules = read_schedules(optimizer, schedules)
         self.rule = None if rule is None else as_rule(rule)
         """How learning rates follow the batch size; None: not at all."""
         # Its groups are looked up each time: loading a state puts new ones in their place.
         self.optimizer = optimizer
         """What is written to."""
         restore_base_values(optimizer)
-        groups = optimizer.param_groups
-        _part_tensors(groups)
-        check_pairs(factors, rule=self.rule)
-        known = bound or {}
+        _part_tensors(optimizer.param_groups)
+        check_pairs(self._schedules, rule=self.rule)
+        self._settings: list[_Setting] = []
+        self.follow(horizon, bound or {})
+        self.base = self.values()
+        """The initial values of the optimizer, by name."""
+
+    def follow(self, horizon: Horizon, bound: Mapping[str, BoundSchedule]) -> None:
+        """Follow the same schedules, bound to the run anew; the base values stay."""
+        groups, base = self.optimizer.param_groups, {}
+        for one in self._settings:
+            base[one.number, one.key] = one.base
         each = {
-            name: _Factor(factor, known[name] if name in known else factor.bind(horizon))
-            for name, factor in factors.items()
+            name: _Factor(factor, bound[name] if name in bound else factor.bind(horizon))
+            for name, factor in self._schedules.items()
         }
         followed = [_of_group(each, number, group) for number, group in enumerate(groups)]
         self._settings = [
             _Setting(
                 number,
                 key,
-                plain(group.setdefault(f"{INITIAL}{key}", plain(group[key]))),
+                base[number, key]
+                if (number, key) in base
+                else plain(group.setdefault(f"{INITIAL}{key}", plain(group[key]))),
                 tuple(_product(factors).bound for factors in by_index.values()),
                 follows_rule=key == "lr",
             )
@@ -298,8 +308,6 @@ class Hyperparameters:
             for key, by_index in followed[number].items()
         ]
         self._columns = {name: _column(name, followed, groups) for name in each}
-        self.base = self.values()
-        """The initial values of the optimizer, by name."""
         # Setting it is one multiplication: the common case, twice as fast by itself.
         first = self._settings[0] if len(self._settings) == 1 else None
         is_plain = first is not None and isinstance(groups[first.number][first.key], (int, float))

@@ -2,6 +2,7 @@
 
 from stretto.planning.bind import Prepared, bind_run
 from stretto.planning.plan import Plan, plan
+from stretto.planning.resume import Past, passes, resumed
 from stretto.planning.sizes import (
     FirstLast,
     PlannedBatch,
@@ -16,6 +17,7 @@ from stretto.planning.stages import Event, bound_of, check_least
 __all__ = [
     "Event",
     "FirstLast",
+    "Past",
     "Plan",
     "PlannedBatch",
     "PlannedSizes",
@@ -25,7 +27,9 @@ __all__ = [
     "bound_of",
     "check_least",
     "next_step",
+    "passes",
     "plan",
+    "resumed",
     "bind_run",
     "walk",
 ]

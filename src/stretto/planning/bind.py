@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, NoReturn, TypeAlias, final
 
 from stretto.batching import (
     BatchSizePolicy,
@@ -19,7 +19,7 @@ from stretto.batching import (
     check_pairs,
     split,
 )
-from stretto.errors import PlanError
+from stretto.errors import PlanError, StrettoError
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
 from stretto.timing import (
@@ -200,6 +200,12 @@ class Prepared:
         }
 
     @property
+    def refused(self) -> StrettoError | None:
+        """Why the run cannot start from its beginning, though a resume may; None: it can."""
+        refusals = [one for one in self.bound_schedules.values() if isinstance(one, Refusal)]
+        return refusals[0].error if refusals else None
+
+    @property
     def is_planned(self) -> bool:
         """Whether every batch is known before the run."""
         return self.sizes is not None and self.sizes.is_exact
@@ -290,8 +296,13 @@ def bind_run(
             _check_length(sizes)
     bound: dict[str, BoundSchedule] = {}
     for name, one in read.items():
-        with at("schedules", name):
-            bound[name] = one.bind(horizon)
+        try:
+            with at("schedules", name):
+                bound[name] = one.bind(horizon)
+        except StrettoError as error:
+            if not _follows_sizes(one, horizon, error):
+                raise
+            bound[name] = Refusal(error.with_traceback(None))
     due: dict[str, BoundTrigger] = {}
     for name, trigger in fires.items():
         with at("triggers", name):
@@ -299,6 +310,28 @@ def bind_run(
     return Prepared(
         facts, horizon, policy, bound_policy, sizes, refusal, read, bound, due, learning_rate_rule
     )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A schedule that does not fit these batch sizes; a run that is resumed may have had others."""
+
+    error: StrettoError
+
+    def __call__(self, _timestamp: Timestamp, /) -> NoReturn:
+        """Refuse."""
+        raise self.error
+
+
+def _follows_sizes(schedule: Schedule, horizon: Horizon, error: StrettoError) -> bool:
+    """Return whether a schedule is refused because of the batch sizes."""
+    is_unknown = isinstance(horizon.batch_sizes, UnknownSizes)
+    try:
+        schedule.bind(horizon.with_batch_sizes(1 if is_unknown else UnknownSizes("")))
+    except StrettoError as other:
+        return (other.message.what, other.message.why) != (error.message.what, error.message.why)
+    return True
 
 
 def _check_length(sizes: PlannedSizes) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeAlias, cast, final
 
-from stretto.batching import BatchSizePolicy, Bound, PolicyLike, RuleLike
+from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike
 from stretto.batching.policy import as_float, checked_size, checked_world_size
 from stretto.batching.split import is_learning_rate, split
 from stretto.errors import PlanError
@@ -54,7 +54,6 @@ class Plan:
     events: tuple[Event, ...]
     warnings: tuple[str, ...]
     """What is allowed but probably a mistake, one line each."""
-    _policy: Bound
     _values: Values
 
     @property
@@ -108,7 +107,7 @@ class Plan:
         >>> [batch.size for batch in planned.batches()]
         [8, 8, 4]
         """
-        for step in walk(self.horizon, self._policy):
+        for step in walk(self.horizon, self.sizes.bound):
             shared = split(step.size, self.world_size, self.micro_batch_size)
             values = self._values(step.timestamp, step.decided)
             yield step._replace(accumulation=shared.accumulation, values=values)
@@ -287,7 +286,6 @@ def plan_prepared(
             *growth_alone(run.policy, run.schedules, run.rule),
             *unknown,
         ),
-        _policy=run.bound_policy,
         _values=at,
     )
 

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn, final
+from typing import NamedTuple, final
 
 from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
 from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
@@ -383,6 +383,8 @@ class PlannedSizes:
     horizon: Horizon
     """The run, without batch sizes."""
     policy: BatchSizePolicy
+    bound: Bound = field(compare=False, repr=False)
+    """The same, bound to the run."""
     stages: tuple[Stage, ...] = field(compare=False, repr=False)
     end: Timestamp | None = field(compare=False, repr=False)
     """The clock at the end of the run; None if unknown before the run."""
@@ -408,6 +410,7 @@ class PlannedSizes:
             self,
             horizon=run,
             policy=policy,
+            bound=bound,
             stages=tuple(stages),
             end=end,
             _sections=sections,
@@ -478,7 +481,9 @@ def _beyond(horizon: Horizon, last: Stage, end: Timestamp) -> EqualBatches:
 @final
 @dataclass(frozen=True, slots=True)
 class UnknownSizes:
-    """The batch sizes of a run that decides them as it goes: every conversion is refused.
+    """The batch sizes of a run that decides them as it goes: conversions are refused.
+
+    Those of a run that was resumed are known up to the resume.
 
     >>> UnknownSizes("they follow what the run measures").sample_at_batch(10)
     Traceback (most recent call last):
@@ -491,15 +496,29 @@ write the time in 'sp', 'ep' or 'dur' like those it goes with
     why: str
     instead: Text = "write the time in 'sp', 'ep' or 'dur' like those it goes with"
 
-    def sample_at_batch(self, _batch: int, /) -> NoReturn:
-        """Refuse."""
-        raise ConversionError.cannot(
+    past: PlannedSizes | None = None
+    """The batches that it had before it was resumed; None: they are unknown, too."""
+    until: Timestamp = field(default_factory=Timestamp)
+    """Where it was resumed."""
+
+    def sample_at_batch(self, batch: int, /) -> int:
+        """Return the position of a past batch; refuse any other."""
+        if self.past is not None and batch <= self.until.batch:
+            return self.past.sample_at_batch(batch)
+        raise self._refused()
+
+    def batch_at_sample(self, sample: int, /) -> int:
+        """Return the number of batches up to a past position; refuse any other."""
+        if self.past is not None and sample <= self.until.sample:
+            return self.past.batch_at_sample(sample)
+        raise self._refused()
+
+    def _refused(self) -> ConversionError:
+        return ConversionError.cannot(
             "convert between batches and samples",
             why=f"the batch sizes are not known, as {self.why}",
             instead=self.instead,
         )
-
-    batch_at_sample = sample_at_batch
 
 
 def horizon_of(sizes: PlannedSizes) -> Horizon:

@@ -14,7 +14,7 @@ from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, unknown_count
 from stretto.schedules import BoundSchedule, Schedule
 from stretto.schedules.fields import checked_factor
 from stretto.timing import Axis, BoundTrigger, Horizon, Timestamp, TimeUnit
-from stretto.timing.epochs import KnownCounts, UnknownCountError, unknown_counters
+from stretto.timing.epochs import UnknownCountError, known_counts, unknown_counters
 
 FIRST = 5
 """How many times of each event are listed."""
@@ -182,7 +182,7 @@ def hyperparameters(
 
     def values(timestamp: Timestamp, size: int) -> dict[str, float]:
         found = {}
-        now = KnownCounts.of(timestamp, hidden)
+        now = known_counts(timestamp, hidden)
         for name, schedule in bound.items():
             try:
                 value = base.get(name, 1.0) * schedule(now)

@@ -60,7 +60,7 @@ class Comparison:
         )
 
 
-def compare(plan: Plan, folder: Path) -> Comparison:
+def compare(plan: Plan, folder: Path, *, since: int = 0) -> Comparison:
     """Compare the run in `folder` with `plan`: sizes, clock and hyper-parameters.
 
     Counts must be equal. Hyper-parameters may differ in the last digits, because a plan multiplies
@@ -70,6 +70,7 @@ def compare(plan: Plan, folder: Path) -> Comparison:
     Args:
         plan: the plan.
         folder: the run folder.
+        since: the batch from which hyper-parameters are compared; those before had another plan.
 
     Raises:
         DataError: there is no ledger in the folder, or it is invalid.
@@ -88,7 +89,8 @@ def compare(plan: Plan, folder: Path) -> Comparison:
         if batches == 0:
             names += [name for name in row.values if name in planned.values]
         expected = _expected(planned, plan.horizon.tokens_per_sample or 0)
-        differences += _differences(row, expected, names, batches)
+        those = names if batches >= since else [name for name in names if name in row.counts]
+        differences += _differences(row, expected, those, batches)
         batches += 1
     if batches == 0:
         raise unreadable(folder / LEDGER, "it holds no batch")

@@ -42,7 +42,9 @@ class _Glide(WarmedUp):
 
     def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
         """Return the curve from the start of `span` on."""
-        return glide(span, span.after(Time(self.over)), self.start, self.end, self.at)
+        over = Time(self.over)
+        own = span.along(over.unit)
+        return glide(own, own.after(over).tick, self.start, self.end, self.at)
 
 
 @final
@@ -187,8 +189,10 @@ class Curve(WarmedUp):
 
     def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
         """Return the curve from the start of `span` on."""
-        function, read = self.function, span.smooth().axis.read
-        scale, first, total, stop = way(span, span.after(Time(self.over)))
+        over = Time(self.over)
+        own = span.along(over.unit).smooth()
+        function, read = self.function, own.axis.read
+        scale, first, total, stop = way(own, own.after(over).tick)
         last = checked_factor(function(stop / total if total else 1.0), function)
         start = self.first_factor() if total else last
 
@@ -247,13 +251,16 @@ class InverseSqrt(WarmedUp):
     def over_rest(self, span: Span, scope: Span) -> BoundSchedule:
         """Return the decay from the start of `span` on."""
         # Without a time scale, the length of the warm-up counts: all before `span`.
-        timescale = span.start - scope.start
-        if self.timescale is not None:
-            timescale = span.length(Time(self.timescale))
-        stop = span.start + BEYOND if span.end is None else span.end
-        scale, first, unit, last = integers(span.start, timescale, stop)
+        own = span.on(span.first.axis)
+        if self.timescale is None:
+            timescale = own.start - scope.on(own.axis).start
+        else:
+            own = span.along(Time(self.timescale).unit)
+            timescale = own.length(Time(self.timescale))
+        stop = own.start + BEYOND if own.end is None else own.end
+        scale, first, unit, last = integers(own.start, timescale, stop)
         # A fraction of a period of length 0 is 0. Any unit will do, since no time passes.
-        read, unit, last = span.smooth().axis.read, max(unit, 1), last - first
+        read, unit, last = own.smooth().axis.read, max(unit, 1), last - first
         end, fall, floor = self.end, 1.0 - self.end, self.floor
 
         def value(timestamp: Timestamp) -> float:
@@ -410,13 +417,14 @@ class WSD(WarmedUp):
         Raises:
             ScheduleError: warm-up and decay are together longer than the scope.
         """
-        assert scope.end is not None, "times() asks for the end"
-        cut = scope.moved(scope.end, -Time(self.decay))
-        if cut < span.start:
-            why = f"with the warm-up it is longer than '{scope.show(scope.end - scope.start)}'"
+        cut = scope.moved(scope.last, -Time(self.decay))
+        own = span.on(cut.axis)
+        if cut.tick < own.start:
+            length = own.place(scope.last) - own.place(scope.first)
+            why = f"with the warm-up it is longer than '{own.show(length)}'"
             raise ScheduleError.bad("decay", str(self.decay), why, "write a shorter one")
-        fall = self._fall().within(scope.part(cut, scope.end))
-        read, turn = scope.axis.read, math.ceil(cut)
+        fall = self._fall().within(scope.part(cut, scope.last, cut.axis))
+        read, turn = cut.axis.read, cut.first_tick
 
         def value(timestamp: Timestamp) -> float:
             return fall(timestamp) if read(timestamp) >= turn else 1.0

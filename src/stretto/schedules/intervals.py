@@ -7,7 +7,6 @@ steps every thousand batches, even if the batch size changes or the schedule sta
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +15,7 @@ from typing import final
 from stretto.errors import ScheduleError
 from stretto.schedules.fields import Factor, Interval, check_fields, fill, interval
 from stretto.schedules.schedule import WarmedUp
-from stretto.schedules.scope import END, BoundSchedule, Span, integers
+from stretto.schedules.scope import END, BoundSchedule, Span, counted, integers
 from stretto.timing import Time, TimeLike, Timestamp
 
 BEYOND = 2**128
@@ -65,7 +64,8 @@ class Exponential(_ByInterval):
     def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
         """Return the decay from the start of `span` on."""
         span.along(Time(self.every).unit).smooth()
-        gamma, (read, scale, first, step, last) = self.gamma, _intervals(span, self.every)
+        gamma = self.gamma
+        read, scale, first, step, last = _intervals(span, self.every, needs_end=gamma > 1)
 
         def value(timestamp: Timestamp) -> float:
             passed = read(timestamp) * scale - first
@@ -107,7 +107,8 @@ class StepDecay(_ByInterval):
 
     def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
         """Return the steps from the start of `span` on."""
-        gamma, (read, scale, first, step, last) = self.gamma, _intervals(span, self.every)
+        gamma = self.gamma
+        read, scale, first, step, last = _intervals(span, self.every, needs_end=gamma > 1)
         # A step that falls on the end is not taken: the last value is the one before it.
         last = max(last - 1, 0)
 
@@ -159,20 +160,18 @@ class MultiStep(WarmedUp):
 
     def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
         """Return the steps from the start of `span` on."""
-        cuts = [span.after(Time(time)) for time in self.milestones]
-        for (before, a), (after, b) in pairwise(zip(self.milestones, cuts, strict=True)):
-            if b < a or after == before:
+        marks = [span.after(Time(time)) for time in self.milestones]
+        for (before, a), (after, b) in pairwise(zip(self.milestones, marks, strict=True)):
+            if b.tick < span.on(b.axis).place(a) or after == before:
                 why = f"it does not come later than '{before}' in this run"
                 raise ScheduleError.bad("milestone", str(after), why, "write them once, in order")
-        if span.end is not None:
-            cuts = [cut for cut in cuts if cut < span.end]  # one on the end is never reached
-        read, marks = span.axis.read, [math.ceil(cut) for cut in cuts]
-        factors = [math.pow(self.gamma, number) for number in range(len(marks) + 1)]
-
-        def value(timestamp: Timestamp) -> float:
-            return factors[bisect_right(marks, read(timestamp))]
-
-        return value
+        # One on the end is never reached.
+        ends = [span.on(mark.axis).end for mark in marks]
+        pairs = zip(marks, ends, strict=True)
+        kept = [mark for mark, end in pairs if end is None or mark.tick < end]
+        factors = [math.pow(self.gamma, number) for number in range(len(kept) + 1)]
+        count = counted(kept)
+        return lambda timestamp: factors[count(timestamp)]
 
 
 def _milestones(milestones: Sequence[TimeLike]) -> tuple[Time, ...]:
@@ -183,12 +182,13 @@ def _milestones(milestones: Sequence[TimeLike]) -> tuple[Time, ...]:
 
 
 def _intervals(
-    span: Span, every: TimeLike
+    span: Span, every: TimeLike, *, needs_end: bool
 ) -> tuple[Callable[[Timestamp], int], int, int, int, int]:
     """Return the counter of `every`, a denominator, and over it start, interval and length."""
     every = Time(every)
     own = span.along(every.unit)
-    end = own.start + BEYOND if own.end is None else own.end
+    end = own.place(own.last) if needs_end else own.end
+    end = own.start + BEYOND if end is None else end
     scale, first, step, last = integers(own.start, own.length(every), end)
     # A fraction of a period of length 0 is 0. Any step will do, since none is ever taken.
     return own.axis.read, scale, first, max(step, 1), last - first

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from itertools import pairwise
 from typing import Literal, TypeAlias, final
 
 from stretto.errors import ScheduleError
 from stretto.schedules.fields import fill, length
 from stretto.schedules.schedule import Schedule, ScheduleLike, as_schedule
-from stretto.schedules.scope import END, BoundSchedule, Scope, Span
-from stretto.timing import Horizon, Time, TimeLike, Timestamp, TimeUnit
+from stretto.schedules.scope import END, BoundSchedule, Mark, Scope, Span, counted
+from stretto.timing import Horizon, Time, TimeLike, TimeUnit
 
 Rest: TypeAlias = Literal["rest"]
 """The duration of the period that takes what the others leave of the run."""
@@ -90,39 +86,43 @@ class Periods(Schedule):
             ConversionError: a time needs a fact that is not known; the message names it.
             ScheduleError: the periods are longer than the scope, or one does not fit.
         """
-        span = scope.span(self.times())
+        span = scope.span()
         parts = self._parts(span)
         pairs = zip(self.periods, parts, strict=True)
-        bound = [(part, schedule.within(part)) for (_, schedule), part in pairs]
+        factors = [schedule.within(part) for (_, schedule), part in pairs]
         # Only the last period of length 0 is read: its value stays.
-        lasting = [pair for pair in bound[:-1] if pair[0].start != pair[0].end] + bound[-1:]
-        read, cuts = span.axis.read, [math.ceil(part.start) for part, _ in lasting[1:]]
-        factors = [factor for _, factor in lasting]
-
-        def value(timestamp: Timestamp) -> float:
-            return factors[bisect_right(cuts, read(timestamp))](timestamp)
-
-        return value
+        lasting = [at for at, (duration, _) in enumerate(self.periods[:-1]) if duration]
+        lasting.append(len(parts) - 1)
+        factors = [factors[at] for at in lasting]
+        begun = counted([parts[at].first for at in lasting[1:]])
+        return lambda timestamp: factors[begun(timestamp)](timestamp)
 
     def _parts(self, span: Span) -> list[Span]:
         """Return the span of each period: forward from the start, backward from the end."""
         head, tail = self._around_rest()
-        starts, end = [span.start], span.end
+        starts, end = [span.first], span.last
         for duration in head:
             starts.append(span.moved(starts[-1], duration))
+        known = starts[-1]
         if tail is None:
             end = starts.pop()
         else:
             starts += reversed(_backward(span, tail))
-        known = [*starts, *(bound for bound in (end, span.end) if bound is not None)]
-        if any(later < earlier for earlier, later in pairwise(known)):
-            around = span.end - span.start if span.end is not None else span.start
+        # The last mark from the start, against the first one from the end.
+        first = starts[-len(tail)] if tail else None
+        own = span.on(known.axis if first is None else first.axis)
+        limit = own.end if first is None else first.tick
+        if limit is not None and own.place(known) > limit:
+            around = own.place(span.last) - own.start
             listed = ", ".join(f"'{duration}'" for duration, _ in self.periods)
-            what = f"fit the periods {listed} into '{span.show(around)}'"
+            what = f"fit the periods {listed} into '{own.show(around)}'"
             instead = "write shorter durations, or 'rest' for one of them"
             raise ScheduleError.cannot(what, why="together they are longer", instead=instead)
-        ends = [*starts[1:], end]
-        return [span.part(*bounds) for bounds in zip(starts, ends, strict=True)]
+        marks = zip(self.periods, starts, [*starts[1:], end], strict=True)
+        return [
+            span.part(first, last, None if length == "rest" else span.along(length.unit).axis)
+            for (length, _), first, last in marks
+        ]
 
     def _around_rest(self) -> tuple[list[Time], list[Time] | None]:
         """Return the durations before and after the rest; None if there is no rest."""
@@ -139,12 +139,11 @@ class Periods(Schedule):
         return f"Periods({list(self.periods)!r})"
 
 
-def _backward(span: Span, durations: list[Time]) -> list[Fraction]:
-    """Yield the start of each period after the rest, the last one first."""
-    starts: list[Fraction] = []
+def _backward(span: Span, durations: list[Time]) -> list[Mark]:
+    """Return the start of each period after the rest, the last one first."""
+    starts: list[Mark] = []
     for duration in reversed(durations):
-        assert span.end is not None, "times() asks for the end"
-        starts.append(span.moved(starts[-1] if starts else span.end, -duration))
+        starts.append(span.moved(starts[-1] if starts else span.last, -duration))
     return starts
 
 

@@ -265,19 +265,20 @@ class WarmedUp(Schedule):
             ConversionError: a time needs a fact that is not known; the message names it.
             ScheduleError: the warm-up is longer than the scope, or the schedule does not fit.
         """
-        span = scope.span(self.times())
+        span = scope.span()
         if self.warmup is None:
             return self.over_rest(span, span)
         cut = span.after(Time(self.warmup))
-        if span.end is not None and cut > span.end:
-            why = f"the run or period is only '{span.show(span.end - span.start)}' long"
+        own = span.on(cut.axis)
+        if own.end is not None and cut.tick > own.end:
+            why = f"the run or period is only '{own.show(own.end - own.start)}' long"
             instead = "write a shorter one, or a fraction such as '5%'"
             raise ScheduleError.bad("warmup", str(self.warmup), why, instead)
-        main = self.over_rest(span.part(cut, span.end), span)
-        if cut == span.start:
+        main = self.over_rest(span.part(cut, span.last), span)
+        if cut.tick == own.start:
             return main
-        ramp = line(span, cut, self.warmup_start, self.first_factor())
-        read, turn = span.axis.read, math.ceil(cut)
+        ramp = line(own, cut.tick, self.warmup_start, self.first_factor())
+        read, turn = cut.axis.read, cut.first_tick
 
         def value(timestamp: Timestamp) -> float:
             return main(timestamp) if read(timestamp) >= turn else ramp(timestamp)

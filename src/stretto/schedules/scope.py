@@ -1,15 +1,15 @@
 """`Scope`: the part of a run that a schedule covers, and the positions of its times in it.
 
-A scope starts as the whole run (`RunScope`), without an axis. A schedule asks for an axis on which
-all its times can be placed, and gets a `Span`: an interval of that axis, which can be cut into
-parts. All positions are exact, in ticks.
+A place in the run is a `Mark`: exact on one counter, that of the time that leads there. So a
+length is counted in its own unit, and only the place where it begins is brought to that unit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeAlias, final
 
@@ -26,10 +26,25 @@ END = Time(1, TimeUnit.DURATION)
 
 @final
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a run: a tick of one counter."""
+
+    axis: Axis
+    tick: Fraction
+    """Exact, and counted from the start of the run."""
+
+    @property
+    def first_tick(self) -> int:
+        """The tick at which the counter, which has whole ones, has reached it."""
+        return math.ceil(self.tick)
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class RunScope:
     """The whole run.
 
-    >>> RunScope(Horizon("2ep", dataset_num_samples=50)).span([END]).end
+    >>> RunScope(Horizon("2ep", dataset_num_samples=50)).span().end
     Fraction(100, 1)
     """
 
@@ -39,102 +54,113 @@ class RunScope:
     def clock(self) -> None:
         """None: the clock of the run is that of the horizon."""
 
-    def span(self, times: Iterable[Time]) -> Span:
-        """Return the run on an axis that all of `times` can be placed on.
+    def span(self) -> Span:
+        """Return the run as an interval of the counter of its length."""
+        axis = self.horizon.axis(TimeUnit.DURATION)
+        return Span(self.horizon, axis, Mark(axis, Fraction(0)), _end_of(self.horizon))
 
-        Raises:
-            ConversionError: a fact is missing; the message names it.
-        """
-        times = list(times)
-        axis = self.horizon.common_axis(times)
-        if any(time.unit is TimeUnit.DURATION for time in times):
-            return Span(self.horizon, axis, Fraction(0), self._end(axis))
-        try:
-            return Span(self.horizon, axis, Fraction(0), self._end(axis))
-        except ConversionError:  # no time depends on the end, so it may be unknown
-            return Span(self.horizon, axis, Fraction(0), None)
 
-    def _end(self, axis: Axis) -> Fraction:
-        return self.horizon.ticks(self.horizon.max_duration, axis)
+def _end_of(horizon: Horizon) -> Mark:
+    axis = horizon.axis(TimeUnit.DURATION)
+    return Mark(axis, horizon.ticks(horizon.max_duration, axis))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of one axis, in exact ticks.
+    """An interval of a run, read on one counter, in exact ticks.
 
-    >>> run = RunScope(Horizon("90ep", dataset_num_samples=100)).span([END])
-    >>> rest = run.part(run.after(Time("5%")), run.end)
-    >>> rest.start, rest.after(Time("0.5dur"))
+    >>> run = RunScope(Horizon("90ep", dataset_num_samples=100)).span()
+    >>> rest = run.part(run.after(Time("5%")), run.last)
+    >>> rest.start, rest.after(Time("0.5dur")).tick
     (Fraction(450, 1), Fraction(4725, 1))
     """
 
     horizon: Horizon
     axis: Axis
-    """The counter that positions are measured on."""
-    start: Fraction
-    end: Fraction | None
-    """None if it is unknown on this axis and no time depends on it."""
+    """The counter of its length, which fractions are of."""
+    first: Mark
+    """Where it begins."""
+    last: Mark
+    """Where it ends."""
 
-    def span(self, times: Iterable[Time]) -> Span:  # noqa: ARG002 (its axis was chosen for them)
-        """Return this span; its axis was chosen for `times`."""
+    @property
+    def start(self) -> Fraction:
+        """The tick at which it begins.
+
+        Raises:
+            ConversionError: that is unknown on this counter.
+        """
+        return self.place(self.first)
+
+    @property
+    def end(self) -> Fraction | None:
+        """The tick at which it ends; None if it ends with the run and that is unknown.
+
+        Raises:
+            ConversionError: the end of a period is unknown on this counter.
+        """
+        try:
+            return self.place(self.last)
+        except ConversionError:
+            if self.last != _end_of(self.horizon):
+                raise
+            return None  # nothing is read after the end of the run
+
+    def span(self) -> Span:
+        """Return this span."""
         return self
 
-    def part(self, start: Fraction, end: Fraction | None) -> Span:
-        """Return the interval from `start` to `end` of the same axis."""
-        return Span(self.horizon, self.axis, start, end)
+    def part(self, first: Mark, last: Mark, axis: Axis | None = None) -> Span:
+        """Return the interval between two marks, on the same counter by default."""
+        return Span(self.horizon, self.axis if axis is None else axis, first, last)
 
-    def after(self, time: Time) -> Fraction:
-        """Return the position at which `time` has passed since the start of the span."""
-        return self.moved(self.start, time)
+    def after(self, time: Time) -> Mark:
+        """Return where `time` has passed since the start of the span."""
+        return self.moved(self.first, time)
 
     def length(self, time: Time) -> Fraction:
-        """Return the length of `time` from the start of the span, in ticks."""
-        return self.after(time) - self.start
+        """Return `time` from the start of the span, in ticks of its own counter."""
+        return self.after(time).tick - self.along(time.unit).start
 
-    def moved(self, position: Fraction, time: Time) -> Fraction:
-        """Return the position `time` after `position`; `time` may be negative.
+    def moved(self, mark: Mark, time: Time) -> Mark:
+        """Return the place `time` after `mark`; `time` may be negative.
 
         A fraction is of the span. Batches are counted from the first that starts at or after the
-        position: if the batch size changes, their length depends on where they are.
+        mark.
 
         Raises:
-            ConversionError: a fact is missing; the message names it.
+            ConversionError: a fact is missing.
         """
+        own = self.along(time.unit)
+        each = own.axis.scale
         if time.unit is TimeUnit.DURATION:
-            assert self.end is not None, "a schedule that refers to the end has it in its times"
-            moved = position + time.amount * (self.end - self.start)
-        elif time.unit is self.axis.unit:
-            moved = position + time.amount * self.axis.scale
-        elif time.unit is TimeUnit.BATCH and position != 0:
-            batches = self.horizon.convert(self._time(position), TimeUnit.BATCH) + time
-            moved = self.horizon.ticks(max(batches, Time(0, TimeUnit.BATCH)), self.axis)
-        else:
-            moved = position + self.horizon.ticks(time, self.axis)
-        if self.axis.unit is TimeUnit.EPOCH:
+            each = own.place(own.last) - own.start
+        tick = own.place(mark) + time.amount * each
+        if own.axis.unit is TimeUnit.EPOCH:
             # Through the horizon, which refuses parts of an epoch of unknown size.
-            return self.horizon.ticks(self._time(moved), self.axis)
-        return moved
+            self.horizon.ticks_of(tick / own.axis.scale, TimeUnit.EPOCH, own.axis)
+        return Mark(own.axis, tick)
 
     def along(self, unit: TimeUnit) -> Span:
-        """Return the same interval on the axis of `unit`; for `dur` this one.
+        """Return the same interval on the axis of `unit`; for `dur` this one."""
+        return self if unit is TimeUnit.DURATION else self.on(self.horizon.axis(unit))
 
-        Intervals such as `1000ba` are equal only on their own axis: if the batch size changes, each
-        has another number of samples.
+    def on(self, axis: Axis) -> Span:
+        """Return the same interval on another axis."""
+        return replace(self, axis=axis)
+
+    def place(self, mark: Mark) -> Fraction:
+        """Return the tick of the span's counter at which `mark` is.
 
         Raises:
-            ConversionError: the start of the span is unknown in `unit`.
+            ConversionError: a fact is missing.
         """
-        if unit in (TimeUnit.DURATION, self.axis.unit):
-            return self
-        axis = self.horizon.axis(unit)
-        end = None
-        if self.end is not None:
-            try:
-                end = self._on(self.end, axis)
-            except ConversionError:  # only the value after the end depends on it
-                end = None
-        return Span(self.horizon, axis, self._on(self.start, axis), end)
+        if mark.axis.read is self.axis.read:
+            return mark.tick
+        if mark.tick <= 0:
+            return Fraction(0)  # zero is zero in every unit, even if facts are missing
+        return self.horizon.ticks_of(mark.tick / mark.axis.scale, mark.axis.unit, self.axis)
 
     def smooth(self) -> Span:
         """Return this span for a curve that changes with every batch.
@@ -160,29 +186,26 @@ class Span:
         ticks = max(Fraction(0), own.axis.read(timestamp) - own.start)
         if unit is not TimeUnit.DURATION:
             return rounded(ticks / own.axis.scale, unit)
-        if own.end is None:
-            why = f"where it ends is not known in '{own.axis.unit}'"
-            instead = "write the durations of the periods in the unit of max_duration"
-            what = "know the elapsed fraction of the period"
-            raise ConversionError.cannot(what, why=why, instead=instead)
-        length = own.end - own.start
+        length = own.place(own.last) - own.start
         return Time(min(Fraction(1), ticks / length) if length else 1, unit)
 
     def show(self, position: Fraction) -> str:
         """Return a position or length on this axis as text for a message."""
         return str(rounded(position / self.axis.scale, self.axis.unit))
 
-    def _on(self, position: Fraction, axis: Axis) -> Fraction:
-        if position == 0:
-            return Fraction(0)  # zero is zero in every unit, even if facts are missing
-        return self.horizon.ticks(self._time(position), axis)
-
-    def _time(self, position: Fraction) -> Time:
-        return rounded(position / self.axis.scale, self.axis.unit)
-
 
 Scope: TypeAlias = RunScope | Span
 """The part of a run that a schedule covers: the whole run or a period."""
+
+
+def counted(marks: Sequence[Mark]) -> Callable[[Timestamp], int]:
+    """Return a function that counts how many of `marks`, which are in order, have been reached."""
+    edges = [(mark.axis.read, mark.first_tick) for mark in marks]
+
+    def count(timestamp: Timestamp) -> int:
+        return bisect_left(edges, x=True, key=lambda edge: edge[0](timestamp) < edge[1])
+
+    return count
 
 
 def integers(*positions: Fraction) -> tuple[int, ...]:

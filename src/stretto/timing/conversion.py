@@ -66,12 +66,19 @@ class Facts:
         Raises:
             ConversionError: a fact is missing.
         """
+        return self.amount_of(time.amount, time.unit, unit)
+
+    def amount_of(self, amount: Fraction, unit: TimeUnit, target: TimeUnit) -> Fraction:
+        """Return the same for any amount, such as half a sample.
+
+        Raises:
+            ConversionError: a fact is missing.
+        """
         try:
-            return self._amount(time.amount, time.unit, unit)
+            return self._amount(amount, unit, target)
         except _MissingFactError as missing:
-            raise self._refused(
-                f"convert {time} to {unit}", {time.unit, unit}, missing, f"write it in '{unit}'"
-            ) from None
+            what = f"convert {rounded(amount, unit)} to {target}"
+            raise self._refused(what, {unit, target}, missing, f"write it in '{target}'") from None
 
     def meeting_unit(self, times: Sequence[Time]) -> TimeUnit:
         """Return the unit, samples or tokens, that can express all of `times`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 from stretto.timing.batch_sizes import EqualBatches
 from stretto.timing.grammar import TimeUnit
@@ -211,26 +211,38 @@ class UnknownCountError(Exception):
 
 
 @final
-class KnownCounts(Timestamp):
-    """A timestamp that raises an error if a hidden count is read."""
+class _Hidden:
+    """A count that only the run knows: whatever is done with it is an `UnknownCountError`.
 
-    hidden: frozenset[str] = frozenset()
+    No int, which C code such as `range` and `json` reads without asking.
+    """
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in Timestamp._fields and name in self.hidden:
-            raise UnknownCountError(name)
-        return super().__getattribute__(name)
+    __slots__ = ("name",)
 
-    @classmethod
-    def of(cls, timestamp: Timestamp, hidden: frozenset[str]) -> KnownCounts:
-        """Return `timestamp` without the counters `hidden`.
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "name", name)
 
-        >>> KnownCounts.of(Timestamp(sample=3, token=9), frozenset({"token"})).sample
-        3
-        """
-        known = cls(*timestamp)
-        known.hidden = hidden
-        return known
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise UnknownCountError(object.__getattribute__(self, "name"))
+
+    __getattribute__ = __setattr__ = _refuse
+
+
+_ONE = "lt le gt ge eq ne hash bool int float complex index neg pos abs invert len iter contains"
+_ONE += " call getitem format str repr bytes round floor ceil trunc copy deepcopy reduce reduce_ex"
+_TWO = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
+_BOTH = (side + one for one in _TWO.split() for side in ("", "r"))
+for _name in (*_ONE.split(), *_BOTH):
+    setattr(_Hidden, f"__{_name}__", _Hidden.__dict__["_refuse"])
+
+
+def known_counts(timestamp: Timestamp, hidden: Iterable[str]) -> Timestamp:
+    """Return `timestamp` without the counters `hidden`, however it is read.
+
+    >>> known_counts(Timestamp(sample=3, token=9), {"token"}).sample
+    3
+    """
+    return timestamp._replace(**{name: cast(int, _Hidden(name)) for name in hidden})
 
 
 def unknown_counters(horizon: Horizon, *, but: Iterable[TimeUnit] = ()) -> frozenset[str]:

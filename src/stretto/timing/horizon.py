@@ -135,10 +135,19 @@ class Horizon:
         Raises:
             ConversionError: a fact is missing.
         """
-        ticks = self._facts.amount(time, axis.unit) * axis.scale
+        return self.ticks_of(time.amount, time.unit, axis)
+
+    def ticks_of(self, amount: Fraction, unit: TimeUnit, axis: Axis) -> Fraction:
+        """Return the same for any amount, such as half a sample.
+
+        Raises:
+            ConversionError: a fact is missing.
+        """
+        ticks = self._facts.amount_of(amount, unit, axis.unit) * axis.scale
         counts_epochs = axis.unit is TimeUnit.EPOCH and self.dataset_num_samples is None
         if counts_epochs and ticks.denominator != 1:
-            raise _unknown_epoch(f"know when {time} has passed", ", or write it in whole epochs")
+            what = f"know when {rounded(amount, unit)} has passed"
+            raise _unknown_epoch(what, ", or write it in whole epochs")
         return ticks
 
     def check_moves(self, axis: Axis) -> None:

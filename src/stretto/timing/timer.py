@@ -163,6 +163,10 @@ class Timer:
         """The facts that fractions refer to."""
         return self._horizon
 
+    @horizon.setter
+    def horizon(self, horizon: Horizon) -> None:
+        self._horizon = horizon
+
     @property
     def epoch(self) -> int:
         """Whole epochs finished."""

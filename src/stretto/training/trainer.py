@@ -23,7 +23,7 @@ from stretto.data import DataSpec, StepLoader
 from stretto.distributed.mesh import Mesh
 from stretto.distributed.ranks import Plain, Ranks, plain
 from stretto.distributed.strategy import Strategy, strategy_on
-from stretto.errors import CheckpointError, PlanError, TrainingError
+from stretto.errors import CheckpointError, PlanError, StrettoError, TrainingError
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
 from stretto.planning import Plan, bind_run
 from stretto.planning.bind import check_tokens
@@ -604,16 +604,19 @@ class Trainer:
         self._loop.stepper.resumed_from = found
         self.changes = (*self._setup.changes, *dropped)
         self._loop.recorder.resumed = found, self.changes
-        self._refusal = None
+        self._refusal = self.run.prepared.refused
         self.run.plan  # noqa: B018  making it checks the stages that are still to come
 
-    def _refused(self) -> PlanError | None:
-        """Return why there is no plan.
+    def _refused(self) -> StrettoError | None:
+        """Return why the run cannot begin, or why there is no plan.
 
+        Schedules that do not fit these batch sizes may fit a run that is resumed with them.
         One process can train on any plan, unless its data cannot count the tokens that it needs.
         A stage that several ranks cannot share may be over in the checkpoint that is resumed next.
         """
         try:
+            if self.run.prepared.refused is not None:
+                return self.run.prepared.refused
             if self._ranks.world_size == 1:
                 check_tokens(self.run.prepared)
             else:

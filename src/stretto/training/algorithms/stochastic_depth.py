@@ -46,6 +46,8 @@ def progress(horizon: Horizon, start: Time, end: Time) -> Callable[[Timestamp], 
         TrainingError: the stretch has no length.
         ConversionError: a time needs a fact that is not known.
     """
+    # From the start of the run on, the stretch is counted in the unit of its end.
+    start = start if start else end * 0
     axis = horizon.common_axis((start, end))
     horizon.check_moves(axis)
     first, last = horizon.ticks(start, axis), horizon.ticks(end, axis)

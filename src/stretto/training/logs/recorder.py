@@ -198,7 +198,8 @@ class Recorder:
             plan = self._run.plan
         except PlanError:
             plan = None
-        replace_file(folder / PLAN, json.dumps(plan and plan_record(plan)) + "\n")
+        record = plan and plan_record(plan) | {"resumed_at": at.batch}
+        replace_file(folder / PLAN, json.dumps(record) + "\n")
         self._files[EVENTS], self._attempt = open_events(folder / EVENTS)
         self._begin_attempt(at, done)
 
