@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import example, given, reject
@@ -9,17 +12,12 @@ from hypothesis import strategies as st
 from tests.planning.test_own_units import NUM_SAMPLES, TOKENS, Model, policies, schedules
 
 import stretto
-from stretto import Timestamp
-from stretto.batching import PolicyLike
+from stretto import Horizon, NoiseScale, Timestamp
+from stretto.batching import BatchSizePolicy, PolicyLike, SizeFunction, Steps
 from stretto.data import DataSpec
-from stretto.errors import BatchSizeError, ScheduleError
-from stretto.schedules import (
-    Constant,
-    Cosine,
-    Periods,
-    Schedule,
-    StepDecay,
-)
+from stretto.errors import BatchSizeError, ConversionError, ScheduleError, StrettoError
+from stretto.planning import bind_run, resumed
+from stretto.schedules import Constant, Cosine, MultiStep, Periods, Schedule, StepDecay
 from stretto.timing import LastBatch
 
 Data = list(range(NUM_SAMPLES))
@@ -103,3 +101,112 @@ def test_after_a_resume_schedules_follow_the_clock(
     assert planned.end is not None
     assert planned.end[:7] == again.timer.timestamp[:7]
     assert again.num_steps.exact == len(batches)
+
+
+@pytest.mark.parametrize("then", [NoiseScale(4, 64), SizeFunction(lambda *_: 5, planned=False)])
+def test_places_of_the_past_are_known_though_later_sizes_are_not(then: BatchSizePolicy) -> None:
+    run = run_of(2, "3ep", Cosine(warmup="4ba"))
+    before = steps_of(run, 12)
+    again = run_of(then, "3ep", Cosine(warmup="4ba"))
+    with pytest.raises(ConversionError, match="batches and samples"):
+        run_of(then, "3ep", Cosine(warmup="4ba")).begin()
+    again.load_state_dict(run.state_dict())
+    after = steps_of(again)
+    clock = [now for now, *_ in before + after]
+    model = Model(clock, again.timer.timestamp, again.horizon.max_duration)
+    expected = model.values(Cosine(warmup="4ba"))[len(before) :]
+    assert [rate for *_, rate in after] == pytest.approx(expected)
+    assert again.plan is None
+
+
+def test_any_policy_may_come_before() -> None:
+    adaptive = NoiseScale(2, 64)
+    run = run_of(adaptive, "3ep", StepDecay("4ba", 0.5))
+    before = steps_of(run, 9)
+    again = run_of(10, "3ep", MultiStep(["5ba", "1ep"], 0.5))
+    again.load_state_dict(run.state_dict())
+    after = steps_of(again)
+    clock = [now for now, *_ in before + after]
+    model = Model(clock, again.timer.timestamp, again.horizon.max_duration)
+    expected = model.values(MultiStep(["5ba", "1ep"], 0.5))
+    assert [rate for *_, rate in after] == expected[len(before) :]
+
+
+def test_a_schedule_that_does_not_fit_is_refused_before_the_first_step() -> None:
+    run = run_of(50, "180sp", Constant(warmup="30ba"))
+    with pytest.raises(ScheduleError, match="warmup"):
+        run.begin()
+    with pytest.raises(ScheduleError, match="warmup"):
+        run_of(50, "180sp", Constant(warmup="30ba")).plan  # noqa: B018
+    with pytest.raises(ScheduleError, match="warmup"):  # it does not fit whatever the sizes are
+        run_of(50, "180sp", Constant(warmup="200sp"))
+
+
+def test_a_state_without_past_sizes_is_enough_if_the_plan_leads_there() -> None:
+    run = run_of("0ba:2 5ba:6", "3ep", Cosine(warmup="7ba"))
+    steps_of(run, 9)
+    state: dict[str, Any] = copy.deepcopy(run.state_dict())
+    del state["loader"]["past"]
+    again = run_of("0ba:2 5ba:6", "3ep", Cosine(warmup="7ba"))
+    again.load_state_dict(state)
+    assert steps_of(again) == steps_of(run)
+    other = run_of(10, "3ep", Constant(warmup="7ba"))
+    other.load_state_dict(state)
+    assert other.plan is None
+    assert steps_of(other)
+    with pytest.raises(ConversionError, match="checkpoint"):
+        run_of(10, "3ep", Cosine(warmup="7ba")).load_state_dict(state)
+
+
+@pytest.mark.parametrize("past", [[], [[1, 2]], [[0, 2], [0, 3]], [[0, 0]], [[0]], 7, [["0", 2]]])
+def test_damaged_past_sizes_are_refused(past: object) -> None:
+    run = run_of(2, "3ep")
+    steps_of(run, 3)
+    state: dict[str, Any] = copy.deepcopy(run.state_dict())
+    state["loader"]["past"] = past
+    with pytest.raises(StrettoError, match="damaged"):
+        run_of(2, "3ep").load_state_dict(state)
+
+
+def test_a_second_resume_and_a_new_start_are_right() -> None:
+    run = run_of(2, "3ep", StepDecay("4ba", 0.5))
+    steps_of(run, 9)
+    second = run_of(7, "3ep", StepDecay("4ba", 0.5))
+    second.load_state_dict(run.state_dict())
+    steps_of(second, 5)
+    third = run_of(3, "3ep", StepDecay("4ba", 0.5))
+    third.load_state_dict(second.state_dict())
+    planned = third.plan
+    assert planned is not None
+    assert [(one.size, one.batches) for one in planned.stages][:2] == [(2, 9), (7, 5)]
+    assert [rate for *_, rate in steps_of(third, 3)] == [0.125, 0.125, 0.0625]
+    third.bind(third.optimizers[0])
+    assert third.plan is not None
+    assert [one.size for one in third.plan.stages] == [3]
+
+
+def test_triggers_in_another_unit_count_on() -> None:
+    run = run_of(2, "3ep", every={"evaluate": "5ba", "save": "25sp"})
+    due: list[tuple[int, str]] = []
+    for _ in range(12):
+        run.begin()
+        due += [(run.timer.batch, name) for name in run.finish()]
+    again = run_of(10, "3ep", every={"evaluate": "5ba", "save": "25sp"})
+    again.load_state_dict(run.state_dict())
+    while again.begin() is not None:
+        due += [(again.timer.batch, name) for name in again.finish()]
+    assert [batch for batch, name in due if name == "evaluate"] == [5, 10, 15, 20, 25]
+    planned = again.plan
+    assert planned is not None
+    for event in planned.events:
+        batches = [batch for batch, name in due if name == event.name]
+        assert (event.count, [one.batch for one in event.first]) == (len(batches), batches[:5])
+
+
+def test_a_resumed_plan_takes_no_more_than_the_past_and_the_policy() -> None:
+    run = bind_run(Horizon("100sp"), Steps("0ba:20 3ba:5"))
+    now = Timestamp(batch=6, sample=60, sample_in_epoch=60)
+    again = resumed(run, now, [(0, 10)], {})
+    assert again.sizes is not None
+    assert [(one.size, one.batches) for one in again.sizes.stages] == [(10, 6), (5, 8)]
+    assert again.policy == run.policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -40,16 +41,18 @@ def resumed(run: Prepared, now: Timestamp, past: Past | None, state: PolicyState
         ConversionError: a time needs a place in the past, which is not known.
         ScheduleError: a schedule does not fit into the run.
     """
-    is_bound = run.sizes is not None and not run.sizes.is_exact
-    if not now.batch or is_bound or passes(run.sizes, now, past):
+    if not now.batch or passes(run.sizes, now, past):
         return run
     facts, sizes, refusal, before = run.facts, None, run.refusal, None
     batches = facts.axis(TimeUnit.BATCH)
     if past is not None:
         edges = [(batches, first) for first, _ in past[1:]]
         had = stairs(edges, tuple(size for _, size in past))
-        before = PlannedSizes(facts, run.policy, bound=had)
+        with suppress(PlanError):  # too many sizes for a run whose end is not known
+            before = PlannedSizes(facts, run.policy, bound=had)
         before = before if passes(before, now, None) else None
+    if before is None and run.sizes is not None and not run.sizes.is_exact:
+        return run  # a bound, as before: the end of an epoch may have cut any batch
     if before is not None and run.sizes is not None:
         end = Hold(((batches, now.batch),))
         bound = _continued(had, run.bound_policy, end, state)
