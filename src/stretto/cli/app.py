@@ -157,7 +157,8 @@ def plan(
     """Show what a run will do, without running it."""
     from stretto.cli import planning as verb
     from stretto.cli.terminal import chart, progress
-    from stretto.config.plans import build_run, plan_of, prepare_run
+    from stretto.config.checking import check_targets
+    from stretto.config.plans import plan_of, prepare_checked
 
     if html is not None:
         others = {"--json": as_json, "--batches": batches, "--plot": plot, "--against": against}
@@ -168,8 +169,10 @@ def plan(
     if against is not None:
         config = verb.as_it_ran(config, against)
     with progress("reading the data"):
-        run = build_run(config)
-        prepared = prepare_run(config, run)
+        run, prepared = prepare_checked(config)
+        notes = [] if against is not None else [*check_targets(config)]
+    for line in notes:
+        typer.echo(f"note: {line}", err=True)
     if prepared.decided_between is not None:
         verb.refuse(
             {"--plot": plot, "--against": against, "--batches": batches},

@@ -351,6 +351,8 @@ class Constant(WarmedUp):
 def as_schedule(value: object) -> Schedule:
     """Return `value` as a schedule: numbers become `Constant`, callables `Custom`.
 
+    So does an object with a method `get_factor(timer)`.
+
     >>> as_schedule(0.5)
     Constant(value=0.5)
 
@@ -362,10 +364,14 @@ def as_schedule(value: object) -> Schedule:
     if is_number(value):
         return Constant(value)  # type: ignore[arg-type]
     if hasattr(value, "get_last_lr"):
-        why, name = "a scheduler of torch is bound to an optimizer", type(value).__name__
+        name = value.__name__ if isinstance(value, type) else type(value).__name__
+        why = "a scheduler of torch is bound to an optimizer"
         instead = f"write from_torch(lambda optimizer: {name}(optimizer, ...), every='1ba')"
         raise ScheduleError.bad("schedule", value, why, instead)
     is_class = isinstance(value, type)  # probably Cosine instead of Cosine()
+    own = None if is_class else getattr(value, "get_factor", None)
+    if callable(own):  # the protocol of a schedule that is an object: get_factor(timer)
+        return Custom(own)
     if callable(value) and not is_class:
         return Custom(value)
     why = "it is a class" if is_class else "it is not a schedule, a number or a callable"
