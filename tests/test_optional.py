@@ -16,7 +16,7 @@ def test_returns_the_module_itself() -> None:
 
 
 def test_names_the_package_and_the_extra() -> None:
-    message = "cannot import absent: it is not installed; run pip install 'stretto[wandb]'"
+    message = "it is not installed; in a clone of stretto, run pip install '.[wandb]'"
     with pytest.raises(MissingPackageError, match=re.escape(message)) as caught:
         import_optional("absent.part", "wandb")
     assert caught.value.name == "absent"

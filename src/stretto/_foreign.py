@@ -3,43 +3,70 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar
 
-from stretto.errors import ConfigError
+from stretto.errors import Argument, ConfigError, Message, StrettoError, Text
 
-_LENGTH = "max_duration, such as '3ep', '1000ba' or '2Btok'"
-_CLIP = "clip_norm, such as 1.0"
-_WARMUP = "warmup of a schedule, such as Cosine(warmup='5%')"
-_EVALUATE = "evaluate: an Evaluation(data, every='10%')"
-_MICRO = "micro_batch_size, the most samples of one forward pass"
-_RATE = "schedules={'lr': Cosine(warmup='5%')}"
-FOREIGN = {
-    **dict.fromkeys(("max_epochs", "epochs", "num_epochs", "num_train_epochs"), _LENGTH),
-    **dict.fromkeys(("max_steps", "total_steps", "num_steps", "max_time"), _LENGTH),
-    **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "grad_clip"), _CLIP),
-    **dict.fromkeys(("mixed_precision", "fp16", "bf16", "amp"), "precision, such as 'bf16'"),
-    **dict.fromkeys(("T_max", "total_iters", "num_training_steps"),
-                    "over, such as over='80%'; by default a schedule lasts for the whole run"),
-    "eta_min": "end, as a factor of the learning rate, such as end=0.1",
-    "T_0": "CosineRestarts(period='1ep')",
-    **dict.fromkeys(("warmup_ratio", "warmup_steps", "num_warmup_steps", "warmup_iters"), _WARMUP),
-    **dict.fromkeys(("validate_frequency", "eval_interval", "eval_steps", "eval_strategy",
-                     "val_check_interval", "check_val_every_n_epoch", "val_data", "eval_dataset",
-                     "val_dataloaders"), _EVALUATE),
-    **dict.fromkeys(("save_steps", "save_interval", "save_every"), "checkpoint, such as '1ep'"),
-    **dict.fromkeys(("log_every_n_steps", "logging_steps", "log_interval"), "log, such as '10ba'"),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches",
-                     "per_device_train_batch_size", "device_train_microbatch_size"), _MICRO),
-    **dict.fromkeys(("lr_scheduler", "scheduler", "lr_schedule", "get_factor"), _RATE),
-    **dict.fromkeys(("learning_rate", "lr"), "the lr of the optimizer"),
-    "batch_increase_function": "batch_size=IncreaseFunction(function, 32), of stretto.batching",
-    **dict.fromkeys(("gpus", "devices", "accelerator"), "device, and start ranks with torchrun"),
-    **dict.fromkeys(("train_dataloader", "train_dataloaders", "train_dataset"), "train_data"),
-    **dict.fromkeys(("criterion", "loss_fn"), "loss"),
+_TORCHRUN = "leave it out, and start a process for each device with torchrun"
+_UNITS = "leave it out: fractions of the run and periods are exact in any unit of max_duration"
+_ANSWERS = {
+    "max_epochs epochs num_epochs num_train_epochs max_steps total_steps num_steps max_time":
+        ("write max_duration='3ep'", "write max_duration: 3ep"),
+    "gradient_clip_val max_grad_norm grad_clip": ("write clip_norm=1.0", "write clip_norm: 1.0"),
+    "mixed_precision fp16 bf16 amp": ("write precision='bf16'", "write precision: bf16"),
+    "T_max total_iters num_training_steps":
+        ("write over='80%' (by default a schedule lasts for the whole run)",
+         "write schedules={'lr': Cosine(over='80%')}",
+         "write schedules: {lr: {cosine: {over: 80%}}}"),
+    "eta_min": ("write end=0.1 (a factor of the learning rate)",
+                "write schedules={'lr': Cosine(end=0.1)}",
+                "write schedules: {lr: {cosine: {end: 0.1}}} (a factor of the learning rate)"),
+    "T_0": ("write t_0='1ep'", "write schedules={'lr': CosineRestarts('1ep')}",
+            "write schedules: {lr: {cosine_restarts: {t_0: 1ep}}}"),
+    "warmup_ratio warmup_steps num_warmup_steps warmup_iters":
+        ("write warmup='5%'", "write schedules={'lr': Cosine(warmup='5%')}",
+         "write schedules: {lr: {cosine: {warmup: 5%}}}"),
+    "validate_frequency validate_every_n_batches validate_every_n_epochs eval_interval eval_steps "
+    "eval_strategy val_check_interval check_val_every_n_epoch val_data eval_dataset "
+    "val_dataloaders":
+        ("write evaluate=Evaluation(data, every='10%')", "write every={'evaluate': '10%'}",
+         "write evaluate: {every: 10%}"),
+    "save_steps save_interval save_every":
+        ("write checkpoint='1ep'", "write every={'checkpoint': '1ep'}",
+         "write checkpoint: {every: 1ep}"),
+    "log_every_n_steps logging_steps log_interval":
+        ("write log='10ba'", "write every={'log': '10ba'}", "write log: {every: 10ba}"),
+    "gradient_accumulation_steps accumulate_grad_batches per_device_train_batch_size "
+    "device_train_microbatch_size": ("write micro_batch_size=8", "write micro_batch_size: 8"),
+    "lr_scheduler scheduler lr_schedule get_factor":
+        ("write schedules={'lr': Cosine(warmup='5%')}",
+         "write schedules: {lr: {cosine: {warmup: 5%}}}"),
+    "learning_rate lr": ("write optimizer=SGD(model.parameters(), lr=0.1)",
+                         "write optimizer: {target: 'torch.optim:SGD', lr: 0.1}"),
+    "global_train_batch_size": ("write batch_size=256", "write batch_size: 256"),
+    "batch_rampup inital_global_train_batch_size initial_global_train_batch_size":
+        ("write batch_size=DoublingRamp(32, 256, '10%')",
+         "write batch_size: {ramp: double, start: 32, end: 256, over: 10%}"),
+    "batch_increase_function max_batch_size":
+        ("write batch_size=IncreaseFunction(function, 32, max_batch_size=256)",
+         "write batch_size: {increase: {target: 'my:grow'}, start: 32, max_batch_size: 256}"),
+    "use_maximum_batch_size": ("write micro_batch_size='auto' in Trainer",
+                               "write micro_batch_size: auto"),
+    "periods": ("write schedules={'lr': Periods([('5%', Linear(0, 1)), ('rest', Cosine())])}",
+                "write schedules: {lr: {periods: [{duration: 5%, linear: {start: 0, end: 1}}]}}"),
+    "max_duration_base_units": (_UNITS, _UNITS),
+    "gpus devices accelerator": (_TORCHRUN, _TORCHRUN),
+    "train_dataloader train_dataloaders train_dataset":
+        ("write train_data=data", "write data=data", "write data: {target: 'my.data:make'}"),
+    "criterion loss_fn": ("write loss=MSELoss()", "write loss: {target: 'my.models:loss'}"),
 }  # fmt: skip
-"""By the name: the argument or the value to write instead."""
+"""Names, and what to write: the argument of Python, or several of which the first that a function
+has is named; then the key of a run file. Schedules are in `stretto.schedules`."""
+FOREIGN = {name: answers for names, answers in _ANSWERS.items() for name in names.split()}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -51,20 +78,51 @@ def check_foreign(given: Iterable[str], own: Collection[str] = ()) -> None:
     """
     for name in given:
         if name in FOREIGN and name not in own:
+            answers = FOREIGN[name][:-1]
+            fitting = [one for one in answers if re.split(r"\W", one)[1] in {*own, "it"}]
             raise ConfigError.cannot(
                 f"use {name}=...",
                 why="stretto has no argument of that name",
-                instead=f"write {FOREIGN[name]}",
+                instead=fitting[0] if fitting else f"{answers[-1]} in Trainer",
             )
 
 
 def knows_foreign(function: F) -> F:
-    """Decorate a function so that an argument of another library is answered by what to write."""
+    """Decorate a function so that an argument of another library is answered by what to write.
+
+    Errors that name a fact of the data name the field of `DataSpec` that states it.
+    """
     own = inspect.signature(function).parameters
 
     @wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         check_foreign(named, own)
-        return function(*given, **named)
+        try:
+            return function(*given, **named)
+        except StrettoError as error:
+            error.args = tuple(map(_of_data, error.args))
+            raise
 
     return call  # type: ignore[return-value]
+
+
+_FIELDS = {
+    "dataset_num_samples": "num_samples",
+    "dataset_num_tokens": "num_tokens",
+    "tokens_per_sample": "tokens_per_sample",
+}
+
+
+def _of_data(message: Any) -> Any:
+    def field(part: str | Argument) -> str | Argument:
+        if isinstance(part, Argument) and part.name in _FIELDS:
+            return replace(part, python=f"DataSpec(data, {_FIELDS[part.name]}=...)")
+        return part
+
+    def named(text: Text) -> Text:
+        return text if isinstance(text, str) else tuple(map(field, text))
+
+    if not isinstance(message, Message):  # of somebody's callback
+        return message
+    what, why, instead = map(named, (message.what, message.why, message.instead))
+    return Message(what, why, instead, message.where)

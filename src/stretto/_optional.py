@@ -28,7 +28,7 @@ def import_optional(module: str, extra: str) -> ModuleType:
     Traceback (most recent call last):
         ...
     stretto.errors.MissingPackageError: cannot import no_such_package: it is not installed; \
-run pip install 'stretto[plot]'
+in a clone of stretto, run pip install '.[plot]'
     """
     package = module.partition(".")[0]
     try:
@@ -36,9 +36,11 @@ run pip install 'stretto[plot]'
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        message = cannot(
-            f"import {package}",
-            why="it is not installed",
-            instead=f"run pip install 'stretto[{extra}]'",
-        )
-        raise MissingPackageError(message, name=package) from None
+        raise missing(package, extra) from None
+
+
+def missing(package: str, extra: str) -> MissingPackageError:
+    """Return the error for a package that is not installed."""
+    instead = f"in a clone of stretto, run pip install '.[{extra}]'"
+    message = cannot(f"import {package}", why="it is not installed", instead=instead)
+    return MissingPackageError(message, name=package)

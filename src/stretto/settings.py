@@ -54,6 +54,11 @@ class Loading:
     keyed_randomness: bool = False
     """Whether chance inside the data set depends on (seed, epoch, sample) alone."""
 
+    def __post_init__(self) -> None:
+        if self.prefetch_factor is not None and self.num_workers == 0:
+            why, instead = "nothing is fetched ahead without workers", "write num_workers=2"
+            raise ConfigError.bad("prefetch_factor", self.prefetch_factor, why, instead)
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

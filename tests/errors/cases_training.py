@@ -263,7 +263,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("optim-scheduler", lambda: from_torch(None)),  # type: ignore[arg-type]
     ("training-scale", lambda: trainer(scale_schedule=-2)),
     ("optim-interval", lambda: from_torch(lambda optimizer: None, every="0ba")),
-    ("optim-plateau", lambda: from_torch(ReduceLROnPlateau).bind(RUN)),
+    ("optim-plateau", lambda: Hyperparameters(sgd(), {"lr": from_torch(ReduceLROnPlateau)}, RUN)),
     ("checkpoint-none", lambda: read_checkpoint(Path("runs/a"))),
     ("checkpoint-manifest", lambda: damaged("manifest.json", "{}")),
     ("checkpoint-damaged", lambda: damaged("state.json", "{}")),

@@ -220,7 +220,7 @@ def test_any_integer_type_is_a_count() -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ("0.5dur", "it is a fraction of itself; write it in 'ep'"),
+        ("0.5dur", "it is a fraction of itself; write a length"),
         ("0ep", "it is not positive"),
         ("-1ep", "it is not positive"),
     ],

@@ -20,7 +20,7 @@ from stretto.batching.policy import (
 from stretto.batching.steps import line
 from stretto.batching.wrappers import checked_policy
 from stretto.errors import BatchSizeError
-from stretto.schedules.fields import fill, interval
+from stretto.schedules.fields import fill, interval, time_or_rest
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 from stretto.timing.conversion import rounded
 
@@ -258,9 +258,7 @@ def _pair(pair: object) -> tuple[Time | Rest, BatchSizePolicy]:
         why, instead = "it is not a pair (length, policy)", "write for example ('10%', 8)"
         raise BatchSizeError.bad("period", pair, why, instead)
     length, policy = pair
-    if length != "rest":
-        length = interval(length, "length", BatchSizeError)
-    return length, checked_policy(policy)
+    return time_or_rest(length, interval, "length", BatchSizeError), checked_policy(policy)
 
 
 def _unknown_rest(instead: str) -> BatchSizeError:

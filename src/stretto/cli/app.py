@@ -157,7 +157,8 @@ def plan(
     """Show what a run will do, without running it."""
     from stretto.cli import planning as verb
     from stretto.cli.terminal import chart, progress
-    from stretto.config.plans import build_run, plan_of, prepare_run
+    from stretto.config.checking import check_targets
+    from stretto.config.plans import plan_of, prepare_checked
 
     if html is not None:
         others = {"--json": as_json, "--batches": batches, "--plot": plot, "--against": against}
@@ -168,10 +169,12 @@ def plan(
     if against is not None:
         config = verb.as_it_ran(config, against)
     with progress("reading the data"):
-        run = build_run(config)
-        prepared, since = prepare_run(config, run, resumes=against is not None), 0
+        run, prepared = prepare_checked(config, resumes=against is not None)
+        since, notes = 0, [*check_targets(config)] if against is None else []
         if against is not None:
             prepared, since = verb.as_resumed(prepared, against)
+    for line in notes:
+        typer.echo(f"note: {line}", err=True)
     if prepared.decided_between is not None:
         verb.refuse(
             {"--plot": plot, "--against": against, "--batches": batches},

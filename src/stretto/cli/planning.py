@@ -78,7 +78,8 @@ def write_page(page: Path, arguments: Sequence[str]) -> None:
         ConfigError: the page cannot be written, or a run file is wrong.
         PlanError: a run has no plan.
     """
-    from stretto.config.plans import build_run
+    from stretto.config.checking import check_targets
+    from stretto.config.plans import prepare_checked
     from stretto.report.page import payload, plan_data, write
 
     named = [one for one in arguments if "=" not in one or _is_file(one)]
@@ -86,7 +87,9 @@ def write_page(page: Path, arguments: Sequence[str]) -> None:
     plans = []
     for arguments_of_one in [[name, *overrides] for name in named] or [overrides]:
         config = read_arguments(arguments_of_one)
-        prepared = prepare_run(config, build_run(config))
+        _, prepared = prepare_checked(config)
+        for line in check_targets(config):
+            typer.echo(f"note: {line}", err=True)
         if prepared.decided_between is not None:
             why = "its batch sizes are decided during the run"
             refuse({"--html": page}, why=why, instead="see 'stretto report RUN_FOLDER --html FILE'")

@@ -29,7 +29,7 @@ from stretto._foreign import FOREIGN
 from stretto.config.yaml import Path
 from stretto.errors import ConfigError, StrettoError, TimeError, nearest, shown
 from stretto.timing import Every, Time, read_wall_clock
-from stretto.timing.conversion import check_run
+from stretto.timing.conversion import read_run
 
 TIME_PATTERN = (
     r"^\s*[0-9][0-9_]*(\.[0-9]+|/[0-9][0-9_]*)?([eE][+-]?[0-9]+)?"
@@ -96,7 +96,7 @@ def _no_such_key(key: str, meant: str | None, keys: str) -> ConfigError:
     return ConfigError.cannot(
         f"use the key {key!r}",
         why="there is no such key here",
-        instead=f"write {FOREIGN[key]}" if key in FOREIGN else instead,
+        instead=FOREIGN[key][-1] if key in FOREIGN else instead,
     )
 
 
@@ -177,20 +177,24 @@ def reference(name: str) -> WithJsonSchema:
     return WithJsonSchema({"x-ref": name})
 
 
-def _time(check: Callable[[Time], Time], *examples: str) -> Any:
+def _time(read: Callable[[Any], Time], *examples: str) -> Any:
     return (
-        PlainValidator(lambda value: check(read_time(value))),
+        PlainValidator(read),
         PlainSerializer(str, return_type=str),
         reference("Time"),
         Field(examples=list(examples)),
     )
 
 
-Interval: TypeAlias = Annotated[Time, *_time(lambda time: Every(time).interval, "1ep", "10%")]
+Interval: TypeAlias = Annotated[
+    Time, *_time(lambda value: Every(read_time(value)).interval, "1ep", "10%")
+]
 """A time that is longer than nothing."""
-WallClock: TypeAlias = Annotated[Time, *_time(read_wall_clock, "90s", "10m")]
+WallClock: TypeAlias = Annotated[
+    Time, *_time(lambda value: read_wall_clock(read_time(value)), "90s", "10m")
+]
 """A time on the wall clock that is longer than nothing."""
-RunLength: TypeAlias = Annotated[Time, *_time(check_run, "2ep", "2Btok", "36h")]
+RunLength: TypeAlias = Annotated[Time, *_time(read_run, "2ep", "2Btok", "36h")]
 """The length of a run."""
 AnyTime: TypeAlias = Annotated[
     Any, PlainValidator(read_time), PlainSerializer(str), reference("Time")

@@ -67,7 +67,7 @@ from stretto.config.yaml import Path, Source
 from stretto.errors import BatchSizeError, nearest, shown
 from stretto.schedules import Schedule
 from stretto.schedules import fields as of_schedules
-from stretto.schedules.fields import Factor, Positive, Timed
+from stretto.schedules.fields import Factor, Positive, Timed, time_or_rest
 from stretto.settings import DATA_DIMENSIONS
 from stretto.timing import Horizon, TimeLike, Trigger
 from stretto.timing.time import Number
@@ -204,7 +204,9 @@ def _period(name: str) -> Any:
         rest = dict(value)
         duration = rest.pop("duration")
         with refused_at("duration"):
-            duration = duration if duration == "rest" else read_time(duration)
+            duration = time_or_rest(
+                duration, lambda given, *_: read_time(given), "duration", BatchSizeError
+            )
         return duration, adapter(name).validate_python(rest, context=info.context)
 
     schema = reference(f"PeriodOf{name}")

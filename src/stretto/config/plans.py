@@ -16,6 +16,7 @@ from stretto.config.targets import Target, bound_target, call_target
 from stretto.config.yaml import Path, as_key
 from stretto.errors import ConfigError, PlanError, shown
 from stretto.planning import Plan, Prepared, bind_run
+from stretto.planning.bind import check_tokens
 from stretto.planning.plan import plan_prepared
 from stretto.schedules import Constant, Product, Schedule
 from stretto.schedules.fields import Name, parse_name
@@ -135,11 +136,12 @@ def base_values(config: RunConfig) -> dict[str, float]:
     found = {}
     for text in dict.fromkeys(("lr", *config.schedules)):
         name, value = _stated(config, text)
-        groups = [] if config.optimizer is None else [*config.optimizer.groups]
-        if groups and name.group is not None and name.group not in (*groups, "rest"):
+        groups = [] if config.optimizer is None else [*config.optimizer.groups, "rest"]
+        groups = ["0"] if groups == ["rest"] else groups
+        if groups and name.group is not None and name.group not in groups:
             raise ConfigError.cannot(
                 f"schedule {text!r}",
-                why=f"the optimizer has no such parameter group (it has {', '.join(groups)}, rest)",
+                why=f"the optimizer has no such parameter group (it has {', '.join(groups)})",
                 instead="write the name of one of them, or add it to optimizer.groups",
                 where=config.source.where(("schedules", text)),
             )
@@ -239,6 +241,30 @@ def plan_of(config: RunConfig, run: Prepared) -> Plan:
     except PlanError as error:
         where = config.source.where(("batch_size",))
         raise error.recast(PlanError, where=where, word=as_key) from error
+
+
+def prepare_checked(
+    config: RunConfig, *, resumes: bool = False
+) -> tuple[TimesAndSizes, Prepared]:
+    """Return the run of a file that is planned, with the data that the file does not state.
+
+    Args:
+        config: the run file.
+        resumes: whether it may continue a run that had other batch sizes.
+
+    Raises:
+        ConfigError: as `prepare_run` does; or it follows tokens that the data do not count.
+    """
+    spec = make_spec(config) if config.data.num_samples is None else None
+    run = build_run(config, spec)
+    prepared = prepare_run(config, run, resumes=resumes)
+    if spec is not None:
+        from stretto.data import StepLoader
+
+        loader = StepLoader(spec, prepared, rank=0, world_size=1)
+        if not loader.tracks_tokens:
+            check_tokens(prepared)
+    return run, prepared
 
 
 def prepare_run(config: RunConfig, run: TimesAndSizes, *, resumes: bool = False) -> Prepared:

@@ -322,7 +322,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_whole(self) -> Self:
-        names = [evaluation.name for evaluation in self.evaluate]
+        # The first two are events of a plan.
+        names = ["checkpoint", "log", *(evaluation.name for evaluation in self.evaluate)]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError.cannot(

@@ -121,7 +121,7 @@ def call_target(
     """
     function = import_target(section.target, where=source.where((*path, "target")))
     where, arguments = source.where(path), section.arguments
-    return _called(lambda: function(*positional, **arguments, **extra), section, where)
+    return called(lambda: function(*positional, **arguments, **extra), section, where)
 
 
 def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()) -> Any:
@@ -143,10 +143,22 @@ def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()
             inspect.signature(function).bind_partial(**section.arguments)
         return functools.partial(function, **section.arguments)
 
-    return _called(bound, section, source.where(path))
+    return called(bound, section, source.where(path))
 
 
-def _called(make: Callable[[], Any], section: Target, where: Place) -> Any:
+def tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Lists as tuples: optimizers take `betas` as one, which YAML does not have."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+
+
+def called(make: Callable[[], Any], section: Target, where: Place) -> Any:
+    """Return what `make` returns.
+
+    Raises:
+        ConfigError: it raised.
+    """
     try:
         return make()
     except StrettoError as error:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from stretto.batching import awaits_maximum, with_maximum
 from stretto.config.plans import TimesAndSizes, build_run, make_spec, prepare_run, scale_of
 from stretto.config.run import Evaluate, RunConfig
-from stretto.config.targets import Target, accepts, bound_target, call_target, import_target
+from stretto.config.targets import Target, accepts, bound_target, call_target, import_target, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.data import DataSpec, StepLoader
@@ -259,13 +259,13 @@ def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
                 instead=f"write a pattern of names such as {next(iter(rest), '')!r}",
                 where=config.source.where(("optimizer", "groups", name, "parameters")),
             )
-        options = _tuples(group.arguments)
+        options = tuples(group.arguments)
         groups.append({"params": [rest.pop(key) for key in taken], "name": name, **options})
     if rest:
         # First, so that the ledger shows the general values without a group's name.
         groups.insert(0, {"params": list(rest.values()), "name": "rest"})
     parameters = groups if section.groups else list(rest.values())
-    tupled = Target(target=section.target, **_tuples(section.arguments))
+    tupled = Target(target=section.target, **tuples(section.arguments))
     return _made(config, tupled, Optimizer, ("optimizer",), parameters)
 
 
@@ -285,13 +285,6 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep | None:
     if config.loss is not None or accepts(target, "loss"):
         given["loss"] = make_loss(config, model)
     return _made(config, section, TrainStep, ("step",), **given)  # type: ignore[type-abstract]
-
-
-def _tuples(options: dict[str, Any]) -> dict[str, Any]:
-    """Lists as tuples: optimizers take `betas` as one, which YAML does not have."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
-    }
 
 
 def _with_targets(config: RunConfig, value: Any, path: Keys) -> Any:

@@ -13,7 +13,7 @@ from stretto.batching import RuleLike, as_rule, check_pairs
 from stretto.errors import ScheduleError
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
 from stretto.schedules.fields import checked_factor, find_name, parse_name
-from stretto.schedules.schedule import product_of
+from stretto.schedules.schedule import Base, Column, product_of
 from stretto.timing import Horizon, Timestamp
 
 
@@ -205,6 +205,11 @@ class _Factor(NamedTuple):
     schedule: Schedule
     bound: BoundSchedule
 
+    def on(self, base: Base, horizon: Horizon) -> _Factor:
+        """Return the factor of one value, bound again if it depends on that."""
+        schedule = self.schedule.on(base)
+        return self if schedule is self.schedule else _Factor(schedule, schedule.bind(horizon))
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -293,7 +298,8 @@ class Hyperparameters:
             name: _Factor(factor, bound[name] if name in bound else factor.bind(horizon))
             for name, factor in self._schedules.items()
         }
-        followed = [_of_group(each, number, group) for number, group in enumerate(groups)]
+        made: dict[Any, Any] = {}
+        followed = [_of_group(each, number, groups, horizon, made) for number in range(len(groups))]
         self._settings = [
             _Setting(
                 number,
@@ -375,20 +381,31 @@ def _part_tensors(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def _of_group(
-    factors: Mapping[str, _Factor], number: int, group: Mapping[str, Any]
+    factors: Mapping[str, _Factor],
+    number: int,
+    groups: Sequence[Mapping[str, Any]],
+    horizon: Horizon,
+    made: dict[Any, Any],
 ) -> dict[str, dict[int | None, list[_Factor]]]:
     """What each key of one group follows, by index: that for all, and the group's own."""
-    found: dict[str, dict[int | None, list[_Factor]]] = {}
+    found: dict[Column, list[_Factor]] = {}
+    group = groups[number]
     for text, factor in factors.items():
         name = parse_name(text).of(group)
         if name.group in (None, group_name(number, group)):
             value = group[name.key]
             indices = range(len(value)) if isinstance(value, tuple) else (None,)
             for index in indices:
-                each = found.setdefault(name.key, {}).setdefault(index, [])
+                each = found.setdefault((name.key, index), [])
                 if name.index in (None, index):
                     each.append(factor)
-    return found
+    scheduled = frozenset(column for column, each in found.items() if each)
+    by_key: dict[str, dict[int | None, list[_Factor]]] = {}
+    for column, each in found.items():
+        base = Base(groups, number, column, scheduled, made)
+        key, index = column
+        by_key.setdefault(key, {})[index] = [one.on(base, horizon) for one in each]
+    return by_key
 
 
 def _product(factors: Sequence[_Factor]) -> _Factor:

@@ -26,6 +26,7 @@ from stretto.planning.stages import (
     hyperparameters,
     known_schedules,
     make_event,
+    on_base,
     warnings_of,
 )
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
@@ -248,7 +249,7 @@ def plan_prepared(
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
     if values is None:
-        values = {name: (one, run.bound_schedules[name]) for name, one in run.schedules.items()}
+        values = {name: on_base(name, run, base or {}) for name in run.schedules}
     if not tracks_tokens:
         check_tokens(run)
     sizes = run.planned_sizes()

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from stretto.batching import BatchSizePolicy, Bound, LearningRateRule, couplings_in
 from stretto.batching.split import even_unit, is_learning_rate, not_even
 from stretto.errors import Argument, ConversionError, PlanError, samples_text
+from stretto.planning.bind import Prepared
 from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, unknown_count
 from stretto.schedules import BoundSchedule, Schedule
-from stretto.schedules.fields import checked_factor
+from stretto.schedules.fields import checked_factor, parse_name
+from stretto.schedules.schedule import Base
 from stretto.timing import Axis, BoundTrigger, Horizon, Timestamp, TimeUnit
 from stretto.timing.epochs import UnknownCountError, known_counts, unknown_counters
 
@@ -166,6 +168,22 @@ def known_schedules(
         else:
             lines.append(f"{name} follows {follows}, so its values are only known in the run")
     return known, lines
+
+
+def on_base(name: str, run: Prepared, base: Mapping[str, float]) -> tuple[Schedule, BoundSchedule]:
+    """Return a schedule, and the same bound, for the base value of what it sets, if given."""
+    schedule, known = run.schedules[name], run.bound_schedules[name]
+    if name not in base:
+        return schedule, known
+    value, names = base[name], [parse_name(text) for text in (name, *run.schedules)]
+    has_betas = any(one.key == "betas" for one in names)
+    settings: dict[str, Any] = {"betas": (0.9, 0.999)} if has_betas else {"momentum": 0.9}
+    names = [one.of(settings) for one in names]
+    columns = [(one.key, one.index or (0 if one.key == "betas" else None)) for one in names]
+    key, index = columns[0]
+    group = {"lr": base.get("lr", 1.0), **settings, key: value if index is None else (value,) * 2}
+    found = schedule.on(Base([group], 0, columns[0], frozenset(columns), {}))
+    return found, known if found is schedule else found.bind(run.horizon)
 
 
 def hyperparameters(

@@ -85,6 +85,21 @@ def interval(value: TimeLike, name: str, error: type[StrettoError] = ScheduleErr
     return time
 
 
+def time_or_rest(
+    value: Any, read: Callable[[Any, str, type[StrettoError]], Time], name: str, error: Any
+) -> Time | Literal["rest"]:
+    """Return the duration of a period, as `read` returns a time.
+
+    Raises:
+        StrettoError: it is -1, which other libraries write for the rest; or as `read` does.
+    """
+    if isinstance(value, str) and value == "rest":
+        return "rest"
+    if str(value) == "-1":
+        raise error.bad(name, value, "it is no duration", "write 'rest'")
+    return read(value, name, error)
+
+
 Factor: TypeAlias = Annotated[
     float, number("a finite number of at least 0", lambda value: 0 <= value < math.inf)
 ]
@@ -309,7 +324,7 @@ class Name:
         return self
 
 
-def parse_name(text: str) -> Name:
+def parse_name(text: object) -> Name:
     """Return the parts of the name of a scheduled value.
 
     >>> parse_name("betas.0@head")
@@ -318,9 +333,9 @@ def parse_name(text: str) -> Name:
     Raises:
         ScheduleError: it is not the name of a scheduled value.
     """
-    match = _FORM.fullmatch(text)
+    match = _FORM.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        why, instead = "it is not the name of a hyper-parameter", "write for example 'betas.0'"
+        why, instead = "it is not the name of a hyper-parameter", "write for example 'lr'"
         raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead=instead)
     key, index, group = match.groups()
     return Name(key, None if index is None else int(index), group)

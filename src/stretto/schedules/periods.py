@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
 from stretto.errors import ScheduleError
-from stretto.schedules.fields import fill, length
+from stretto.schedules.fields import fill, length, time_or_rest
 from stretto.schedules.schedule import Schedule, ScheduleLike, as_schedule
 from stretto.schedules.scope import END, BoundSchedule, Mark, Scope, Span, counted
 from stretto.timing import Horizon, Time, TimeLike, TimeUnit
@@ -152,5 +152,4 @@ def _period(period: object) -> Period:
         why, instead = "it is not a pair", "write for example ('5%', Linear(0, 1))"
         raise ScheduleError.bad("period", period, why, instead)
     duration, schedule = period
-
-    return "rest" if duration == "rest" else length(duration, "duration"), as_schedule(schedule)
+    return time_or_rest(duration, length, "duration", ScheduleError), as_schedule(schedule)

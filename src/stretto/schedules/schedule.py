@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from stretto.errors import ScheduleError
 from stretto.schedules.fields import (
@@ -81,6 +81,22 @@ def cosine_left(passed: float) -> float:
 
 READS = "ep ba sp dur"
 """The units that a callable reads by default."""
+Column: TypeAlias = tuple[str, int | None]
+"""The key of a value in a parameter group, and its index if there are several."""
+
+
+class Base(NamedTuple):
+    """The value that a schedule multiplies: where it is among the groups of an optimizer."""
+
+    groups: Sequence[Mapping[str, Any]]
+    """The parameter groups, with their initial values."""
+    number: int
+    """The index of the group."""
+    column: Column
+    scheduled: frozenset[Column]
+    """All values of the group that are scheduled."""
+    made: dict[Any, Any]
+    """What schedules have made of these groups, for other schedules of the same groups."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -125,6 +141,14 @@ class Schedule(Timed):
             ConversionError: a time needs a fact that is not known; the message names it.
             ScheduleError: the times contradict each other or do not fit into the scope.
         """
+
+    def on(self, base: Base) -> Schedule:
+        """Return the schedule of one value; only wrapped torch schedulers depend on the value.
+
+        Raises:
+            ScheduleError: there is no such schedule for that value.
+        """
+        return self.replaced(lambda one: one.on(base) if isinstance(one, Schedule) else one)
 
     def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
         """Return the units that it reads from the clock of a run; by default, those of its times.
@@ -328,6 +352,8 @@ class Constant(WarmedUp):
 def as_schedule(value: object) -> Schedule:
     """Return `value` as a schedule: numbers become `Constant`, callables `Custom`.
 
+    So does an object with a method `get_factor(timer)`.
+
     >>> as_schedule(0.5)
     Constant(value=0.5)
 
@@ -339,10 +365,14 @@ def as_schedule(value: object) -> Schedule:
     if is_number(value):
         return Constant(value)  # type: ignore[arg-type]
     if hasattr(value, "get_last_lr"):
-        why, name = "a scheduler of torch is bound to an optimizer", type(value).__name__
+        name = value.__name__ if isinstance(value, type) else type(value).__name__
+        why = "a scheduler of torch is bound to an optimizer"
         instead = f"write from_torch(lambda optimizer: {name}(optimizer, ...), every='1ba')"
         raise ScheduleError.bad("schedule", value, why, instead)
     is_class = isinstance(value, type)  # probably Cosine instead of Cosine()
+    own = None if is_class else getattr(value, "get_factor", None)
+    if callable(own):  # the protocol of a schedule that is an object: get_factor(timer)
+        return Custom(own)
     if callable(value) and not is_class:
         return Custom(value)
     why = "it is a class" if is_class else "it is not a schedule, a number or a callable"

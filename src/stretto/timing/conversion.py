@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeVar, cast, final
 
-from stretto.errors import Argument, ConversionError, Text, shown
+from stretto.errors import Argument, ConversionError, Text, TimeError, shown
+from stretto.timing import grammar
 from stretto.timing.batch_sizes import BatchSizes, LastBatch, constant_batches
 from stretto.timing.grammar import NAMES, WHOLE, TimeUnit, checked_whole, parse_unit
 from stretto.timing.time import Time, TimeLike
@@ -230,7 +231,7 @@ def convert(
         ConversionError: a fact is missing, or is not a positive count.
         TimeError: a text is not a time.
     """
-    run = None if max_training_duration is None else check_run(Time(max_training_duration))
+    run = None if max_training_duration is None else read_run(max_training_duration)
     facts = Facts(
         run,
         checked_count("dataset_num_samples", dataset_num_samples),
@@ -248,12 +249,28 @@ def checked_count(name: str, count: object) -> int | None:
     return checked_whole(count, ConversionError, what, "leave it out where it is not known")
 
 
+def read_run(max_duration: TimeLike) -> Time:
+    """Return the length of a run.
+
+    Raises:
+        TimeError: it is not a time.
+        ConversionError: it is not positive, or is relative to itself.
+    """
+    try:
+        return check_run(Time(max_duration))
+    except TimeError as error:
+        if isinstance(max_duration, str):
+            grammar.parse(max_duration, of_run=True)  # raises the same, with advice for a length
+        what, why, advise = error.message.what, error.message.why, grammar.without_unit
+        instead = advise(max_duration, of_run=True)
+        raise TimeError.cannot(what, why=why, instead=instead) from None
+
+
 def check_run(max_duration: Time) -> Time:
     """Refuse a length of the run that is not positive or is relative to itself."""
     if max_duration.unit is _DUR:
-        instead = "write it in 'ep', 'ba', 'sp', 'tok' or as hours"
         why = "it is a fraction of itself"
-        raise ConversionError.bad("max_duration", str(max_duration), why, instead)
+        raise ConversionError.bad("max_duration", str(max_duration), why, grammar.HOW_LONG)
     if max_duration.amount <= 0:
         why, instead = "it is not positive", "write for example '2ep'"
         raise ConversionError.bad("max_duration", str(max_duration), why, instead)

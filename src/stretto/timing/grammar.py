@@ -193,36 +193,43 @@ _PARTS = re.compile(
 
 HOW = "write a number with a unit such as '90ep', '500ba', '1_000sp', '2Btok', '10%' or '1h30m'"
 """The default suggestion."""
+HOW_LONG = "write a length such as '90ep', '500ba', '1_000sp', '2Btok' or '1h30m'"
+"""That for the length of a run, which is no fraction of itself."""
 _WORDS = {
-    "batches": "ba", "steps": "ba", "samples": "sp", "tokens": "tok", "epochs": "ep",
-    "seconds": "sec", "minutes": "m", "hours": "h", "days": "d", "percent": "%",
+    "batches": "ba", "steps": "ba", "iterations": "ba", "samples": "sp", "tokens": "tok",
+    "epochs": "ep", "seconds": "sec", "minutes": "m", "hours": "h", "days": "d", "percent": "%",
 }  # fmt: skip
 """Words that people write for a unit."""
 _LONGEST_GUESS = 20
 """No unit is longer than this, and guessing at longer ones is slow."""
 
 
-def parse(text: str) -> tuple[Fraction, TimeUnit]:
+def parse(text: str, *, of_run: bool = False) -> tuple[Fraction, TimeUnit]:
     """Return the exact amount and the unit of `text`.
 
     >>> parse("1h30m")
     (Fraction(5400, 1), <TimeUnit.SECOND: 'sec'>)
 
+    Args:
+        text: the text of a time.
+        of_run: whether it is the length of a run; only advice depends on it.
+
     Raises:
         TimeError: `text` is not a time; the message says what to write.
     """
+    how = HOW_LONG if of_run else HOW
     if len(text) > MAX_TEXT:
-        raise _refused(shown(text), f"it has {len(text)} characters", HOW)
+        raise _refused(shown(text), f"it has {len(text)} characters", how)
     text = text.strip()
     match = _NUMBER.fullmatch(text)
     if match is None:
-        raise _refused(shown(text), *_explain(text, None))
+        raise _refused(shown(text), *_explain(text, None, of_run=of_run))
     sign, whole, below, point, exponent, name = match.groups()
     known = _UNITS.get(name)
     if known is None:
         parts = _PARTS.fullmatch(text)
         if parts is None or name is None:
-            raise _refused(shown(text), *_explain(text, name))
+            raise _refused(shown(text), *_explain(text, name, of_run=of_run))
         return check(_clock_amount(text, parts), TimeUnit.SECOND, text), TimeUnit.SECOND
     above, per, unit = known
     if point:
@@ -232,12 +239,12 @@ def parse(text: str) -> tuple[Fraction, TimeUnit]:
     if exponent:
         power = int(exponent)
         if abs(power) > MAX_DIGITS:
-            raise _refused(shown(text), f"the exponent is beyond {MAX_DIGITS}", HOW)
+            raise _refused(shown(text), f"the exponent is beyond {MAX_DIGITS}", how)
         above, per = (above * 10**power, per) if power > 0 else (above, per * 10**-power)
     if below:
         per *= int(below)
         if per == 0:
-            raise _refused(shown(text), "it divides by zero", HOW)
+            raise _refused(shown(text), "it divides by zero", how)
     # Integers until here, and no division by one: either way a Fraction costs 1 us.
     amount = Fraction(above) if per == 1 else Fraction(above, per)
     return check(-amount if sign else amount, unit, text), unit
@@ -252,7 +259,9 @@ def check(amount: Fraction, unit: TimeUnit, text: str | None = None) -> Fraction
     if below != 1 and unit in WHOLE:
         floor, why = above // below, f"{NAMES[unit]} come in whole numbers"
         given = shown(text or f"{_decimal_text(amount)}{unit}")
-        raise _refused(given, why, f"write '{floor}{unit}' or '{floor + 1}{unit}'")
+        less = f"'{floor}{unit}' or " if floor else ""  # 0 is no interval
+        instead = HOW_LONG if floor < 0 else f"write {less}'{floor + 1}{unit}'"
+        raise _refused(given, why, instead)
     return amount
 
 
@@ -297,7 +306,8 @@ def _clock_amount(text: str, match: re.Match[str]) -> Fraction:
             raise _refused(shown(text), "it divides by zero", HOW) from None
         if above is not None and count * length >= _CLOCK[above]:
             why = f"{match[part]}{part} is not less than 1{above}"
-            raise _refused(shown(text), why, f"carry it over into '{above}'")
+            carried = sum((Fraction(match[one] or 0) * _CLOCK[one] for one in _CLOCK), Fraction())
+            raise _refused(shown(text), why, f"write '{show(carried, TimeUnit.SECOND)}'")
         seconds += count * length
         above = part
     return Fraction(-seconds if match["sign"] else seconds)
@@ -307,25 +317,53 @@ def _refused(text: str, why: str, instead: str) -> TimeError:
     return TimeError.cannot(f"read {text} as a time", why=why, instead=instead)
 
 
-def _explain(text: str, unit: str | None) -> tuple[str, str]:
+def without_unit(number: object, *, of_run: bool = False) -> str:
+    """Return what to write instead of a number that has no unit.
+
+    >>> without_unit(0.03), without_unit(100), without_unit(0.5, of_run=True)
+    ("write '3%'", "write '100ba', '100ep' or '100sp'", "write '0.5ep'")
+    """
+    try:
+        amount, _ = parse(f"{number}ep")
+    except ValueError:  # Python refuses to print an int of more than 4300 digits
+        amount = Fraction(0)
+    if amount <= 0:
+        return HOW_LONG if of_run else HOW
+    if amount.denominator == 1:
+        if str(number)[-1:] in _SUFFIXES:
+            return f"write '{number}tok' or '{number}sp'"
+        return f"write '{number}ba', '{number}ep' or '{number}sp'"
+    if amount > 1 or of_run:
+        return f"write '{number}ep'"
+    return f"write '{_decimal_text(100 * amount)}%'"
+
+
+def _explain(text: str, unit: str | None, *, of_run: bool = False) -> tuple[str, str]:
     """Return why `text` is not a time, and what to write instead.
 
     Args:
         text: the text, without outer spaces.
         unit: what follows its number; None if it has no number or nothing follows.
+        of_run: whether it is the length of a run.
 
     >>> _explain("3epoch", "epoch")
     ("unknown unit 'epoch'", "write '3ep'")
     """
+    how = HOW_LONG if of_run else HOW
     if not re.match("-?[0-9]", text):
-        return "it does not begin with a number" if text else "it is empty", HOW
+        return "it does not begin with a number" if text else "it is empty", how
     if unit is None or unit in _SUFFIXES:
-        units = ", ".join(f"'{text}{name}'" for name in ("ep", "ba", "sp", "tok"))
-        return "it has no unit", f"write {units} or '{text}sec'"
+        return "it has no unit", without_unit(text, of_run=of_run)
     if unit[0] in "dhms" and re.search("[0-9]", unit):
         return "it is not whole parts in falling order", "write '2d12h', '1h30m' or '90s'"
     number, name = text[: len(text) - len(unit)], unit.strip()
     why = f"unknown unit {shown(unit)}" if name == unit else "there is a space inside"
-    is_word = re.fullmatch(f"[a-zA-Z]{{1,{_LONGEST_GUESS}}}", name)
+    is_word = re.fullmatch(f"[a-zA-Z%]{{1,{_LONGEST_GUESS}}}", name)
     close = nearest(name, [*_UNITS, *_WORDS]) if is_word else None
-    return why, HOW if close is None else f"write '{number}{_WORDS.get(close, close)}'"
+    meant = number + _WORDS.get(close or "", close or "")
+    try:
+        amount, found = parse(meant)
+    except TimeError:
+        return why, how
+    is_meant = amount > 0 and not (of_run and found is TimeUnit.DURATION)
+    return why, f"write '{meant}'" if is_meant else how

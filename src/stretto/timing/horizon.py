@@ -10,7 +10,7 @@ from typing import Any, final, get_args
 
 from stretto.errors import Argument, ConversionError
 from stretto.timing.batch_sizes import BatchSizes, EqualBatches, LastBatch
-from stretto.timing.conversion import Facts, check_run, checked_count, rounded
+from stretto.timing.conversion import Facts, checked_count, read_run, rounded
 from stretto.timing.grammar import TimeUnit, exact, parse_unit
 from stretto.timing.time import Number, Time, TimeLike
 from stretto.timing.timestamp import Axis, Timestamp, axes
@@ -79,7 +79,7 @@ class Horizon:
         batch_sizes: int | BatchSizes | None = None,
         last_batch: LastBatch = "keep",
     ) -> None:
-        run = check_run(Time(max_duration))
+        run = read_run(max_duration)
         samples = checked_count("dataset_num_samples", dataset_num_samples)
         tokens = checked_count("dataset_num_tokens", dataset_num_tokens)
         each = checked_count("tokens_per_sample", tokens_per_sample)

@@ -241,6 +241,6 @@ def _read(value: object, unit: str | None) -> Time:
         return _trusted(Fraction(value // timedelta(microseconds=1), 10**6), TimeUnit.SECOND)
     if unit is None:
         what, why = f"read {shown(value)} as a time", "it has no unit"
-        instead = f"write Time({shown(value)}, 'ep')" if is_number(value) else grammar.HOW
+        instead = grammar.without_unit(value) if is_number(value) else grammar.HOW
         raise TimeError.cannot(what, why=why, instead=instead)
     return _checked(exact(value), parse_unit(unit))
