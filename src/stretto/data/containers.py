@@ -66,8 +66,10 @@ def named(node: Any) -> Mapping[str, Any]:
     >>> named({"input_ids": 1}), named([1])
     ({'input_ids': 1}, {})
     """
-    if isinstance(node, Mapping):
+    if type(node) is dict:
         return node
+    if isinstance(node, Mapping):  # asked for what it lacks, a mapping may add it
+        return {key: node[key] for key in node}
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return dict(zip(node._fields, node, strict=True))
     if _is_record(node):
