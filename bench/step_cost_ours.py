@@ -1,7 +1,7 @@
 """The same run with stretto's Trainer, with everything on that its claim names.
 
 The exact clock in all units, a cosine learning rate, and a run folder with a logged line every
-3,200 samples (some 30 lines) in `metrics.jsonl`. The data are `Rows`, whose own `get_batch` is the
+3,200 samples (some 30 lines) in `metrics.jsonl`. The data are `Rows`, whose `get_batch` is the
 indexing operation of the yardstick, or a `TensorDataset`; the order is stretto's own, shuffled.
 """
 
@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from stretto.batching import LinearRamp
+from stretto.data import DataSpec
 from stretto.schedules import Cosine
 from stretto.training import Logging, Trainer
 
@@ -46,10 +47,11 @@ def run_tensors_ramp(data: Rows, stopwatch: Stopwatch) -> None:
 
 def _fit(data: Rows | TensorDataset, stopwatch: Stopwatch, batch_size: Any) -> None:
     model = network(stopwatch)
+    spec = DataSpec(data, get_batch=data.get_batch if isinstance(data, Rows) else None)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model,
-            data,
+            spec,
             optimizer=sgd(model),
             loss=_loss,
             max_duration="1ep",

@@ -29,8 +29,8 @@ Batch: TypeAlias = Any
 class Rows(Dataset[Batch]):
     """Rows of noise with labels; a whole batch is one indexing operation on each tensor.
 
-    `__getitems__` is torch's own way to fetch a batch at once, `get_batch` is stretto's; both do
-    the same, so that all loops collate equally fast.
+    `__getitems__` is torch's own way to fetch a batch at once, and stretto is given `get_batch`;
+    both do the same, so that all loops collate equally fast.
     """
 
     def __init__(self, num_samples: int, *, is_dict: bool = False) -> None:

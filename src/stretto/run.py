@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
 
@@ -15,6 +16,7 @@ from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.batching.seesaw import Coupling, paired
 from stretto.data import DataSpec, Step, StepLoader
+from stretto.data.spec import check_workers
 from stretto.data.weights import MicroBatchView, Units, weights_of
 from stretto.distributed.logged import Logged, Reduce
 from stretto.distributed.mesh import Mesh, as_mesh
@@ -34,6 +36,7 @@ from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.bind import Count, micro_batches_of_epoch, steps_left, steps_of_epoch
 from stretto.planning.plan import plan_prepared
 from stretto.runtime.packing import PackingError, count, pack, unpack
+from stretto.runtime.rewind import kept_buffers
 from stretto.settings import Loading, one_of, read_settings
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
 from stretto.timing.timestamp import NANOSECONDS
@@ -104,7 +107,7 @@ def prepare(
         every: by a name of yours, when `finish` returns that name.
         micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
         loading: how samples are ordered and fetched: a `Loading`, or a mapping of its fields.
-        model: the model, for callbacks.
+        model: the model, for callbacks; dummies then leave its buffers alone.
         callbacks: the callbacks of the run, for each other.
         folder: the run folder, for callbacks.
         mesh: as in `Trainer`: the mesh of all ranks if they share the model, too.
@@ -164,6 +167,7 @@ class Run:
         mesh: Mesh | None = None,
         idle_ranks: bool = False,
     ) -> None:
+        check_workers(spec, loading.num_workers)
         self.spec = spec
         self.prepared = prepared
         self._from_start = prepared
@@ -374,6 +378,9 @@ class Run:
         if step is not None:
             self.step, self.is_open, self.batch_size = step, True, step.batch_size
             self.latest_loss = _NAN
+            is_shared = self._model is not None and self.loader.world_size > 1
+            if is_shared and not all(one.weight for one in step.micro_batches):
+                step.around_dummy = partial(kept_buffers, self.model)
             if self._scheduled is not None:
                 self._scheduled.apply(step.timestamp, step.batch_size)
         return step

@@ -290,20 +290,32 @@ def test_torchs_global_generator_is_left_alone() -> None:
 class Whole(list[int]):
     """A data set that gives batches."""
 
-    def get_batch(self, indices: list[int]) -> torch.Tensor:
+    def whole(self, indices: list[int]) -> torch.Tensor:
         assert all(type(index) is int for index in indices)
         return torch.tensor(indices) * 10
 
-
-def test_a_data_set_may_collate_itself() -> None:
-    loader = StepLoader(Whole(range(5)), 2, max_duration="1ep", shuffle=False)
-    batches = [values(micro.batch) for step in loader for micro in step]
-    assert batches == [[0, 10], [20, 30], [40]]
+    get_batch = whole
 
 
-def test_an_own_collate_function_goes_before_get_batch() -> None:
-    loader = StepLoader(Whole(range(5)), 5, max_duration="1ep", shuffle=False, collate_fn=list)
-    assert [micro.batch for step in loader for micro in step] == [[0, 1, 2, 3, 4]]
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_may_be_made_of_indices(num_workers: int) -> None:
+    data = Whole(range(5))
+    for spec, expected in (
+        (DataSpec(data, get_batch=data.whole), [[0, 10], [20, 30], [40]]),
+        (DataSpec(data), [[0, 1], [2, 3], [4]]),
+    ):
+        loader = StepLoader(spec, 2, max_duration="1ep", shuffle=False, num_workers=num_workers)
+        assert [values(micro.batch) for step in loader for micro in step] == expected
+
+
+def test_whole_batches_have_no_single_samples() -> None:
+    spec = DataSpec(Whole(range(5)), get_batch=Whole(range(5)).whole)
+    settings: Any
+    for settings in ({"collate_fn": list}, {"keyed_randomness": True}):
+        with pytest.raises(DataError, match="get_batch"):
+            StepLoader(spec, 5, max_duration="1ep", **settings)
+    with pytest.raises(DataError, match="get_batch"):
+        DataSpec(iter([torch.zeros(2)]), get_batch=torch.tensor)
 
 
 class Lies(list[int]):

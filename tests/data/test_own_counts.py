@@ -1,22 +1,24 @@
-"""Counts that a data set gives itself, and those that are stated."""
+"""Counts are those that are stated, whatever a data set calls its own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec, StepLoader
-from stretto.errors import DataError
 
 
 class Counts:
-    """A data set with the methods that the proposals of Composer name."""
+    """A data set with attributes of its own meaning."""
 
-    def __init__(self, **methods: Any) -> None:
-        self.__dict__ |= methods
+    def __init__(self, **own: Any) -> None:
+        self.__dict__ |= own
 
     def __len__(self) -> int:
         return 12
@@ -25,39 +27,52 @@ class Counts:
         return {"input_ids": torch.arange(5)}
 
 
-@pytest.mark.parametrize(
-    ("methods", "count"),
-    [
-        ({"num_tokens": lambda: 60}, 60),
-        ({"get_num_tokens": lambda: 60}, 60),
-        ({"num_tokens": 60}, 60),
-        ({"get_num_tokens": lambda: None}, None),
-        ({"get_num_tokens": lambda batch: 7}, None),
-        ({"num_tokens": "many"}, None),
-    ],
-)
-def test_a_data_set_is_asked_for_its_tokens(methods: dict[str, Any], count: int | None) -> None:
-    own: Any = Counts(**methods)
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("called without being asked to")
+
+
+NAMES = [
+    "num_tokens", "get_num_tokens", "tokens_per_sample", "num_samples", "get_batch_size",
+    "get_num_samples_in_batch", "get_num_tokens_in_batch", "get_batch", "collate", "collate_fn",
+    "sampler", "batch_sampler", "dataset", "split_batch", "batch_size", "drop_last", "sharded",
+]  # fmt: skip
+
+
+@given(names=st.sets(st.sampled_from(NAMES), min_size=1), is_method=st.booleans())
+def test_nothing_is_guessed_from_the_names_of_a_data_set(names: set[str], is_method: bool) -> None:
+    own: Any = Counts(**dict.fromkeys(names, never if is_method else 7))
     for data in (own, DataLoader(own, 4)):
-        assert DataSpec(data).known_num_tokens == count
-    assert DataSpec(Counts(**methods), num_tokens=61).known_num_tokens == 61
+        spec = DataSpec(data)
+        assert (spec.known_num_samples, spec.known_num_tokens) == (12, None)
+        assert spec.known_tokens_per_sample is None
+        batches = [
+            micro.batch for step in StepLoader(data, 5, max_duration="1ep") for micro in step
+        ]
+        assert [spec.count_samples(batch) for batch in batches] == [5, 5, 2]
+        assert [spec.count_tokens(batch) for batch in batches] == [25, 25, 10]
 
 
-def test_tokens_of_a_data_set_must_be_a_number() -> None:
-    with pytest.raises(DataError, match="get_num_tokens"):
-        _ = DataSpec(Counts(get_num_tokens=lambda: 1.5)).known_num_tokens
+@given(names=st.sets(st.sampled_from(NAMES), min_size=1), is_method=st.booleans())
+def test_nothing_is_guessed_from_the_names_of_an_iterable(names: set[str], is_method: bool) -> None:
+    class Stream(Counts):
+        __len__: Any = None
+        __getitem__: Any = None
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield from torch.arange(12).split(4)
+
+    loader = StepLoader(
+        Stream(**dict.fromkeys(names, never if is_method else 7)), 5, max_duration="2ep"
+    )
+    assert [step.num_samples for step in loader] == [5, 5, 2] * 2
+    assert loader.timer.token == 0
 
 
-def test_a_data_set_counts_the_samples_and_tokens_of_a_batch() -> None:
-    spec = DataSpec(Counts(get_batch_size=lambda batch: 3, get_num_tokens=lambda batch: 7))
-    assert (spec.count_samples(torch.zeros(2)), spec.count_tokens(torch.zeros(2))) == (3, 7)
-    both: Any = Counts(get_num_tokens=lambda batch=None: 60 if batch is None else 7)
-    assert DataSpec(both).count_tokens(torch.zeros(2)) == 7
-    assert DataSpec(both).known_num_tokens == 60
-    own = DataSpec(Counts(get_batch_size=lambda batch: 3), get_num_samples_in_batch=lambda batch: 4)
-    assert own.count_samples(torch.zeros(2)) == 4
-    other = DataSpec(Counts(get_batch_size=lambda: 64))  # of a loader, not of a batch
-    assert other.count_samples(torch.zeros(2)) == 2
+def test_what_is_stated_counts() -> None:
+    spec = DataSpec(Counts(), num_tokens=61, get_num_samples_in_batch=lambda batch: 3)
+    assert (spec.known_num_tokens, spec.count_samples(torch.zeros(2))) == (61, 3)
+    spec = DataSpec(Counts(), tokens_per_sample=5, get_num_tokens_in_batch=lambda batch: 7)
+    assert (spec.known_tokens_per_sample, spec.count_tokens(torch.zeros(2))) == (5, 7)
 
 
 @pytest.mark.parametrize("sized", [True, False])

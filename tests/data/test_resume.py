@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Iterator
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ from stretto.batching import (
     Signals,
     Steps,
 )
-from stretto.data import Step, StepLoader
+from stretto.data import DataSpec, Step, StepLoader
 from stretto.errors import CheckpointError, DataError
 from stretto.ordering import SampleOrder
 from stretto.testing.data import assert_resumes, read
@@ -499,81 +498,45 @@ def test_a_step_that_is_taken_back_comes_again(data: Any) -> None:
     assert seen == [*range(9)]
 
 
-class Rows:
-    """Stands for an examples iterable of the package `datasets`: rows in order, and a place."""
+class Streaming:
+    """As an `IterableDataset` of `datasets` that was shuffled: its state leaves the buffer out."""
 
     def __init__(self, count: int) -> None:
         self.count, self.start, self.place = count, 0, 0
 
-    def __iter__(self) -> Iterator[int]:
+    def rows(self) -> Iterator[int]:
+        generator, buffer = random.Random(0), list[int]()
         start, self.start = self.start, 0
         for row in range(start, self.count):
             self.place = row + 1
-            yield row
-
-
-class BufferShuffledExamplesIterable:
-    """As the one in `datasets`: its place is that of what it reads from, its buffer is not kept."""
-
-    def __init__(self, ex_iterable: Rows, buffer_size: int) -> None:
-        self.ex_iterable, self.buffer_size = ex_iterable, buffer_size
-
-    def __iter__(self) -> Iterator[int]:
-        generator, buffer = random.Random(0), list[int]()
-        for row in self.ex_iterable:
             buffer.append(row)
-            if len(buffer) == self.buffer_size:
+            if len(buffer) == 8:
                 generator.shuffle(buffer)
-                yield from (buffer.pop() for _ in range(self.buffer_size // 2))
+                yield from (buffer.pop() for _ in range(4))
         yield from buffer
 
-
-class Streaming:
-    """As an `IterableDataset` of `datasets` that was shuffled, batched and mapped."""
-
-    def __init__(self, count: int) -> None:
-        self._rows = Rows(count)
-        mapped = SimpleNamespace(ex_iterables=[BufferShuffledExamplesIterable(self._rows, 8)])
-        self._ex_iterable = SimpleNamespace(ex_iterable=mapped)
-
     def __iter__(self) -> Iterator[torch.Tensor]:
-        rows = iter(self._ex_iterable.ex_iterable.ex_iterables[0])
+        rows = self.rows()
         while batch := [*islice(rows, 3)]:
             yield torch.tensor(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self._rows.place}
+        return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rows.start = state["place"]
+        self.start = state["place"]
 
 
-class Loaded:
-    """As a `StatefulDataLoader` over such data."""
+def test_no_sample_of_a_shuffle_buffer_is_lost() -> None:
+    """The buffer's content is in no state, so such data must be read again from the start."""
 
-    def __init__(self, count: int) -> None:
-        self.dataset = Streaming(count)
-        self.state_dict, self.load_state_dict = (
-            self.dataset.state_dict,
-            self.dataset.load_state_dict,
-        )
+    def make(**stated: Any) -> StepLoader:
+        return StepLoader(DataSpec(Streaming(40), **stated), 5, max_duration="2ep")
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.dataset)
-
-
-class Wrapped(Loaded):
-    """As a class of the user's around such data."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.rows = self.__dict__.pop("dataset")
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.rows)
-
-
-@pytest.mark.parametrize("kind", [Streaming, Loaded, Wrapped])
-def test_no_sample_of_a_shuffle_buffer_is_lost(kind: type[Any]) -> None:
-    """The buffer's content is in no state, so such data are read again from the epoch's start."""
-    assert_resumes(lambda: StepLoader(kind(40), 5, max_duration="2ep"), values)
+    loader = make()
+    for _ in range(3):
+        next(loader)
+        loader.finish()
+    with pytest.raises(CheckpointError, match="resumes_by='reading'"):
+        make().load_state_dict(loader.state_dict())
+    assert_resumes(lambda: make(resumes_by="reading"), values)

@@ -64,15 +64,6 @@ def test_what_the_data_are(data: Any, is_map_style: bool, num_samples: int | Non
     assert DataSpec.of(spec) is spec
 
 
-def test_counts_come_from_the_data_set_unless_given() -> None:
-    loader: Any = DataLoader(Text([1, 2, 3]))  # type: ignore[arg-type]
-    for data in (Text([1, 2, 3]), loader):
-        spec = DataSpec(data)
-        assert (spec.known_num_tokens, spec.known_tokens_per_sample) == (90, 30)
-    spec = DataSpec(Text([1, 2, 3]), num_tokens=60, tokens_per_sample=20)
-    assert (spec.known_num_tokens, spec.known_tokens_per_sample) == (60, 20)
-
-
 @pytest.mark.parametrize(
     ("settings", "match"),
     [

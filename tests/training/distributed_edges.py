@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, Trainer
+from stretto.training.algorithms import NoiseReport
 
 RANK = int(os.environ.get("RANK", "0"))
 DATA = TensorDataset(torch.randn(40, 5, generator=torch.Generator().manual_seed(1)).double())
@@ -27,12 +29,11 @@ def square(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def trainer(model: nn.Module, parameters: Any, data: Any = DATA, **settings: Any) -> Trainer:
-    defaults: dict[str, Any] = {"max_duration": "10ba", "batch_size": 8}
+    defaults: dict[str, Any] = {"max_duration": "10ba", "batch_size": 8, "loss": square}
     return Trainer(
         model,
         data,
         optimizer=torch.optim.SGD(parameters, lr=0.1),
-        loss=square,
         device="cpu",
         **{**defaults, **settings},
     )
@@ -64,6 +65,63 @@ def dummies() -> list[float]:
         model, model[1].parameters(), batch_size=3, micro_batch_size=1, max_duration="4ba"
     ).fit()
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+class Tally(nn.Module):
+    """A layer, and a loss, that count in a buffer how often each sample was seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(9, dtype=torch.int64))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen[batch[:, 0].long()] += 1
+        return batch * self.weight
+
+
+class TallyLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(9, dtype=torch.int64))
+
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.seen[batch[0][:, 0].long()] += 1
+        return model(batch[0]).square().mean()
+
+
+class Real(Callback):
+    """Counts the samples that are no dummies."""
+
+    def __init__(self) -> None:
+        self.seen = [0] * 9
+
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        for micro in step.micro_batches:
+            if micro.weight:
+                self.seen[int(micro.batch[0][0, 0])] += 1
+
+
+def traces() -> dict[str, Any]:
+    """What buffers of a model and of a loss have learned, beside the samples of this rank."""
+    data, found = TensorDataset(torch.arange(9.0).double()[:, None]), {}
+    for name, settings in {
+        "uneven": {"batch_size": 3},
+        "measured": {"batch_size": 3, "stepping": {"measure_noise": 1}},
+        "idle": {"batch_size": 1, "idle_ranks": True},
+        "without": {"batch_size": 3, "stepping": {"loss_weight": lambda batch: 1}},
+    }.items():
+        for kind in ("replicated", "sharded"):
+            model, loss, real = Tally(), TallyLoss(), Real()
+            if kind == "sharded":
+                fully_shard(model)
+            callbacks = [real, NoiseReport()] if name == "measured" else [real]
+            given = {"micro_batch_size": 1, "max_duration": "9sp", "callbacks": callbacks}
+            run = trainer(model, model.parameters(), data, loss=loss, **given, **settings)
+            run.fit()
+            seen = {"model": model.seen.tolist(), "loss": loss.seen.tolist(), "real": real.seen}
+            found[f"{name}, {kind}"] = seen
+    return found
 
 
 class Unlike(nn.Module):
@@ -208,6 +266,7 @@ def main(out: Path) -> None:
         "stopped": stopped(3),
         "too late": stopped(10),
         "dummies": dummies(),
+        "traces": traces(),
         "unlike": unlike(),
         "unwritable": unwritable(out / "run"),
         "statistics": statistics(),

@@ -118,6 +118,13 @@ def test_two_ranks_at_the_edges(tmp_path: Path, launch_ranks: Callable[..., Any]
         assert torch.allclose(weights, expected, rtol=0, atol=1e-12)
     assert first["dummies"] == second["dummies"]
 
+    for rank in (first, second):
+        for name, seen in rank["traces"].items():
+            assert seen["loss"] == seen["real"], name
+            # DDP copies the buffers of rank 0 to the others.
+            if rank is first or "sharded" in name:
+                assert seen["model"] == seen["real"], name
+
     assert first["unwritable"] == {"batch": 10, "warnings": 3}
     assert second["unwritable"] == {"batch": 10, "warnings": 0}
     assert first["wall clock"] == second["wall clock"]

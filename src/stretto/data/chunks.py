@@ -9,22 +9,24 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
-from itertools import islice
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from stretto.data.containers import nodes
 from stretto.data.fetch import Part
-from stretto.data.indices import sample_seed, seed_generators
+from stretto.data.indices import sample_seed, seeded_generators
 from stretto.data.ranks import gathered_texts, is_all
 from stretto.data.spec import DataSpec, is_one_shot
 from stretto.errors import CheckpointError, DataError
 from stretto.runtime.packing import packed, unpack
-from stretto.runtime.random_state import kept_generators
 
 _SKIPPED_AT_ONCE = 4096
+_COMPARED = 8
+"""How many of the next samples a resume compares."""
 _SILENT_SAMPLES = 100_000  # skipping fewer samples is too quick for a progress bar
 
 
@@ -70,15 +72,25 @@ class ChunkSource:
         spec: counts the samples of a batch.
         batches: the iterable; each epoch iterates over it anew, after `set_epoch(epoch)` if it, its
             data set or its sampler has that method.
-        seed: seeds the random order of the source in each epoch, so it can be repeated.
+        seed: seeds the generators by epoch and place before each read, so that the source repeats
+            itself, whatever else draws numbers.
+        rank: whose stream it is; 0 if all ranks read the same.
+
+    Raises:
+        DataError: it is said to resume by its state, and has none.
     """
 
-    def __init__(self, spec: DataSpec, batches: Iterable[Any], *, seed: int) -> None:
+    def __init__(self, spec: DataSpec, batches: Iterable[Any], *, seed: int, rank: int = 0) -> None:
         self._spec = spec
         self._batches = batches
         self._seed = seed
+        self._rank = rank
         self._is_one_shot = is_one_shot(batches)
-        self._has_state = has_whole_state(batches)
+        has_state = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
+        if spec.resumes_by == "state" and not has_state:
+            why = f"{self.kind} has no state_dict and load_state_dict"
+            raise DataError.bad("resumes_by", "state", why, "write 'reading', or leave it out")
+        self._has_state = has_state and spec.resumes_by != "reading"
         self._iterator: Iterator[Any] | None = None
         self._chunk: Chunk | None = None
         self._offset = self._passed = 0
@@ -88,6 +100,8 @@ class ChunkSource:
         self.example: Chunk | None = None
         """The last chunk that was read; None before the first one."""
         self._kept = Position(0, None, 0, 0)
+        self._kept_next: list[str] | None = None
+        """Fingerprints of the samples after it; None: not computed yet."""
 
     @property
     def kind(self) -> str:
@@ -123,8 +137,10 @@ class ChunkSource:
                 self._chunk, self._offset = self._read(), 0
         return ranges
 
-    def start_epoch(self, epoch: int, *, state: Any = None, skip: int = 0) -> None:
+    def start_epoch(self, epoch: int, *, state: Any = None, skip: int = 0, passed: int = 0) -> None:
         """Go to the start of an epoch or to the source's own `state`, then `skip` samples.
+
+        `passed` samples of the epoch lie before the state.
 
         Raises:
             DataError: the source can be read only once, or ends before.
@@ -134,16 +150,15 @@ class ChunkSource:
         self._was_read, self._failed = True, False
         self.epoch = epoch
         _tell_epoch(self._batches, epoch)
-        with kept_generators():
-            seed_generators(sample_seed(self._seed, epoch, -1))
+        with seeded_generators(sample_seed(self._seed, epoch, -1)):
             own = unpack(state)
             if own is not None:
                 self._batches.load_state_dict(own)  # type: ignore[attr-defined]
             self._iterator = iter(self._batches)
-            # Some sources set their state only when they are read: the first chunk has the state
-            # that was loaded, or is reached by counting.
-            self._chunk, self._offset = self._read(first=True, state=own), 0
-        self._passed = 0
+        # Some sources set their state only when they are read: the first chunk has the state that
+        # was loaded, or is reached by counting.
+        self._passed = passed
+        self._chunk, self._offset = self._read(first=True, state=own), 0
         self._skip(skip)
 
     def next_epoch(self) -> None:
@@ -155,6 +170,7 @@ class ChunkSource:
         """Mark the present place as the one that `state_dict` returns."""
         state = None if self._chunk is None else self._chunk.state
         self._kept = Position(self.epoch, state, self._offset, self._passed)
+        self._kept_next = None
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
         """Return the place of the last `keep`, as JSON: the source's own state and a skip.
@@ -170,16 +186,59 @@ class ChunkSource:
             kept = Position(epoch, None, 0, 0)
         own = packed(kept.state, "the position in the data", DataError)
         skip = kept.passed if own is None else kept.offset
-        return {"epoch": epoch, "state": own, "skip": skip, "passed": kept.passed}
+        # Samples that were handed out since may have been changed in place.
+        if self._kept_next is None and (kept.epoch, kept.passed) == (self.epoch, self._passed):
+            self._kept_next = self._next()
+        return {
+            "epoch": epoch,
+            "state": own,
+            "skip": skip,
+            "passed": kept.passed,
+            "next": (self._kept_next or []) if kept.passed else [],
+            "workers": self._workers,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to the position of `state_dict`."""
+        """Return to the position of `state_dict`.
+
+        Raises:
+            CheckpointError: the source cannot return to it, or other samples follow there.
+        """
         self.next_epoch()
-        self.epoch = state["epoch"]
-        if state["skip"] or state["state"] is not None:
-            self.start_epoch(state["epoch"], state=state["state"], skip=state["skip"])
-            self._passed = state["passed"]
+        self.epoch, passed = state["epoch"], state["passed"]
+        own = state["state"] if self._has_state else None
+        if passed or own is not None:
+            workers = state.get("workers", self._workers)
+            if own is None and workers != self._workers:
+                raise _other_workers(workers, self._workers)
+            skip = passed if own is None else state["skip"]
+            self.start_epoch(self.epoch, state=own, skip=skip, passed=passed - skip)
+            is_compared = self._spec.sharded is not False and self._spec.resumes_by is None
+            pairs = zip(state.get("next", ()), self._next() if is_compared else (), strict=False)
+            if any(saved != present for saved, present in pairs):
+                raise _other_samples(self.kind, passed, by_state=own is not None)
         self.keep()
+
+    @property
+    def _workers(self) -> dict[str, Any] | None:
+        """What the order of the samples depends on, if several workers take turns."""
+        data = self._batches
+        if not isinstance(data, DataLoader) or not isinstance(data.dataset, IterableDataset):
+            return None
+        names = ("num_workers", "batch_size", "drop_last")
+        return {name: getattr(data, name) for name in names} if data.num_workers > 1 else None
+
+    def _next(self) -> list[str]:
+        """Return fingerprints of the next few samples; none at the start of an epoch."""
+        if self._chunk is None or not self._passed:
+            return []
+        batch, size, start = self._chunk.batch, self._chunk.num_samples, self._offset
+        places = range(start, min(size, start + _COMPARED))
+        try:
+            cut = [self._spec.take_samples(batch, slice(one, one + 1), size) for one in places]
+        except DataError:  # packed
+            return [f"{fingerprint(batch)} {start}"]
+        return [fingerprint(one) for one in cut]
 
     def _read(self, *, first: bool = False, state: Any = None) -> Chunk | None:
         assert self._iterator is not None
@@ -187,7 +246,11 @@ class ChunkSource:
             if self._has_state and not first:
                 state = copy.deepcopy(self._batches.state_dict())  # type: ignore[attr-defined]
             try:
-                batch = next(self._iterator)
+                of_epoch = sample_seed(self._seed, self.epoch, -1)
+                # The ranks of a stream may share it out by what they draw for its first chunk.
+                rank = self._rank if self._passed else 0
+                with seeded_generators(sample_seed(of_epoch, rank, self._passed)):
+                    batch = next(self._iterator)
             except StopIteration:
                 return None
             except BaseException:
@@ -217,33 +280,37 @@ def read_once(what: str) -> DataError:
     )
 
 
-_INSIDE = ("dataset", "_ex_iterable", "ex_iterable")
+def _other_workers(saved: Any, present: Any) -> CheckpointError:
+    now, then = (
+        f"{one['num_workers']} of them with batch_size={one['batch_size']}" if one else "one reader"
+        for one in (present, saved)
+    )
+    return CheckpointError.cannot(
+        "continue from the saved position",
+        why=f"workers take turns, so {now} bring the samples in another order than {then}",
+        instead="pass the same num_workers, batch_size and micro_batch_size, or resume at the end "
+        "of an epoch",
+    )
 
 
-def has_whole_state(source: Any) -> bool:
-    """Return whether a source has its own complete state.
-
-    The state of a streaming data set of Hugging Face's `datasets` leaves out the content of a
-    shuffle buffer (documented at its `IterableDataset.state_dict`): after a resume those samples
-    never come. Such a source counts as one without a state.
-    """
-    if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
-        return False
-    # What a class of the user's or a loader reads from, and the chain of steps of `datasets`.
-    left = [source, *getattr(source, "__dict__", {}).values()]
-    for one in islice(left, 1000):  # it grows in the loop, and may lead in a circle
-        if type(one).__name__ == "BufferShuffledExamplesIterable":
-            return False
-        inside = getattr(one, "__dict__", {})
-        left += [inside[name] for name in _INSIDE if name in inside]
-        left += inside.get("ex_iterables") or ()
-    return True
+def _other_samples(kind: str, passed: int, *, by_state: bool) -> CheckpointError:
+    why = "reading the epoch again gives other samples there"
+    instead = "seed what shuffles, or pass DataSpec(data, resumes_by='reading') if only random "
+    instead += "augmentation differs"
+    if by_state:
+        why = "its state_dict does not bring it back, as that of a shuffle buffer"
+        instead = "pass DataSpec(data, resumes_by='reading') to read the epoch again, or "
+        instead += "resumes_by='state' if only random augmentation differs"
+    return CheckpointError.cannot(
+        f"continue after {passed} samples of data of type {kind}", why=why, instead=instead
+    )
 
 
 def _tell_epoch(batches: Any, epoch: int) -> None:
-    dataset = getattr(batches, "dataset", None)
-    sampler = getattr(batches, "sampler", None)
-    for one in (batches, dataset, sampler, getattr(batches, "batch_sampler", None)):
+    told = [batches]
+    if isinstance(batches, DataLoader):
+        told += [batches.dataset, batches.sampler, batches.batch_sampler]
+    for one in told:
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
@@ -310,7 +377,8 @@ def fingerprint(batch: Any) -> str:
         if isinstance(node, Tensor):
             digest.update(f"{node.dtype} {tuple(node.shape)}".encode())
             digest.update(_bytes(node))
-        elif hasattr(node, "tobytes"):  # an array
+        elif isinstance(node, np.ndarray) and not node.dtype.hasobject:  # the rest are addresses
+            digest.update(f"{node.dtype} {node.shape}".encode())
             digest.update(node.tobytes())
         elif isinstance(node, (str, bytes, int, float)):
             digest.update(repr(node).encode())

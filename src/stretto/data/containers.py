@@ -2,20 +2,24 @@
 
 A batch is a tree: tensors and arrays are its leaves, tuples, lists, mappings, dataclasses and
 registered pytree nodes its containers. A leaf is *per sample* if its first dimension is the number
-of samples; so is a list or tuple of that length, unless its items are themselves per sample.
-Anything else (a scalar, a name, a tensor with a first dimension of 1) belongs to the whole batch.
+of samples; so is a sequence of that length, unless its items are themselves per sample. Anything
+else (a scalar, a name, a tensor with a first dimension of 1) belongs to the whole batch. Nothing in
+a batch is changed, and nothing that a batch is made of is asked whether it is true.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from operator import is_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from stretto.errors import DataError
@@ -38,23 +42,22 @@ def opened(node: Any) -> Container | None:
     kind = type(node)
     if kind is list or kind is tuple:
         return Container(node, kind)
-    if isinstance(node, (Tensor, str, bytes)) or hasattr(node, "shape"):
+    if isinstance(node, (Tensor, str, bytes, torch.Size)):
         return None
+    if kind is not dict and kind in _pytree.SUPPORTED_NODES:
+        registered = _pytree.SUPPORTED_NODES[kind]
+        children, context = registered.flatten_fn(node)
+        return Container(children, lambda items: registered.unflatten_fn(items, context))
     if isinstance(node, Mapping):
-        return Container(list(node.values()), lambda items: _mapping_like(node, items))
+        # The views of some mappings are not in the order of their keys.
+        return Container([node[key] for key in node], lambda items: _mapping_like(node, items))
     if isinstance(node, (list, tuple)):
         return Container(node, lambda items: _sequence_like(node, items))
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        names = [field.name for field in dataclasses.fields(node) if field.init]
-        return Container(
-            [getattr(node, name) for name in names],
-            lambda items: dataclasses.replace(node, **dict(zip(names, items, strict=True))),
-        )
-    registered = _pytree.SUPPORTED_NODES.get(kind)
-    if registered is None:
-        return None
-    children, context = registered.flatten_fn(node)
-    return Container(children, lambda items: registered.unflatten_fn(items, context))
+    if _is_record(node):
+        names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+        values = [getattr(node, name) for name in names]
+        return Container(values, lambda items: _record_like(node, names, items))
+    return None
 
 
 def named(node: Any) -> Mapping[str, Any]:
@@ -63,11 +66,13 @@ def named(node: Any) -> Mapping[str, Any]:
     >>> named({"input_ids": 1}), named([1])
     ({'input_ids': 1}, {})
     """
-    if isinstance(node, Mapping):
+    if type(node) is dict:
         return node
+    if isinstance(node, Mapping):  # asked for what it lacks, a mapping may add it
+        return {key: node[key] for key in node}
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return dict(zip(node._fields, node, strict=True))
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+    if _is_record(node):
         return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     return {}
 
@@ -104,14 +109,18 @@ def mapped(function: Callable[[Tensor], Tensor], node: Any) -> Any:
 def move_batch(batch: Any, device: torch.device | str, *, non_blocking: bool = True) -> Any:
     """Return a batch with its tensors on `device`.
 
-    It calls the batch's own `to` method if there is one, as in Hugging Face encodings.
+    An object that stretto cannot take apart moves itself by `to(device)`, as tensors do.
 
     >>> move_batch({"x": torch.ones(2)}, "cpu")["x"].device.type
     'cpu'
     """
-    own = None if isinstance(batch, Tensor) else getattr(batch, "to", None)
-    if callable(own):
-        return own(device)
+    # Some containers have a `to` that moves them in place, as Hugging Face encodings.
+    if isinstance(batch, PackedSequence) or (
+        opened(batch) is None and not isinstance(batch, Tensor)
+    ):
+        own = getattr(batch, "to", None)
+        if callable(own):
+            return own(device)
     return mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)
 
 
@@ -172,7 +181,7 @@ def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any
     """
     whole = count_samples(batch) if num_samples is None else num_samples
     found: list[Any] = []
-    result = _cut(batch, part, whole, found)
+    result = _cut(batch, part, whole, found, is_root=True)
     if not found:
         raise not_cut(whole, f"nothing in it has {whole} as its first dimension or its length")
     return result
@@ -214,7 +223,7 @@ def join_samples(batches: Sequence[Any], counts: Sequence[int]) -> Any:
     if lengths[0] is not None:
         return first
     if all(_is_per_sample(one, count) for one, count in zip(batches, counts, strict=True)):
-        return type(first)(item for one in batches for item in one)
+        return _sequence_like(first, [item for one in batches for item in one])
     containers = [opened(one) for one in batches]
     if containers[0] is None:
         return first
@@ -223,37 +232,49 @@ def join_samples(batches: Sequence[Any], counts: Sequence[int]) -> Any:
     return containers[0].rebuilt(joined)
 
 
-def _cut(node: Any, part: slice, num_samples: int, found: list[Any]) -> Any:
+def _cut(
+    node: Any, part: slice, num_samples: int, found: list[Any], *, is_root: bool = False
+) -> Any:
     """Return `part` of what is per sample in a batch, which is also added to `found`."""
     length, kind = _length(node), type(node)
     if length not in (None, num_samples, 1):
         raise not_cut(num_samples, f"a tensor in it has the shape {tuple(node.shape)}")
-    if length == num_samples or (length is None and _is_per_sample(node, num_samples)):
+    if length == num_samples:
         found.append(node)
         return node[part]
     if length is not None:
         return node
+    if _is_per_sample(node, num_samples, is_root=is_root):
+        found.append(node)
+        return _sequence_like(node, list(node)[part])
     if kind is dict:
         return {key: _cut(item, part, num_samples, found) for key, item in node.items()}
     if kind is list or kind is tuple:
         return kind([_cut(item, part, num_samples, found) for item in node])
     container = opened(node)
-    if container is None:
-        return node
-    return container.rebuilt([_cut(item, part, num_samples, found) for item in container.items])
+    if container is not None:
+        return container.rebuilt([_cut(item, part, num_samples, found) for item in container.items])
+    is_array = kind in _WHOLE or isinstance(node, (Tensor, np.ndarray))
+    if not is_array and isinstance(node, Sized) and len(node) == num_samples:
+        raise not_cut(num_samples, f"{kind.__name__} in it has that length, and is no sequence")
+    return node
 
 
-def _is_per_sample(node: Any, num_samples: int) -> bool:
-    """Return whether a list has one item per sample; not if its items are per sample."""
-    if not isinstance(node, (list, tuple)) or hasattr(node, "_fields"):
+def _is_per_sample(node: Any, num_samples: int, *, is_root: bool = False) -> bool:
+    """Return whether a sequence has one item per sample; not if its items are per sample."""
+    if isinstance(node, (str, bytes, torch.Size)) or not isinstance(node, Sequence):
         return False
-    if len(node) != num_samples:
+    if hasattr(node, "_fields") or len(node) != num_samples:
         return False
-    return any(_first_length(item) != num_samples for item in node)
+    lengths = [_first_length(item) for item in node]
+    # Beside a tensor of all samples, names, None or a scalar are fields. A tensor of another length
+    # is a sample, but not in the batch itself, which was counted by its first tensor.
+    return num_samples not in lengths or not (is_root or {*lengths} <= {num_samples, None})
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
-_NO_ARRAYS = _PLAIN | {list, tuple, dict}
+_WHOLE = _PLAIN | {bytes, torch.Size}
+_NO_ARRAYS = _WHOLE | {list, tuple, dict}
 
 
 def _length(node: Any) -> int | None:
@@ -261,10 +282,14 @@ def _length(node: Any) -> int | None:
     kind = type(node)
     if kind is Tensor or isinstance(node, Tensor):  # the second is slow: torch overrides it
         return node.size(0) if node.dim() else None
-    if kind in _NO_ARRAYS:
+    # A property of the type, not an item of a mapping or a field that is called so.
+    is_array = kind not in _NO_ARRAYS and hasattr(getattr(kind, "shape", None), "__get__")
+    if not is_array or not hasattr(kind, "__getitem__"):
         return None
-    shape = getattr(node, "shape", None)
-    return int(shape[0]) if isinstance(shape, tuple) and shape else None
+    is_container = isinstance(node, (Mapping, list, tuple)) or _is_record(node)
+    shape = node.shape
+    is_shape = isinstance(shape, torch.Size if is_container else tuple)  # of a TensorDict
+    return int(shape[0]) if is_shape and len(shape) else None
 
 
 def _first_length(batch: Any) -> int | None:
@@ -276,19 +301,72 @@ def _is_flat_list(node: Any) -> bool:
     return isinstance(node, (list, tuple)) and all(opened(item) is None for item in node)
 
 
+def _is_record(node: Any) -> bool:
+    return dataclasses.is_dataclass(node) and not isinstance(node, type)
+
+
 def _mapping_like(node: Mapping[Any, Any], items: list[Any]) -> Any:
-    pairs = zip(node, items, strict=True)
-    if type(node) is dict:
-        return dict(pairs)
-    if not isinstance(node, MutableMapping):
-        return type(node)(dict(pairs))  # type: ignore[call-arg]
-    # A copy keeps the rest of a mapping, such as a default factory.
-    result = copy.copy(node)
-    for key, item in pairs:
-        result[key] = item
+    """Return a mapping with other items, and all else that `node` has."""
+    pairs = dict(zip(node, items, strict=True))
+    kind: Any = type(node)
+    if kind is dict:
+        return pairs
+    if kind is MappingProxyType:
+        return kind(pairs)
+    try:
+        if isinstance(node, dict) or hasattr(kind, "__copy__"):
+            result = copy.copy(node)
+        else:
+            # A shallow copy would share its storage; the items in it are replaced, not copied.
+            before = [node[key] for key in pairs]
+            replaced = dict(zip(map(id, before), items, strict=True))
+            items = [replaced[id(one)] for one in before]  # one object may be there twice
+            result = copy.deepcopy(node, replaced)
+        if isinstance(result, MutableMapping):
+            for key, item in zip(pairs, items, strict=True):
+                result[key] = item
+    except Exception as error:
+        raise _not_made(kind, f"{type(error).__name__}: {error}") from error
+    return _checked(result, [result[key] for key in pairs], items)
+
+
+def _sequence_like(node: Any, items: list[Any]) -> Any:
+    """Return a sequence with other items, and all else that `node` has."""
+    kind: Any = type(node)
+    if kind is list or kind is tuple:
+        return kind(items)
+    try:
+        if isinstance(node, tuple):
+            result = tuple.__new__(kind, items)
+            vars(result).update(vars(node)) if hasattr(node, "__dict__") else None
+        elif isinstance(node, list):
+            result = copy.copy(node)
+            result[:] = items
+        else:
+            result = kind(items)
+    except Exception as error:
+        raise _not_made(kind, f"{type(error).__name__}: {error}") from error
+    return _checked(result, list(result), items)
+
+
+def _checked(result: Any, found: list[Any], items: list[Any]) -> Any:
+    """Return what was made, if it has these very items."""
+    if len(found) != len(items) or not all(map(is_, found, items)):
+        raise _not_made(type(result), "a new one has other items")
     return result
 
 
-def _sequence_like(node: Sequence[Any], items: list[Any]) -> Any:
-    make: Callable[[list[Any]], Any] = getattr(type(node), "_make", type(node))
-    return make(items)
+def _record_like(node: Any, names: list[str], items: list[Any]) -> Any:
+    """Return a dataclass with other fields; nothing is computed anew from them."""
+    result = copy.copy(node)  # not `replace`, which calls __post_init__
+    for name, item in zip(names, items, strict=True):
+        object.__setattr__(result, name, item)
+    return result
+
+
+def _not_made(kind: type, why: str) -> DataError:
+    return DataError.cannot(
+        f"make a {kind.__name__} of other items",
+        why=why,
+        instead="pass DataSpec(data, split_batch=...), or give the class a __copy__",
+    )

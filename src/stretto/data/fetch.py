@@ -23,7 +23,7 @@ class Fetch:
     """Reads the samples of a map-style data set and collates them.
 
     - a `TensorDataset` with the default collate function: one `index_select` for each tensor.
-    - a data set with `get_batch(indices)` and no other collate function: that.
+    - `get_batch`, if it is stated.
     - any other: its samples one by one (or by `__getitems__`), then the collate function.
 
     Keyed randomness reads samples one by one.
@@ -31,29 +31,31 @@ class Fetch:
     Args:
         dataset: the data set.
         collate_fn: makes a batch of a list of samples; None: torch's default.
+        get_batch: makes a batch of indices; None: samples are read and collated.
         keyed_seed: seeds the randomness of each sample by its epoch and index; None: it is not
             seeded.
     """
 
     def __init__(
-        self, dataset: Any, collate_fn: Collate | None = None, *, keyed_seed: int | None = None
+        self,
+        dataset: Any,
+        collate_fn: Collate | None = None,
+        *,
+        get_batch: Callable[[list[int]], Any] | None = None,
+        keyed_seed: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.collate: Collate = default_collate if collate_fn is None else collate_fn
         self._keyed_seed = keyed_seed
         self._num_samples = len(dataset)
-        own = getattr(dataset, "get_batch", None)
-        is_whole = keyed_seed is None and self.collate is default_collate
-        self.tensors: tuple[Tensor, ...] | None = None
-        self._get_batch: Callable[[list[int]], Any] | None = None
-        if is_whole and type(dataset) is TensorDataset:
-            self.tensors = dataset.tensors
-        elif is_whole and callable(own):
-            self._get_batch = own
+        self._get_batch = get_batch
+        is_plain = keyed_seed is None and get_batch is None and self.collate is default_collate
+        is_tensors = is_plain and type(dataset) is TensorDataset
+        self.tensors: tuple[Tensor, ...] | None = dataset.tensors if is_tensors else None
 
     @property
     def reads_whole(self) -> bool:
-        """Whether the data set makes batches itself."""
+        """Whether batches are made of indices."""
         return self._get_batch is not None
 
     def uncollated(self) -> Fetch:

@@ -20,7 +20,7 @@ from stretto.data.chunks import (
 from stretto.data.fetch import Fetch, Part, Steps
 from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
 from stretto.data.ranks import gathered
-from stretto.data.spec import DataSpec, is_one_shot
+from stretto.data.spec import DataSpec, check_workers, is_one_shot
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
 from stretto.data.workers import Workers, batched
 from stretto.errors import DataError
@@ -137,20 +137,24 @@ def make_source(
     Raises:
         DataError: the data cannot be read in this way.
     """
+    _check_whole(spec, workers, is_keyed=is_keyed)
     workers = workers.merged(spec.data)
     # At least 128 samples, in whole micro-batches.
     micro_batch = part.micro_batch_size or 1
     chunk_size = -(-LEAST_CHUNK // micro_batch) * micro_batch
     if not spec.is_map_style:
         _check_iterable(spec, run.horizon, is_keyed=is_keyed)
-        chunks = ChunkSource(spec, batched(spec, workers, chunk_size), seed=seed)
+        check_workers(spec, workers.num_workers)
+        batches, own_rank = batched(spec, workers, chunk_size), part.rank if spec.sharded else 0
+        chunks = ChunkSource(spec, batches, seed=seed, rank=own_rank)
         stream: Stream = SameStream(chunks, spec, part)
         if spec.sharded:
             stream = OwnStreams(chunks, spec, part, partial(gathered, part))
         steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon, pins=workers.pins)
         return Source(steps, None, chunks, spec, part)
     order = SampleOrder(len(spec.dataset), seed, is_shuffled(spec, asked=shuffle))
-    fetch = Fetch(spec.dataset, workers.collate_fn, keyed_seed=seed if is_keyed else None)
+    keyed_seed = seed if is_keyed else None
+    fetch = Fetch(spec.dataset, workers.collate_fn, get_batch=spec.get_batch, keyed_seed=keyed_seed)
     source = MapSource(spec, order, part, fetch, workers, is_keyed)
     # Indexing tensors is faster than any worker; `get_batch` does not give single samples.
     is_direct = fetch.tensors is not None or (fetch.reads_whole and not run.is_planned)
@@ -172,6 +176,15 @@ def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:
     if asked is not None:
         return asked
     return not isinstance(spec.data, DataLoader) or isinstance(spec.data.sampler, RandomSampler)
+
+
+def _check_whole(spec: DataSpec, workers: Workers, *, is_keyed: bool) -> None:
+    """Refuse settings of single samples beside `get_batch`."""
+    given = {"collate_fn": workers.collate_fn, "keyed_randomness": is_keyed or None}
+    for name, value in given.items():
+        if spec.get_batch is not None and value is not None:
+            why = "get_batch of the DataSpec makes whole batches"
+            raise DataError.bad(name, value, why, "leave one of the two out")
 
 
 def _check_iterable(spec: DataSpec, horizon: Horizon, *, is_keyed: bool) -> None:

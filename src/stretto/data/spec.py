@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import (
     BatchSampler,
@@ -21,63 +20,7 @@ from stretto.data.state import MicroBatch
 from stretto.data.tokens import count_tokens, longest_sequence
 from stretto.errors import DataError, shown
 from stretto.timing import Horizon, LastBatch, TimeLike
-from stretto.timing.grammar import checked_whole, whole
-
-
-def own_count(data: Any, *names: str) -> int | None:
-    """Return a count of a data set: an attribute, or a method without arguments.
-
-    >>> class Text:
-    ...     def get_num_tokens(self):
-    ...         return 900
-    >>> own_count(Text(), "num_tokens", "get_num_tokens")
-    900
-
-    Raises:
-        DataError: a method returns neither an integer of at least 1 nor None.
-    """
-    for name in names:
-        value: Any = getattr(data, name, None)
-        if _takes(value, 0):
-            value = value()
-            if value is not None:
-                what = f"use {shown(value)}, which {type(data).__name__}.{name}() returns"
-                instead = "return how many there are, or None if that is not known"
-                return checked_whole(value, DataError, what, instead)
-        number = whole(value)
-        if number is not None and number > 0:
-            return number
-    return None
-
-
-def own_counter(data: Any, *names: str) -> Callable[[Any], int] | None:
-    """Return a data set's method, by one of several names, that counts in a batch.
-
-    >>> class Text:
-    ...     def get_batch_size(self, batch):
-    ...         return len(batch)
-    >>> own_counter(Text(), "get_batch_size")([1, 2])
-    2
-    """
-    methods = (getattr(data, name, None) for name in names)
-    return next((method for method in methods if _takes(method, 1)), None)
-
-
-def _takes(method: Any, count: int) -> bool:
-    """Return whether something is a method of so many arguments; an optional `batch` counts."""
-    try:
-        signature = inspect.signature(method)
-        given = signature.bind(*[None] * count).arguments
-    except (TypeError, ValueError):
-        return False
-    parameters = [signature.parameters[name] for name in given]
-    return all(one.default is one.empty or one.name == "batch" for one in parameters)
-
-
-_COUNTERS = {
-    "get_num_samples_in_batch": "get_batch_size",
-    "get_num_tokens_in_batch": "get_num_tokens",
-}
+from stretto.timing.grammar import checked_whole
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """Makes a batch of a list of samples."""
@@ -90,14 +33,17 @@ class DataSpec:
     What the data can be:
 
     - a *map-style data set*: has `__len__` and `__getitem__`, as a list of samples does. stretto
-      orders its samples, distributes them to ranks and collates them. If it has
-      `get_batch(indices)`, which returns a collated batch, single samples are never read.
+      orders its samples, distributes them to ranks and collates them.
     - a *`DataLoader`* over a map-style data set with torch's own sampler: its data set, collate
       function, workers and shuffling are used. Its batch size is not; `drop_last` means
       `last_batch="drop"` unless you pass another.
     - an *iterable of collated batches* of any size: a `DataLoader` with its own order or over an
       `IterableDataset`, a streaming loader, a generator. Its batches are cut into exact ones. A
       torch `IterableDataset` alone yields samples, as in torch, and is batched first.
+
+    Of the data only torch's protocols are used: `__len__`, `__getitem__`, `__getitems__`,
+    `__iter__`, `set_epoch(epoch)`, `state_dict()` and `load_state_dict(state)`. All else is stated
+    here.
 
     >>> import torch
     >>> from torch.utils.data import TensorDataset
@@ -114,18 +60,14 @@ class DataSpec:
     num_samples: int | None = None
     """Samples in an epoch; None: the length of the data set, or unknown."""
     num_tokens: int | None = None
-    """Tokens in an epoch; None: the data set's `num_tokens`, `num_tokens()` or
-    `get_num_tokens()`, or unknown. You get a warning if an epoch has another number."""
+    """Tokens in an epoch; None: unknown. You get a warning if an epoch has another number."""
     tokens_per_sample: int | None = None
-    """Tokens in every sample, if all have equally many; None: the data set's
-    `tokens_per_sample`, or unknown."""
+    """Tokens in every sample, if all have equally many; None: unknown."""
     get_num_samples_in_batch: Callable[[Any], int | None] | None = None
-    """Counts the samples of a batch; None: the data set's method of that name or
-    `get_batch_size(batch)`, or `count_samples`. If it returns None for map-style data, a batch has
-    as many samples as were collated, whatever its shape."""
+    """Counts the samples of a batch; None: `count_samples`. If it returns None for map-style data,
+    a batch has as many samples as were collated, whatever its shape."""
     get_num_tokens_in_batch: Callable[[Any], int] | None = None
-    """Counts the tokens of a batch; None: the data set's method of that name or
-    `get_num_tokens(batch)`, or `count_tokens`."""
+    """Counts the tokens of a batch; None: `count_tokens`."""
     split_batch: Callable[[Any, slice], Any] | None = None
     """Returns the samples of a batch that a slice selects; None: `take_samples`."""
     tokens_vary: bool = False
@@ -135,6 +77,17 @@ class DataSpec:
     """Whether every rank has its own iterable with its own samples; then `num_samples` and
     `num_tokens` are totals over all ranks. False: every rank reads the same iterable. None: as
     False, and the ranks compare their first batches to be sure."""
+    worker_sharded: bool = False
+    """Whether an `IterableDataset` shares its samples out over the workers of a loader, by
+    `get_worker_info` or as `datasets` does. With two workers or more it must: otherwise each of
+    them reads every sample."""
+    resumes_by: Literal["state", "reading"] | None = None
+    """How an iterable returns to its position: by its `state_dict`, or by reading the epoch again.
+    None: by its state if it has one, and the next samples must equal those of the saved run. If you
+    state it, they may differ, as random augmentation does."""
+    get_batch: Callable[[list[int]], Any] | None = None
+    """Returns the collated batch of some indices of a map-style data set, which then is not asked
+    for single samples; None: samples are read and collated."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "num_tokens", "tokens_per_sample"):
@@ -144,11 +97,10 @@ class DataSpec:
             what = f"use {name}={shown(value)}"
             instead = "write how many there are, or leave it out"
             object.__setattr__(self, name, checked_whole(value, DataError, what, instead))
-        for name, others in _COUNTERS.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, own_counter(self._own_data, name, others))
         _check_kind(self.data, is_sharded=bool(self.sharded))
         _check_length(self)
+        check_workers(self, 0)
+        _check_stated(self)
 
     @classmethod
     def of(cls, data: Any, **stated: Any) -> DataSpec:
@@ -188,16 +140,12 @@ class DataSpec:
     @property
     def known_num_tokens(self) -> int | None:
         """Tokens in an epoch, or None."""
-        if self.tokens_vary:
-            return None
-        if self.num_tokens is not None or self.sharded:
-            return self.num_tokens  # the data only know one rank's share
-        return own_count(self._own_data, "num_tokens", "get_num_tokens")
+        return None if self.tokens_vary else self.num_tokens
 
     @property
     def known_tokens_per_sample(self) -> int | None:
         """Tokens in each sample if all have equally many, else None."""
-        return None if self.tokens_vary else self._stated_tokens_per_sample
+        return None if self.tokens_vary else self.tokens_per_sample
 
     @property
     def counts(self) -> dict[str, int | None]:
@@ -238,7 +186,7 @@ class DataSpec:
         found = count_tokens(batch) if count is None else count(batch)
         if found is not None:
             return found
-        each = self._stated_tokens_per_sample
+        each = self.tokens_per_sample
         if each is None:
             return None
         return self.count_samples(batch) * min(each, longest_sequence(batch) or each)
@@ -273,22 +221,13 @@ class DataSpec:
         tokens = self.count_tokens(batch) if micro.num_tokens else 0
         return MicroBatch(batch, size, tokens or 0, micro.weight * size / micro.num_samples)
 
-    @property
-    def _stated_tokens_per_sample(self) -> int | None:
-        """Tokens in each sample before any sequence is cut, or None."""
-        each = self.tokens_per_sample
-        return each if each is not None else own_count(self._own_data, "tokens_per_sample")
-
-    @property
-    def _own_data(self) -> Any:
-        return self.data.dataset if isinstance(self.data, DataLoader) else self.data
-
 
 def is_map_style(data: Any) -> bool:
     """Return whether samples can be read by index."""
-    if isinstance(data, (IterableDataset, DataLoader, str, bytes, dict)):
+    if isinstance(data, (IterableDataset, DataLoader, str, bytes, Mapping)):
         return False
-    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    kind = type(data)
+    return all(getattr(kind, name, None) is not None for name in ("__getitem__", "__len__"))
 
 
 def has_own_order(loader: DataLoader[Any]) -> bool:
@@ -311,7 +250,7 @@ def _check_kind(data: Any, *, is_sharded: bool) -> None:
     if isinstance(sampler, DistributedSampler) and not is_sharded:
         why = "samples would be dealt to the ranks twice"
         raise DataError.bad("sampler", sampler, why, "pass the data set of the DataLoader")
-    if isinstance(data, (str, bytes, dict)) or not (
+    if isinstance(data, (str, bytes, Mapping)) or not (
         is_map_style(data) or isinstance(data, Iterable)
     ):
         raise DataError.cannot(
@@ -323,6 +262,36 @@ def _check_kind(data: Any, *, is_sharded: bool) -> None:
         why = f"ranks share a {type(data).__name__} by the index of its samples"
         instead = "pass the whole data set, or a DataLoader over the samples of this rank"
         raise DataError.bad("sharded", value=True, why=why, instead=instead)
+
+
+def check_workers(spec: DataSpec, num_workers: int | None) -> None:
+    """Refuse workers that would each read all samples of an `IterableDataset`.
+
+    Args:
+        spec: the data; a `DataLoader` has its own workers.
+        num_workers: those of other data.
+
+    Raises:
+        DataError: there are several, and the data are not said to be shared out over them.
+    """
+    source = data = spec.data
+    if isinstance(data, DataLoader):
+        source, num_workers = data.dataset, data.num_workers
+    if (num_workers or 0) > 1 and isinstance(source, IterableDataset) and not spec.worker_sharded:
+        name = type(source).__name__
+        why = f"each would read all samples of the {name}, unless it shares them out"
+        instead = "pass DataSpec(data, worker_sharded=True) if it does, or use one worker"
+        raise DataError.bad("num_workers", num_workers, why, instead)
+
+
+def _check_stated(spec: DataSpec) -> None:
+    """Refuse what is stated of data of another kind."""
+    if spec.get_batch is not None and not spec.is_map_style:
+        why, instead = "these data have no samples by index", "leave it out"
+        raise DataError.bad("get_batch", spec.get_batch, why, instead)
+    if spec.resumes_by not in (None, "state", "reading"):
+        why, instead = "it is no way to resume", "write 'state' or 'reading', or leave it out"
+        raise DataError.bad("resumes_by", spec.resumes_by, why, instead)
 
 
 def _check_length(spec: DataSpec) -> None:

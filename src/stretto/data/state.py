@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -73,6 +73,8 @@ class Step:
     ends inside the batch. Learning rate rules use this one."""
     micro_batches: list[MicroBatch]
     """This rank's share."""
+    around_dummy: Callable[[], AbstractContextManager[None]] | None = None
+    """What iterating opens while a dummy is in use, so that it leaves the model's buffers alone."""
 
     @property
     def local_num_samples(self) -> int:
@@ -85,7 +87,13 @@ class Step:
         return sum(micro.num_tokens for micro in self.micro_batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return iter(self.micro_batches)
+        return iter(self.micro_batches) if self.around_dummy is None else self._around()
+
+    def _around(self) -> Iterator[MicroBatch]:
+        assert self.around_dummy is not None, "checked"
+        for micro in self.micro_batches:
+            with nullcontext() if micro.weight else self.around_dummy():
+                yield micro
 
     def __len__(self) -> int:
         return len(self.micro_batches)

@@ -135,4 +135,4 @@ def _is_tensor(value: Any) -> TypeGuard[Tensor]:
 
 def _named_parts(batch: Any) -> Iterator[Mapping[str, Any]]:
     """Yield all containers in a batch whose items have names."""
-    return filter(None, (named(node) for node in nodes(batch) if not isinstance(node, Tensor)))
+    return (named(node) for node in nodes(batch) if not isinstance(node, Tensor))

@@ -138,9 +138,9 @@ def units_of(step: Step, units: Units, *, world_size: int) -> tuple[list[int], f
         TrainingError: the batch has no unit.
     """
     if units == "samples":
-        return [micro.num_samples for micro in step], float(step.num_samples)
+        return [micro.num_samples for micro in step.micro_batches], float(step.num_samples)
     count = count_target_tokens if units == "tokens" else units
-    own = [count(micro.batch) if micro.num_samples else 0 for micro in step]
+    own = [count(micro.batch) if micro.num_samples else 0 for micro in step.micro_batches]
     total = float(sum(own))
     if world_size > 1 and is_started():
         # Several processes may hold parts of one model, and then have the same batches.

@@ -148,17 +148,33 @@ def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
             collate_fn=workers.collate_fn,
             worker_init_fn=_WorkerStart(),
         )
+    is_loader = isinstance(data, DataLoader)
+    own = (data.num_workers, data.collate_fn) if is_loader else (0, None)
+    if (workers.num_workers or 0) != own[0]:
+        raise _not_here("num_workers", workers.num_workers, data)
+    if workers.collate_fn is not own[1]:
+        raise _not_here("collate_fn", workers.collate_fn, data)
+    if is_loader and data.num_workers > 1 and not data.in_order:
+        why, instead = "batches then come in an order that no resume can repeat", "leave it out"
+        raise DataError.bad("in_order", value=False, why=why, instead=instead)
+    # Copies of a data set in workers hear of the epoch only when the workers start.
+    is_told = is_loader and hasattr(data.dataset, "set_epoch")
     if type(data) is DataLoader and data.num_workers:
         data = copy.copy(data)  # do not change the user's own
+        data._iterator = None
         data.worker_init_fn = _WorkerStart(data.worker_init_fn)
-    if not isinstance(data, DataLoader):
-        given = {"num_workers": workers.num_workers or None, "collate_fn": workers.collate_fn}
-        for name, value in given.items():
-            if value is not None:
-                why = f"data of type {type(data).__name__} are batches already"
-                raise DataError.bad(name, value, why, "leave it out, or write it in a DataLoader")
+        if is_told:
+            data.__dict__["persistent_workers"] = False
+    elif is_told and data.persistent_workers:
+        why = "workers that stay are not told the epoch by set_epoch"
+        raise DataError.bad("persistent_workers", value=True, why=why, instead="leave it out")
     batches: Iterable[Any] = data
     return batches
+
+
+def _not_here(name: str, value: object, data: Any) -> DataError:
+    why = f"data of type {type(data).__name__} are batches already"
+    return DataError.bad(name, value, why, "leave it out, or write it in a DataLoader")
 
 
 @final

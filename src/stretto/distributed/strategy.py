@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stretto.checkpoint import Shard, to_shard
 from stretto.checkpoint.sharding import is_dtensor, is_sharded
-from stretto.data.containers import mapped
+from stretto.data.containers import nodes
 from stretto.distributed.mesh import Mesh, as_mesh
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
@@ -385,19 +385,15 @@ def zero_gradient(model: nn.Module) -> Iterator[None]:
 
     def silence(module: nn.Module, _: object, output: object) -> None:
         del module
-        mapped(_silenced, output)
+        for node in nodes(output):
+            if isinstance(node, Tensor) and node.requires_grad:
+                node.register_hook(torch.zeros_like)
 
     handle = model.register_forward_hook(silence)
     try:
         yield
     finally:
         handle.remove()
-
-
-def _silenced(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        tensor.register_hook(torch.zeros_like)
-    return tensor
 
 
 def _refused(model: nn.Module, why: str, instead: str) -> TrainingError:

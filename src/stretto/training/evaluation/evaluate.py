@@ -62,7 +62,7 @@ class Evaluator:
         self.name, ranks = settings.name, strategy.ranks
         self.measured_at = -1
         self._model = model
-        chosen = settings.loss or loss
+        chosen = loss if settings.loss is None else settings.loss
         assert chosen is not None, "checked when the trainer was built"
         self._loss = chosen
         self._loss_is_sum = loss_is_sum and settings.loss is None
@@ -81,7 +81,7 @@ class Evaluator:
         self._spec = DataSpec.of(settings.data)
         self._batch_size = batch_size if settings.batch_size is None else settings.batch_size
         are_samples = self._spec.is_map_style and not isinstance(self._spec.data, DataLoader)
-        self._collate_fn = collate_fn if are_samples else None
+        self._collate_fn = collate_fn if are_samples and self._spec.get_batch is None else None
         self._most = self._batch_size
         # Fail now, not at the first evaluation, if data cannot be read or predictions not made.
         self._loader(self._batch_size)

@@ -30,6 +30,7 @@ from stretto.noise import NoiseMeter, NoiseSums
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.gradients import local_part, scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
+from stretto.runtime.rewind import kept_buffers
 from stretto.runtime.step import Info
 from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
@@ -94,9 +95,11 @@ class Stepper:
             step.forward_model = model
         step.averaging = strategy.average
         self._averages_in_passes = strategy.averaging in ("last", "each")
-        self._passes_meet = self._averages_in_passes or (
-            strategy.world_size > 1 and has_meeting_layers(step.model)
-        )
+        self._layers_meet = strategy.world_size > 1 and has_meeting_layers(step.model)
+        self._passes_meet = self._averages_in_passes or self._layers_meet
+        # A dummy must leave no trace in the buffers of a loss either.
+        held = (*vars(step).values(), getattr(step.loss, "criterion", None))
+        self._modules = nn.ModuleList([one for one in held if isinstance(one, nn.Module)])
         self.count = unit_counter(settings)
         self._is_sum = step.loss_reduction == "sum"
         self._parameters = step.parameters
@@ -189,6 +192,7 @@ class Stepper:
             meter = meter if meter.is_due(step) else None
         if meter is not None:
             micro_batches = meter.begin(step, micro_batches)
+        micro_batches = self._needed(micro_batches, is_measured=meter is not None)
         if self._step.transforms:
             micro_batches = [self._transformed(micro) for micro in micro_batches]
         counts = self._counts(micro_batches)
@@ -208,12 +212,26 @@ class Stepper:
                     loss = self._pass(micro, factor * self._strategy.world_size / whole)
                     losses.append(MicroLoss(loss, factor, units))
                 elif self._passes_meet:  # other ranks wait for it
-                    self._step.forward_backward(self._moved(micro.batch), 0.0)
+                    with kept_buffers(self._modules):
+                        self._step.forward_backward(self._moved(micro.batch), 0.0)
         if self._strategy.averaging == "after":
             self._strategy.average()
         own_units = sum(counts) if self._divides_late else 0
         tokens = self._tokens(micro_batches) if self._step.transforms else None
         return Gradient(losses, own_units, tokens, num_micro_batches)
+
+    def _needed(
+        self, micro_batches: Sequence[MicroBatch], *, is_measured: bool
+    ) -> Sequence[MicroBatch]:
+        """Return the micro-batches that are run: dummies only where other ranks wait for them.
+
+        If ranks only meet in the last pass, it may be any pass of each.
+        """
+        strategy = self._strategy
+        each_meets = strategy.is_sharded or strategy.averaging == "each"
+        if is_measured or self._layers_meet or each_meets:
+            return micro_batches
+        return [micro for micro in micro_batches if micro.weight] or micro_batches[-1:]
 
     def _whole(self, step: Step, counts: Sequence[int]) -> float:
         """Return the units that the losses are divided by."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.runtime.random_state import RandomState
-from stretto.training.stepping.retry import Rewind
+from stretto.runtime.rewind import Rewind
 
 
 def draws() -> list[float]:
