@@ -114,9 +114,9 @@ def prepare(
         StrettoError: the arguments do not fit; the message says what to write instead.
     """
     loading = Loading() if loading is None else read_settings(Loading, loading, "loading")
-    check_names({} if schedules is None else schedules)
+    schedules = check_names(schedules)
     spec = DataSpec.of(data)
-    sizes, read = paired(batch_size, schedules or {}, rule)
+    sizes, read = paired(batch_size, schedules, rule)
     prepared = bind_run(
         spec.horizon(max_duration, loading.last_batch),
         sizes,

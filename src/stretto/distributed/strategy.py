@@ -16,6 +16,7 @@ from stretto.data.containers import mapped
 from stretto.distributed.mesh import Mesh, as_mesh
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
+from stretto.runtime.compiled import uncompiled
 from stretto.runtime.gradients import fully_shard_blocks, is_fully_sharded, touching_all
 from stretto.runtime.micro_gradients import MicroGradients
 
@@ -401,7 +402,7 @@ def _silenced(tensor: Tensor) -> Tensor:
 
 
 def _refused(model: nn.Module, why: str, instead: str) -> TrainingError:
-    name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
+    name = type(uncompiled(model)).__name__.removeprefix("FSDP")
     return TrainingError.cannot(f"train this {name}", why=why, instead=instead)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.errors import TrainingError
+from stretto.runtime.compiled import uncompiled
 
 
 def is_started() -> bool:
@@ -108,7 +109,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return False
-    return isinstance(getattr(model, "_orig_mod", model), fsdp.FSDPModule)
+    return isinstance(model, fsdp.FSDPModule) or isinstance(uncompiled(model), fsdp.FSDPModule)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class Evaluator:
         self.name, ranks = settings.name, strategy.ranks
         self.measured_at = -1
         self._model = model
-        chosen = settings.loss or loss
+        chosen = loss if settings.loss is None else settings.loss
         assert chosen is not None, "checked when the trainer was built"
         self._loss = chosen
         self._loss_is_sum = loss_is_sum and settings.loss is None

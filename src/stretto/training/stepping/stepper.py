@@ -89,7 +89,8 @@ class Stepper:
         # If nobody changes the batches, the loader has counted their tokens.
         self._count_tokens = spec.count_tokens if spec.tokens_vary else None
         is_called = step.forward_model is not None
-        model = strategy.wrap(step.forward_model or step.model, is_called=is_called)
+        called = step.model if step.forward_model is None else step.forward_model
+        model = strategy.wrap(called, is_called=is_called)
         if is_called:
             step.forward_model = model
         step.averaging = strategy.average
