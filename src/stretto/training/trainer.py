@@ -517,6 +517,8 @@ class Trainer:
             self.resume(resume)
         if self._refusal is not None:
             raise self._refusal
+        if self.timer.batch == 0:
+            self.run.warn_of_peak()
         loop = self._loop
         self.run.stop_reason = None
         # The folder is let go of last, when nothing is written there any more.
