@@ -727,7 +727,7 @@ class Run:
         """Stop the run after the current batch, as a signal would.
 
         In `on_fit_start`, it stops before the first batch. The first reason counts. On several
-        ranks, one call is enough.
+        ranks, one call is enough; they learn of it in the next batch, which is then the last.
         """
         self.stop_reason = self.stop_reason or reason
 

@@ -126,6 +126,8 @@ class Stepper:
         self._is_plain = is_alone and self.count is None and not self._is_sum
         """Whether the weights of the loader are final, and there is no other rank."""
         self._supervised = step if isinstance(step, SupervisedStep) else None
+        self._has_gradient: Sequence[bool] = ()
+        """Which parameters had a gradient before the average gave all of them one."""
         self._is_warm = False
         self._is_new = True
         """Whether no step was taken yet."""
@@ -211,6 +213,7 @@ class Stepper:
                 elif self._passes_meet:  # other ranks wait for it
                     self._step.forward_backward(self._moved(micro.batch), 0.0)
         if self._strategy.averaging == "after":
+            self._has_gradient = [one.grad is not None for one in self._parameters]
             self._strategy.average()
         own_units = sum(counts) if self._divides_late else 0
         tokens = self._tokens(micro_batches) if self._step.transforms else None
@@ -276,12 +279,32 @@ class Stepper:
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         return Measured(loss, units, *self.meter.sums(scale))
 
-    def finish(self, step: Step, units: float) -> None:
+    def flags(self, gradient: Gradient) -> Sequence[float]:
+        """Return what `finish` needs of all ranks, who add it up.
+
+        Where gradients are averaged after the passes, a parameter that no rank has a gradient of
+        gets one of zeros, which the optimizer would use.
+        """
+        if self._strategy.averaging != "after":
+            return ()
+        return bool(gradient.losses) and not any(self._has_gradient), *self._has_gradient
+
+    def finish(self, step: Step, units: float, flags: Sequence[float] = ()) -> None:
         """Divide the gradient by the `units` of all ranks, if the passes did not.
 
+        Args:
+            step: the step.
+            units: those of all ranks.
+            flags: the sums of `flags`.
+
         Raises:
-            TrainingError: no rank has any units.
+            TrainingError: no rank has any units; or in the first step, a rank has no gradient.
         """
+        for parameter, count in zip(self._parameters, flags[1:], strict=False):
+            if not count:
+                parameter.grad = None
+        if self._is_new and flags and flags[0]:
+            raise self._no_gradient(f"in the first step, {flags[0]:.0f} ranks have no gradient")
         if not self._divides_late:
             return
         if units == 0:
@@ -360,11 +383,15 @@ class Stepper:
         Raises:
             TrainingError: there is none.
         """
-        if self._has_gradients() or self._strategy.averaging == "after":
-            return
-        raise TrainingError.cannot(
+        if not self._has_gradients():
+            raise self._no_gradient(
+                "after the first step, no parameter of its optimizers has a gradient"
+            )
+
+    def _no_gradient(self, why: str) -> TrainingError:
+        return TrainingError.cannot(
             f"train with {type(self._step).__qualname__}",
-            why="after the first step, no parameter of its optimizers has a gradient",
+            why=why,
             instead="call (loss * weight).backward(), and optimize what the loss depends on",
         )
 
