@@ -15,6 +15,7 @@ from stretto.data import Step
 from stretto.errors import TrainingError
 from stretto.run import Run
 from stretto.runtime.compiled import known_as, plain_naming
+from stretto.runtime.gradients import check_shapes
 from stretto.timing import Time, TimeLike, Timestamp, Trigger, parse_trigger
 from stretto.training.callback import Callback
 
@@ -78,6 +79,7 @@ class ExponentialMovingAverage(Callback):
 
     def on_build(self, run: Run) -> None:
         """Allocate the averages, and resolve the times."""
+        check_shapes(run.model, "average the weights of")
         plain = plain_naming(run.model)
         self._weights = {
             plain(name): parameter

@@ -35,6 +35,7 @@ from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.criterion import HINT
 from stretto.training.stepping.finite import FiniteCheck, Gradient
+from stretto.training.stepping.reduction import warn_of_sum
 from stretto.training.stepping.retry import Retry
 
 
@@ -128,6 +129,9 @@ class Stepper:
         self._supervised = step if isinstance(step, SupervisedStep) else None
         self._has_gradient: Sequence[bool] = ()
         """Which parameters had a gradient before the average gave all of them one."""
+        self._is_probed = self._is_sum or self.count is not None or strategy.is_sharded
+        """Whether it is known that the loss is a mean, as far as it can be."""
+        self._spec = spec
         self._is_warm = False
         self._is_new = True
         """Whether no step was taken yet."""
@@ -150,6 +154,8 @@ class Stepper:
             retry.rewind.save()
         while True:
             pieces = step.micro_batches if retry.size is None else retry.pieces(step)
+            if not self._is_probed:
+                self._probe(step, pieces)
             try:
                 return self._gradient(step, pieces)
             except Exception as error:  # noqa: BLE001  others are raised again
@@ -158,6 +164,15 @@ class Stepper:
                 message = out_of_memory_text(error)
             most = max(micro.num_samples for micro in pieces)
             retry.fall_back(step, most, message, clear=self.clear)
+
+    def _probe(self, step: Step, pieces: Sequence[MicroBatch]) -> None:
+        """Warn of a loss that is a sum, when a batch is cut for the first time."""
+        world_size = self._strategy.world_size
+        if len(pieces) * world_size > 1:
+            self._is_probed = True
+            if self._supervised is not None and not self._step.transforms:
+                most = step.num_samples // (len(pieces) * world_size)
+                warn_of_sum(self._supervised, self._spec, pieces[0], most)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the out-of-memory retry as JSON."""
