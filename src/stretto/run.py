@@ -16,6 +16,7 @@ from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.batching.seesaw import Coupling, paired
 from stretto.data import DataSpec, Step, StepLoader
+from stretto.data.mistakes import Mistakes, warn_of_peak
 from stretto.data.spec import check_workers
 from stretto.data.weights import MicroBatchView, Units, weights_of
 from stretto.distributed.logged import Logged, Reduce
@@ -117,9 +118,9 @@ def prepare(
         StrettoError: the arguments do not fit; the message says what to write instead.
     """
     loading = Loading() if loading is None else read_settings(Loading, loading, "loading")
-    check_names({} if schedules is None else schedules)
+    schedules = check_names(schedules)
     spec = DataSpec.of(data)
-    sizes, read = paired(batch_size, schedules or {}, rule)
+    sizes, read = paired(batch_size, schedules, rule)
     prepared = bind_run(
         spec.horizon(max_duration, loading.last_batch),
         sizes,
@@ -138,7 +139,10 @@ def prepare(
         mesh=as_mesh(mesh),
         idle_ranks=idle_ranks,
     )
-    return run if optimizer is None else run.bind(optimizer)
+    if optimizer is not None:
+        run.bind(optimizer)
+        run.look_for_mistakes()
+    return run
 
 
 @final
@@ -208,6 +212,8 @@ class Run:
         self._plan: Plan | None = None
         self._state: Mapping[str, Any] | None = None
         self._ranks: Ranks | None = None
+        self._mistakes: Mistakes | None = None
+        """Looks at a loop of your own; None: at no other."""
         self._evaluate: Callable[[], dict[str, float]] | None = None
         self._triggers: dict[str, BoundTrigger] = dict(prepared.bound_triggers)
         self._seen = Timestamp()
@@ -283,6 +289,19 @@ class Run:
 
     def _use(self, prepared: Prepared) -> None:
         self.prepared, self.horizon = prepared, prepared.horizon
+
+    def look_for_mistakes(self) -> None:
+        """Look at the first steps of a loop of your own; warn of what is commonly forgotten."""
+        self._mistakes = Mistakes(self.optimizers, self._model)
+
+    def warn_of_peak(self) -> None:
+        """Warn if the learning rate is far below the optimizer's in the whole planned run."""
+        values = self.hyperparameters
+        plan = self.plan if self.is_scheduled and self.loader.world_size == 1 else None
+        if plan is None or not plan.num_batches or "lr" not in values.base:
+            return
+        few = range(0, plan.num_batches, -(-plan.num_batches // 64))
+        warn_of_peak((plan.values_at(one).get("lr", 0.0) for one in few), values.base["lr"])
 
     def _start(self) -> None:
         """Begin at the present clock."""
@@ -381,8 +400,14 @@ class Run:
             is_shared = self._model is not None and self.loader.world_size > 1
             if is_shared and not all(one.weight for one in step.micro_batches):
                 step.around_dummy = partial(kept_buffers, self.model)
-            if self._scheduled is not None:
-                self._scheduled.apply(step.timestamp, step.batch_size)
+            mistakes, scheduled = self._mistakes, self._scheduled
+            row = None if scheduled is None else scheduled.row
+            if mistakes is not None:
+                mistakes.check_values(row)
+            if scheduled is not None:
+                scheduled.apply(step.timestamp, step.batch_size)
+            if mistakes is not None:
+                mistakes.begin(step, row)
         return step
 
     def finish(
@@ -417,6 +442,13 @@ class Run:
         self.is_open, self.due = False, _NOTHING
         assert self._loader is not None, "a step is open"
         after = self._loader.finish(tokens=tokens, seconds=seconds, signals=signals)
+        if self._mistakes is not None:
+            assert self.step is not None, "open"
+            is_first, is_done = self._mistakes.is_new, self.horizon.is_done(after)
+            row = None if self._scheduled is None else self._scheduled.row
+            self._mistakes.finish(self.step, row, is_done=is_done)
+            if is_first:
+                self.warn_of_peak()
         for read, tick in self._limits:
             if read(after) >= tick:
                 before, each = self._seen, self._triggers.items()
@@ -486,6 +518,8 @@ class Run:
         Raises:
             TrainingError: the batch has no unit.
         """
+        if self._mistakes is not None:
+            self._mistakes.note_weight()
         return weights_of(step, units, world_size=self.loader.world_size)
 
     @property
@@ -536,7 +570,17 @@ class Run:
         """Return the state as JSON. It changes nothing.
 
         `open` says whether a step was drawn and not finished; after a resume, it comes anew.
+
+        Raises:
+            TrainingError: an optimizer has stepped since, so the step would be trained twice.
         """
+        if self.is_open and self._mistakes is not None and any(self._mistakes.updates):
+            assert self.step is not None, "open"
+            raise TrainingError.cannot(
+                f"save the state in the step at {self.step.timestamp.get('sp')}",
+                why="the optimizer has stepped, and after a resume the step would come again",
+                instead="call finish() first, then state_dict()",
+            )
         return {"version": _VERSION, "open": self.is_open, "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -697,7 +741,7 @@ class Run:
         """Stop the run after the current batch, as a signal would.
 
         In `on_fit_start`, it stops before the first batch. The first reason counts. On several
-        ranks, one call is enough.
+        ranks, one call is enough; they learn of it in the next batch, which is then the last.
         """
         self.stop_reason = self.stop_reason or reason
 

@@ -51,7 +51,7 @@ def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
         assert first == second
         assert f"rank {rank} has called resume()" in first
         assert f"rank {1 - rank} has called fit()" in first
-    assert said["stop batch"] == ["3", "3"]
+    assert said["stop batch"] == ["4", "4"]  # the other rank learns of it in the next batch
     assert said["stop evaluation"] == ["4", "4"]
     for last in ("3ba", "6ba"):
         first, second = said[f"skip {last}"]

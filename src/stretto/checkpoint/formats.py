@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stretto.checkpoint.reading import CheckpointReader, open_checkpoint
 from stretto.checkpoint.writing import UNFINISHED, remove
 from stretto.errors import CheckpointError, first_line, shown
+from stretto.runtime.compiled import plain_state
 
 Format: TypeAlias = Literal["hf", "dcp"]
 SHARD_BYTES = 5 * 10**9
@@ -138,7 +139,7 @@ def load_dcp_weights(model: nn.Module, path: Path) -> tuple[str, ...]:
     try:
         reader = FileSystemReader(path)
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
-        state = model.state_dict()
+        state = plain_state(model)
         prefix = "" if set(state) <= set(saved) else "model."
         _check_same(what, state, saved, prefix)
         wanted = {f"{prefix}{name}": tensor for name, tensor in state.items()}

@@ -30,6 +30,7 @@ from stretto.checkpoint.manifest import (
 from stretto.checkpoint.parts import DTYPES, PLACES, TensorEntry, TensorInfo, stored_entry
 from stretto.checkpoint.sharding import Box
 from stretto.errors import CheckpointError, shown
+from stretto.runtime.compiled import Weights
 
 PAUSES = (0.1, 0.4)
 """Seconds to wait before each retry of a failed read."""
@@ -270,7 +271,7 @@ def load_weights(model: nn.Module, path: Path, *, averaged: bool = False) -> Non
             raise CheckpointError.cannot(what, why=why, instead=instead)
         weights |= found
     try:
-        model.load_state_dict(weights)
+        Weights(model).load_state_dict(weights)
     except RuntimeError as error:
         why = f"they are another model's ({' '.join(str(error).split())[:300]})"
         instead = "build the model that it was saved from"

@@ -432,14 +432,19 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
         model = make_model(config)
     model.to(device)
     reduction = config.stepping.loss_reduction
-    step = make_step(config, model) or SupervisedStep(
-        model,
-        make_optimizer(config, model),
-        as_loss(make_loss(config, model), reduction),
-        precision=config.precision,
-        clip_norm=config.clip_norm,
-        loss_reduction=reduction,
-        compile=config.compile and not on_meta,
+    own = make_step(config, model)
+    step = (
+        own
+        if own is not None
+        else SupervisedStep(
+            model,
+            make_optimizer(config, model),
+            as_loss(make_loss(config, model), reduction),
+            precision=config.precision,
+            clip_norm=config.clip_norm,
+            loss_reduction=reduction,
+            compile=config.compile and not on_meta,
+        )
     )
     noise = _measures_noise(config, spec)
     return Finding(step, MICRO_BATCHES, noise, batch, spec.known_num_samples)

@@ -16,7 +16,6 @@ from stretto.timing import Timestamp
 
 
 # Not frozen, as `Step`.
-@final
 @dataclass(slots=True)
 class MicroBatch:
     """The input of one forward and backward pass on one rank.

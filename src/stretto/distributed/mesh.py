@@ -84,5 +84,15 @@ def shape_text(mesh: DeviceMesh) -> str:
 
 
 def as_mesh(mesh: DeviceMesh | Mesh | None) -> Mesh | None:
-    """Return a mesh as a `Mesh`."""
-    return mesh if mesh is None or isinstance(mesh, Mesh) else Mesh(mesh)
+    """Return a mesh as a `Mesh`.
+
+    Raises:
+        TrainingError: it is of another kind, or has other ranks than the run.
+    """
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    if not hasattr(mesh, "mesh_dim_names"):
+        instead = "pass init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'tp')), or in a run "
+        instead += "file write mesh: {dp: 2, tp: 4}"
+        raise TrainingError.bad("mesh", mesh, "it is not a DeviceMesh", instead)
+    return Mesh(mesh)

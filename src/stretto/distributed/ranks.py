@@ -15,12 +15,14 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from math import isfinite
+from math import isfinite, isnan, nan
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -103,6 +105,53 @@ def agree_on_name(
 
 
 @final
+@dataclass
+class _Group:
+    """A gloo group, which the runs of this process use one after the other.
+
+    Each has three threads. A run gets a new one only if the ranks have not made equally many calls
+    in the last: one of them may still wait in it.
+    """
+
+    world: Any
+    """The default group that it is of."""
+    group: Any
+    calls: float = 0
+    """Collectives so far; nan after one that failed."""
+    num_runs: int = 0
+
+    _shared: ClassVar[_Group | None] = None
+
+    @classmethod
+    def join(cls, timeout: timedelta | None) -> _Group:
+        """Return the group; every rank must call it."""
+        found = cls._shared
+        if found is None or found.world is not dist.group.WORLD or not found._is_idle():
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            cls._shared = found = cls(dist.group.WORLD, group)
+        found.num_runs += 1
+        return found
+
+    def _is_idle(self) -> bool:
+        """Return whether all ranks have made equally many calls."""
+        store = own_store(f"{self.group.group_name}/{self.num_runs}")
+        keys = [f"calls/{rank}" for rank in range(dist.get_world_size())]
+        store.set(keys[dist.get_rank()], str(self.calls))
+        calls = [store.get(key) for key in keys]  # waits for those that come later
+        return len(set(calls)) == 1 and not isnan(self.calls)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Count a call."""
+        self.calls += 1
+        try:
+            yield
+        except BaseException:
+            self.calls = nan
+            raise
+
+
+@final
 class Ranks:
     """This process among those of the run.
 
@@ -129,8 +178,11 @@ class Ranks:
         """Explains why this rank waits for the others in vain."""
         if self.world_size > 1:
             self.limit_waiting(dist.group.WORLD)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
-            self.peers.store = own_store(self._group.group_name)
+            self._shared = _Group.join(timeout)
+            self._group = self._shared.group
+            wait = dist.distributed_c10d.default_pg_timeout if timeout is None else timeout
+            dist.distributed_c10d._set_pg_timeout(wait, self._group)  # torch has no public way
+            self.peers.store = own_store(f"{self._group.group_name}/run/{self._shared.num_runs}")
 
     @classmethod
     def from_environment(cls, device: str | None = None, timeout: timedelta | None = None) -> Ranks:
@@ -166,15 +218,21 @@ class Ranks:
         """Return the sums of `values` over all ranks; exact for integers up to 2^53."""
         if self.world_size == 1:
             return list(values)
-        with self.peers.meeting():
+        with self._meeting():
             return all_sum(values, self._group)
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Translate errors of a collective, which is counted."""
+        with self.peers.meeting(), self._shared.calling():
+            yield
 
     def reduce(self, tensor: Tensor, operation: str) -> None:
         """Replace a tensor by its "sum", "max" or "min" over all ranks, element by element."""
         if self.world_size > 1:
             # On the host over gloo, so that no accelerator has to wait for it.
             group = self._group if tensor.device.type == "cpu" else None
-            with self.peers.meeting():
+            with self._meeting():
                 dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()), group=group)
 
     def least(self, value: int) -> int:
@@ -196,7 +254,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
-        with self.peers.meeting():
+        with self._meeting():
             dist.all_gather_object(found, (call, value), group=self._group)
         calls, values = zip(*found, strict=True)
         if len(set(calls)) > 1:
@@ -213,7 +271,7 @@ class Ranks:
     def collect(self, value: object) -> list[Any]:
         """Return the values of all ranks on the first, which are pickled; nothing on the others."""
         found: list[Any] = [None] * self.world_size if self.is_first else []
-        with self.peers.meeting():
+        with self._meeting():
             dist.gather_object(value, found if self.is_first else None, group=self._group)
         return found
 

@@ -16,7 +16,13 @@ from stretto.data.containers import nodes
 from stretto.distributed.mesh import Mesh, as_mesh
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
-from stretto.runtime.gradients import fully_shard_blocks, is_fully_sharded, touching_all
+from stretto.runtime.compiled import uncompiled
+from stretto.runtime.gradients import (
+    check_shapes,
+    fully_shard_blocks,
+    is_fully_sharded,
+    touching_all,
+)
 from stretto.runtime.micro_gradients import MicroGradients
 
 if TYPE_CHECKING:
@@ -41,6 +47,10 @@ class Strategy:
     is_sharded: bool = False
     """Whether each rank has a part of the model, and writes it in checkpoints. All ranks must then
     run the same number of forward passes."""
+    has_equal_weights: bool = True
+    """Whether ranks that have the same part of the model have equal weights when a checkpoint is
+    written. If not, as between the averages of local SGD, the checkpoint has those of the first
+    rank, and a resumed run continues from them on all ranks. It may be a property."""
     ranks: Ranks
     """The processes of the run, set by `of`."""
     mesh: Mesh | None = None
@@ -135,6 +145,7 @@ class Ddp(Strategy):
 
     def wrap(self, model: nn.Module, *, is_called: bool) -> nn.Module:
         """Return the model in `DistributedDataParallel`."""
+        check_shapes(model, "wrap in DistributedDataParallel")
         self.averaging = "last" if is_called else "after"
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module  # another run has wrapped it
@@ -397,7 +408,7 @@ def zero_gradient(model: nn.Module) -> Iterator[None]:
 
 
 def _refused(model: nn.Module, why: str, instead: str) -> TrainingError:
-    name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
+    name = type(uncompiled(model)).__name__.removeprefix("FSDP")
     return TrainingError.cannot(f"train this {name}", why=why, instead=instead)
 
 

@@ -69,15 +69,16 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
     return {"lr": as_schedule(1.0), **found} if "lr" in groups[0] else found
 
 
-def check_names(schedules: Any) -> None:
-    """Refuse schedules that are not given by the name of what they set.
+def check_names(schedules: Any) -> Mapping[str, Any]:
+    """Return schedules, none if there are none; refuse those that are not given by name.
 
     Raises:
         ScheduleError: they are not.
     """
-    if not isinstance(schedules, Mapping):
+    if schedules is not None and not isinstance(schedules, Mapping):
         why = "they are not given by name"
         raise ScheduleError.bad("schedules", schedules, why, "write {'lr': ...}")
+    return {} if schedules is None else schedules
 
 
 def as_one_schedule(value: Any) -> Schedule:

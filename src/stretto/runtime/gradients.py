@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from stretto.errors import TrainingError
+from stretto.runtime.compiled import uncompiled
 
 
 def is_started() -> bool:
@@ -98,6 +100,17 @@ def detached(loss: Tensor) -> Tensor:
     return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
 
+def check_shapes(model: nn.Module, what: str) -> None:
+    """Refuse a model with lazy layers, whose weights have no shape before the first pass.
+
+    Raises:
+        TrainingError: it has some; `what` cannot be done then.
+    """
+    if any(map(is_lazy, model.parameters())):
+        why, instead = "it has lazy layers", "run one batch through the model first: model(inputs)"
+        raise TrainingError.cannot(f"{what} {type(model).__name__}", why=why, instead=instead)
+
+
 def is_fully_sharded(model: nn.Module) -> bool:
     """Return whether `fully_shard` was called on a model; a compiled one counts as what it is of.
 
@@ -108,7 +121,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return False
-    return isinstance(getattr(model, "_orig_mod", model), fsdp.FSDPModule)
+    return isinstance(model, fsdp.FSDPModule) or isinstance(uncompiled(model), fsdp.FSDPModule)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def as_loss(loss: Any, reduction: Literal["mean", "sum"]) -> Any:
         and (names is None or names[0] not in _OUTPUTS or names[1] not in _TARGETS)
     ):
         return loss
-    elif (own := _setting(loss, "reduction") or "mean").removeprefix("batch") != reduction:
+    elif (own := _reduction(loss)).removeprefix("batch") != reduction:
         why = f"it has reduction={own!r}, and not {reduction!r}"
         instead = "leave reduction out, or set loss_reduction as well"
     elif isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
@@ -114,6 +114,12 @@ def as_loss(loss: Any, reduction: Literal["mean", "sum"]) -> Any:
             f"use {shown(as_text(loss))} as the loss", why=why, instead=instead
         )
     return CriterionLoss(loss)
+
+
+def _reduction(loss: Any) -> str:
+    """Return the reduction that a criterion names as torch's do; by default the mean."""
+    own = _setting(loss, "reduction")
+    return own if isinstance(own, str) else "mean"
 
 
 def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:

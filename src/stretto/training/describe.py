@@ -19,6 +19,7 @@ from stretto.data.indices import seed_generators
 from stretto.distributed.ranks import Plain, Ranks, as_text, check_agreement, plain
 from stretto.optim.hyperparameters import INITIAL, as_one_schedule
 from stretto.runtime import TrainStep
+from stretto.runtime.compiled import plain_naming, uncompiled
 from stretto.runtime.random_state import kept_generators
 from stretto.settings import Computing, Loading, Stepping
 from stretto.training.callback import Callback, overrides
@@ -56,8 +57,8 @@ def describe(
         ranks: the processes of the run.
         given: further settings.
     """
-    parameters = dict(step.model.named_parameters())
-    frozen = [name for name, one in parameters.items() if not one.requires_grad]
+    parameters, named = dict(step.model.named_parameters()), plain_naming(step.model)
+    frozen = [named(name) for name, one in parameters.items() if not one.requires_grad]
     callbacks = [
         type(one).__name__ if type(one).__repr__ is object.__repr__ else as_text(one)[:_LONGEST]
         for one in timed.callbacks
@@ -80,7 +81,7 @@ def describe(
         "device": ranks.device.type,
         "rule": rule,
         **_fields(stepping),
-        "model": type(step.model),
+        "model": type(uncompiled(step.model)),
         "model.parameters": sum(p.numel() for p in parameters.values() if not _is_lazy(p)),
         "model.types": ", ".join(sorted({str(one.dtype) for one in parameters.values()})),
         "model.frozen": ", ".join(frozen),

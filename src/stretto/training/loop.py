@@ -155,8 +155,6 @@ class Loop:
     """Whether a callback sees the gradient."""
     _listens: bool = False
     """Whether a callback listens to single batches."""
-    _may_stop: bool = False
-    """Whether a callback of some rank may stop several ranks after any batch."""
     _wants_norm: bool = True
     """Whether the next update measures the norm of the gradient: once for each line of metrics."""
     _has_callbacks: bool = False
@@ -195,8 +193,6 @@ class Loop:
                 self._show_and_save(after, shared.saving)
             if self._listens:
                 self.events.tell("on_batch_end", step)
-            if self._may_stop:
-                self._agree_to_stop()
             if due or after.epoch != before.epoch or len(self.recorder.pending) >= MOST_PENDING:
                 self._after_batch(due, before, after)
                 if self._has_callbacks:
@@ -213,14 +209,12 @@ class Loop:
         self._is_alone = not (several or self.stepper.measures)
         own = (
             self.run.stop_reason is not None,
-            self._listens,
             bool(self.run.callbacks),
             "grad_norm" in self.run.logged,
         )
-        stops, listens, callbacks, has_norm = self.ranks.agree(own)
+        stops, callbacks, has_norm = self.ranks.agree(own)
         self._wants_norm = not has_norm
         self.stepper.retry.on_fall_back = self._note_fall_back
-        self._may_stop = several and listens > 0
         self._has_callbacks = callbacks > 0
         if stops:
             self._stop_together()
@@ -321,16 +315,18 @@ class Loop:
             self._has_skipped,
             *marks(hash(tuple(values.values()))),
         )
-        sums = self.ranks.agree((*own, *saving, *measured))
+        flags = self.stepper.flags(gradient)
+        sums = self.ranks.agree((*own, *saving, *measured, *flags))
         start, end = len(own), len(own) + len(saving)
+        last = end + len(measured)
         total, saving = StepSums(*sums[:start]), Progress(*sums[start:end])
         self._check_skipped(total.skipped)
         if not all_same((total.mark, total.mark_squared), self.ranks.world_size):
             check_agreement(in_batch(step.timestamp.batch + 1, values), self.ranks, call="fit()")
-        self.stepper.finish(step, total.units)
+        self.stepper.finish(step, total.units, sums[last:])
         if total.stops:
             self._stop_together()
-        signals = Measured(*sums[end:]).signals(step.num_samples)
+        signals = Measured(*sums[end:last]).signals(step.num_samples)
         return Shared(int(total.tokens), total.seconds, not total.failed, saving, signals)
 
     def _settle(self) -> None:

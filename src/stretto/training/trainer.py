@@ -188,8 +188,8 @@ class Trainer:
         called = as_loss(loss, stepping.loss_reduction) if callable(loss) else None
         if isinstance(called, CriterionLoss) and called.is_over_targets:
             stepping = stepping.counted(called.count)
-        check_names(schedules or {})
-        sizes, schedules = paired(given_size(batch_size, train_data), schedules or {}, rule)
+        schedules = check_names(schedules)
+        sizes, schedules = paired(given_size(batch_size, train_data), schedules, rule)
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
         log = read_settings(Logging, log, "log")
@@ -517,6 +517,8 @@ class Trainer:
             self.resume(resume)
         if self._refusal is not None:
             raise self._refusal
+        if self.timer.batch == 0:
+            self.run.warn_of_peak()
         loop = self._loop
         self.run.stop_reason = None
         # The folder is let go of last, when nothing is written there any more.

@@ -14,6 +14,8 @@ from stretto.checkpoint.sharding import is_dtensor
 from stretto.data import Step
 from stretto.errors import TrainingError
 from stretto.run import Run
+from stretto.runtime.compiled import known_as, plain_naming
+from stretto.runtime.gradients import check_shapes
 from stretto.timing import Time, TimeLike, Timestamp, Trigger, parse_trigger
 from stretto.training.callback import Callback
 
@@ -77,8 +79,10 @@ class ExponentialMovingAverage(Callback):
 
     def on_build(self, run: Run) -> None:
         """Allocate the averages, and resolve the times."""
+        check_shapes(run.model, "average the weights of")
+        plain = plain_naming(run.model)
         self._weights = {
-            name: parameter
+            plain(name): parameter
             for name, parameter in run.model.named_parameters()
             if parameter.is_floating_point() or parameter.is_complex()
         }
@@ -148,11 +152,12 @@ class ExponentialMovingAverage(Callback):
         if not self._averages:
             self._saved = state  # the model is not known yet
             return
-        if state["average"].keys() != self._averages.keys():
+        saved = {known_as(name, self._averages): one for name, one in state["average"].items()}
+        if saved.keys() != self._averages.keys():
             raise ValueError("the averages are those of another model")
         with torch.no_grad():
             for name, average in self._averages.items():
-                average.copy_(state["average"][name])
+                average.copy_(saved[name])
         updated = state["updated"]
         self._updated = None if updated is None else Timestamp.from_state(updated)
 

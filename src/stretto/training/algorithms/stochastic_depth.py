@@ -11,6 +11,7 @@ from torch import nn
 from stretto.data import Step
 from stretto.errors import TrainingError, shown
 from stretto.run import Run
+from stretto.runtime.compiled import plain_naming
 from stretto.timing import Horizon, Time, TimeLike, Timestamp
 from stretto.training.callback import Callback
 
@@ -24,7 +25,9 @@ def find_modules(model: nn.Module, names: Sequence[str], what: str) -> list[nn.M
     Raises:
         TrainingError: the model has no module of a name.
     """
-    modules = dict(model.named_modules())
+    modules, plain = dict(model.named_modules()), plain_naming(model)
+    for name, module in tuple(modules.items()):
+        modules.setdefault(plain(name), module)
     for name in names:
         if name not in modules:
             raise TrainingError.cannot(

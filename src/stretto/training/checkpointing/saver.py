@@ -131,7 +131,8 @@ class Saver:
         writers = self._ranks.world_size if self._strategy.is_sharded else 1
         is_first = self._ranks.is_first
         records, staged, error, is_begun = "", None, None, False
-        check_replicas(self._model, self._ranks)
+        if self._strategy.has_equal_weights:
+            check_replicas(self._model, self._ranks)
         try:
             tensors, state = capture(self.parts, self._strategy.part_of_state)
             if is_first:

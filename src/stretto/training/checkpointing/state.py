@@ -28,6 +28,7 @@ from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, StrettoError, TrainingError
 from stretto.run import Run
 from stretto.runtime import TrainStep
+from stretto.runtime.compiled import Weights, known_as
 from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import RandomState
 from stretto.training.callback import Callback
@@ -83,7 +84,7 @@ def parts_of(
         for one in evaluators:
             one.measured_at = state["at"].get(one.name, -1)
 
-    parts: dict[str, Part] = {"model": step.model}
+    parts: dict[str, Part] = {"model": Weights(step.model)}
     for number, optimizer in enumerate(step.optimizers):
         name = f"optimizer_{number}" if number else "optimizer"
         pack, unpack = partial(pack_optimizer, optimizer), partial(unpack_optimizer, optimizer)
@@ -216,7 +217,8 @@ def _stored_state(checkpoint: CheckpointReader, name: str, part: Part) -> dict[s
         saved = stored.pop(key)
         if is_lazy:
             return saved
-        return shard_like(present[key], saved) if key in present else saved.read(None)
+        own = known_as(key, present)
+        return shard_like(present[own], saved) if own in present else saved.read(None)
 
     state: dict[str, Any] = unpack(checkpoint.records.get(name, {}), read)
     return state | {key: read(key) for key in tuple(stored)}

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, final
@@ -144,7 +145,9 @@ def _linked(path: Path) -> Path:
 
     It is the checkpoint itself if the file system has no hard links.
     """
-    links = path.with_name(path.name + UNFINISHED)
+    # A copy that is under way, from before a second `fit`, has links of its own.
+    numbered = (f"{path.name}{f'.{n}' if n else ''}{UNFINISHED}" for n in count())
+    links = next(one for one in map(path.with_name, numbered) if not one.exists())
     try:
         shutil.copytree(path, links, copy_function=os.link)
     except OSError:

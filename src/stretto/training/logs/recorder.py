@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from torch.nn.parameter import is_lazy
+
 from stretto.distributed.logged import MicroLoss, Sums
 from stretto.distributed.ranks import as_text
 from stretto.errors import CheckpointError, PlanError, TrainingError, first_line
@@ -31,6 +33,7 @@ from stretto.run_folder import (
     open_events,
     replace_file,
 )
+from stretto.runtime.compiled import uncompiled
 from stretto.runtime.out_of_memory import peak_memory
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
@@ -213,9 +216,9 @@ class Recorder:
         text += f" from {path.name}" if path else ""
         text += f"; {again['batches']:,} batches are done again" if again["batches"] else ""
         text += "".join(f"; changed: {one}" for one in changes)
-        parameters = sum(one.numel() for one in run.model.parameters())
+        parameters = sum(one.numel() for one in run.model.parameters() if not is_lazy(one))
         facts = {
-            "model": f"{type(run.model).__name__}, {parameters:,} parameters",
+            "model": f"{type(uncompiled(run.model)).__name__}, {parameters:,} parameters",
             "max_duration": str(run.horizon.max_duration),
             "batch_size": as_text(run.prepared.policy),
             "ranks": run.ranks.world_size,

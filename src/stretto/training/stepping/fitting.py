@@ -13,7 +13,7 @@ from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
 from stretto.planning import Plan
 from stretto.runtime import TrainStep
-from stretto.runtime.gradients import is_fully_sharded
+from stretto.runtime.gradients import check_shapes, is_fully_sharded
 from stretto.timing import TimeLike
 from stretto.training.callback import Callback
 
@@ -54,6 +54,7 @@ def find_fitting(
     from stretto.memory.examples import example_batches
     from stretto.memory.limits import free_memory
 
+    check_shapes(step.model, "find a micro-batch size for")
     if not loader.spec.is_map_style or is_fully_sharded(step.model):
         raise TrainingError.cannot(
             "find a micro-batch size that fits",

@@ -36,6 +36,7 @@ from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.criterion import HINT
 from stretto.training.stepping.finite import FiniteCheck, Gradient
+from stretto.training.stepping.reduction import warn_of_sum
 from stretto.training.stepping.retry import Retry
 
 
@@ -90,7 +91,8 @@ class Stepper:
         # If nobody changes the batches, the loader has counted their tokens.
         self._count_tokens = spec.count_tokens if spec.tokens_vary else None
         is_called = step.forward_model is not None
-        model = strategy.wrap(step.forward_model or step.model, is_called=is_called)
+        called = step.model if step.forward_model is None else step.forward_model
+        model = strategy.wrap(called, is_called=is_called)
         if is_called:
             step.forward_model = model
         step.averaging = strategy.average
@@ -128,6 +130,11 @@ class Stepper:
         self._is_plain = is_alone and self.count is None and not self._is_sum
         """Whether the weights of the loader are final, and there is no other rank."""
         self._supervised = step if isinstance(step, SupervisedStep) else None
+        self._has_gradient: Sequence[bool] = ()
+        """Which parameters had a gradient before the average gave all of them one."""
+        self._is_probed = self._is_sum or self.count is not None or strategy.is_sharded
+        """Whether it is known that the loss is a mean, as far as it can be."""
+        self._spec = spec
         self._is_warm = False
         self._is_new = True
         """Whether no step was taken yet."""
@@ -150,6 +157,8 @@ class Stepper:
             retry.rewind.save()
         while True:
             pieces = step.micro_batches if retry.size is None else retry.pieces(step)
+            if not self._is_probed:
+                self._probe(step, pieces)
             try:
                 return self._gradient(step, pieces)
             except Exception as error:  # noqa: BLE001  others are raised again
@@ -158,6 +167,15 @@ class Stepper:
                 message = out_of_memory_text(error)
             most = max(micro.num_samples for micro in pieces)
             retry.fall_back(step, most, message, clear=self.clear)
+
+    def _probe(self, step: Step, pieces: Sequence[MicroBatch]) -> None:
+        """Warn of a loss that is a sum, when a batch is cut for the first time."""
+        world_size = self._strategy.world_size
+        if len(pieces) * world_size > 1:
+            self._is_probed = True
+            if self._supervised is not None and not self._step.transforms:
+                most = step.num_samples // (len(pieces) * world_size)
+                warn_of_sum(self._supervised, self._spec, pieces[0], most)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the out-of-memory retry as JSON."""
@@ -215,6 +233,7 @@ class Stepper:
                     with kept_buffers(self._modules):
                         self._step.forward_backward(self._moved(micro.batch), 0.0)
         if self._strategy.averaging == "after":
+            self._has_gradient = [one.grad is not None for one in self._parameters]
             self._strategy.average()
         own_units = sum(counts) if self._divides_late else 0
         tokens = self._tokens(micro_batches) if self._step.transforms else None
@@ -293,12 +312,32 @@ class Stepper:
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         return Measured(loss, units, *self.meter.sums(scale))
 
-    def finish(self, step: Step, units: float) -> None:
+    def flags(self, gradient: Gradient) -> Sequence[float]:
+        """Return what `finish` needs of all ranks, who add it up.
+
+        Where gradients are averaged after the passes, a parameter that no rank has a gradient of
+        gets one of zeros, which the optimizer would use.
+        """
+        if self._strategy.averaging != "after":
+            return ()
+        return bool(gradient.losses) and not any(self._has_gradient), *self._has_gradient
+
+    def finish(self, step: Step, units: float, flags: Sequence[float] = ()) -> None:
         """Divide the gradient by the `units` of all ranks, if the passes did not.
 
+        Args:
+            step: the step.
+            units: those of all ranks.
+            flags: the sums of `flags`.
+
         Raises:
-            TrainingError: no rank has any units.
+            TrainingError: no rank has any units; or in the first step, a rank has no gradient.
         """
+        for parameter, count in zip(self._parameters, flags[1:], strict=False):
+            if not count:
+                parameter.grad = None
+        if self._is_new and flags and flags[0]:
+            raise self._no_gradient(f"in the first step, {flags[0]:.0f} ranks have no gradient")
         if not self._divides_late:
             return
         if units == 0:
@@ -377,11 +416,15 @@ class Stepper:
         Raises:
             TrainingError: there is none.
         """
-        if self._has_gradients() or self._strategy.averaging == "after":
-            return
-        raise TrainingError.cannot(
+        if not self._has_gradients():
+            raise self._no_gradient(
+                "after the first step, no parameter of its optimizers has a gradient"
+            )
+
+    def _no_gradient(self, why: str) -> TrainingError:
+        return TrainingError.cannot(
             f"train with {type(self._step).__qualname__}",
-            why="after the first step, no parameter of its optimizers has a gradient",
+            why=why,
             instead="call (loss * weight).backward(), and optimize what the loss depends on",
         )
 
