@@ -106,7 +106,7 @@ def test_a_run_that_is_stopped_at_its_start_computes_nothing(problem: Make, tmp_
 
         def on_fit_start(self, run: Any) -> None:
             if not self.is_willing:
-                run.stop("not today")
+                run.stop("not today", is_final=False)
 
     run, never = problem(), Never()
     trainer = run.trainer(
@@ -126,7 +126,7 @@ def test_a_stopped_run_goes_on_where_fit_is_called_again(problem: Make) -> None:
     class StopEach(Callback):
         def on_batch_end(self, run: Any, step: Any) -> None:
             if run.timer.batch % 5 == 0:
-                run.stop("a break")
+                run.stop("a break", is_final=False)
 
     whole, cut = problem(), problem()
     whole.trainer().fit()

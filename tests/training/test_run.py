@@ -130,7 +130,7 @@ def test_what_was_logged_before_a_checkpoint_survives_a_resume(
 
     def stop(run: Run, step: Any) -> None:
         if run.timer.batch == stop_at:
-            run.stop("enough")
+            run.stop("enough", is_final=False)
 
     settings: dict[str, Any] = {"log": Logging("4ba"), "checkpoint": Checkpointing("1ep")}
     problem().trainer(folder=tmp_path / "whole", callbacks=[Do(log)], **settings).fit()

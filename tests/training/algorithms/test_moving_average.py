@@ -183,7 +183,7 @@ def test_averages_are_resumed_to_the_last_bit(
     class Stop(Callback):
         def on_batch_end(self, run: Run, step: Any) -> None:
             if run.timer.batch == stop_at:
-                run.stop("enough")
+                run.stop("enough", is_final=False)
 
     settings: dict[str, Any] = {"batch_size": RAMP, "checkpoint": Checkpointing("1ep")}
     whole, cut, again = average(), average(), average()
