@@ -65,12 +65,7 @@ def train(
 
 
 def _train(
-    arguments: Sequence[str],
-    folder: Path | None,
-    resume: str | None,
-    *,
-    unpickle: bool,
-    even_if_stopped: bool,
+    arguments: Sequence[str], folder: Path | None, resume: str | None, **given: bool
 ) -> tuple[Trainer, Notes]:
     add_working_folder()
     named, overrides = split_arguments(arguments)
@@ -84,11 +79,11 @@ def _train(
     with progress("building the run"):
         trainer = notes.trainer = build_trainer(config, folder=folder, callbacks=[notes])
     with progress("resuming"):
-        found = None if resume is None else trainer.resume(resume, unpickle=unpickle)
+        found = None if resume is None else trainer.resume(resume, unpickle=given["unpickle"])
     if notes.is_first:
         for line in introduce(trainer, path, found):
             console.print(line, markup=False, soft_wrap=True)
-    trainer.fit(on_signal="return", even_if_stopped=even_if_stopped)
+    trainer.fit(on_signal="return", even_if_stopped=given["even_if_stopped"])
     if notes.is_first:
         for line in summarise(trainer, notes):
             console.print(line, markup=False, soft_wrap=True)

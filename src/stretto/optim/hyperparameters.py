@@ -91,18 +91,9 @@ def _check(text: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuse a name that no parameter group has."""
     name = find_name(text, groups[0])
     names = [group_name(number, other) for number, other in enumerate(groups)]
-    if (
-        len(
-            {
-                "name" in one
-                for one, called in zip(groups, names, strict=True)
-                if called == name.group
-            }
-        )
-        > 1
-    ):
+    if names.count(str(name.group)) > 1 and not all("name" in one for one in groups):
         why = f"a group is called {name.group!r}, and that is the number of another"
-        raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead="give all groups names")
+        raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead="name all groups")
     if name.group is not None and name.group not in names:
         raise ScheduleError.cannot(
             f"schedule {text!r}",

@@ -224,15 +224,6 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith(("on_", "trans
 """The names of all events."""
 
 
-def is_pair(callback: Callback) -> bool:
-    """Return whether a callback may change the model around evaluations, but by events alone."""
-    start, end, context = (
-        overrides(callback, name)
-        for name in ("on_evaluation_start", "on_evaluation_end", "evaluating")
-    )
-    return start and end and not context
-
-
 def overrides(callback: Callback, name: str) -> bool:
     """Return whether a callback does anything at the event `name`."""
     return getattr(type(callback), name) is not getattr(Callback, name)

@@ -42,7 +42,7 @@ from stretto.settings import (
 )
 from stretto.timing import Horizon, TimeLike, Timer, Trigger
 from stretto.timing.time import Number
-from stretto.training.callback import Callback, Events, is_pair
+from stretto.training.callback import Callback, Events, overrides
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run
 from stretto.training.checkpointing.saver import Saver
 from stretto.training.checkpointing.state import (
@@ -597,7 +597,7 @@ class Trainer:
         nothing: batch sizes, the best checkpoint and events follow what is measured on time alone.
         """
         for one in self.callbacks:
-            if is_pair(one):
+            if overrides(one, "on_evaluation_start") and not overrides(one, "evaluating"):
                 message = f"{type(one).__name__}.on_evaluation_start is not called by evaluate(); "
                 message += "what changes the model for an evaluation belongs in evaluating()"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)

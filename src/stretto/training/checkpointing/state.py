@@ -135,17 +135,15 @@ def optimizer_part(optimizer: Optimizer, model: nn.Module) -> Functions:
         saved, present = state.get("parameters", names()), names()
         moved = [pair for pair in zip(saved, present, strict=False) if pair[0] != pair[1]]
         if moved and set(saved) <= {"", *(name for name, _ in model.named_parameters())}:
-            raise CheckpointError.cannot(
-                f"load the saved state into {type(optimizer).__name__}",
-                why=f"{moved[0][1]!r} is where {moved[0][0]!r} was",
-                instead="build the optimizers with the same parameters in the same order",
-            )
+            what = f"load the saved state into {type(optimizer).__name__}"
+            why = f"{moved[0][1]!r} is where {moved[0][0]!r} was"
+            instead = "build the optimizers with the same parameters in the same order"
+            raise CheckpointError.cannot(what, why=why, instead=instead)
         unpack_optimizer(optimizer, state)
 
-    def pack() -> dict[str, Any]:
-        return {**pack_optimizer(optimizer), "parameters": names()}
-
-    return Functions(pack, load, is_lazy=True)
+    return Functions(
+        lambda: {**pack_optimizer(optimizer), "parameters": names()}, load, is_lazy=True
+    )
 
 
 def callback_parts(callbacks: Iterable[Callback]) -> dict[str, Callback]:
@@ -158,12 +156,12 @@ def _kind(callback: Callback) -> str:
     return "callback_" + re.sub(r"\W", "_", type(callback).__qualname__, flags=re.ASCII)
 
 
-def callback_texts(parts: Mapping[str, Part]) -> dict[str, list[str]]:
+def callback_texts(callbacks: Mapping[str, Callback]) -> dict[str, list[str]]:
     """Return type and `repr` of each callback that has a state, as they are built."""
     return {
         name: [_kind(one), as_text(one)]
-        for name, one in parts.items()
-        if isinstance(one, Callback) and overrides(one, "state_dict")
+        for name, one in callbacks.items()
+        if overrides(one, "state_dict")
     }
 
 
@@ -173,17 +171,12 @@ def check_texts(callbacks: Sequence[Callback]) -> None:
     Raises:
         TrainingError: they have a state and no `repr`.
     """
-    silent = [
-        _kind(one)
-        for one in callbacks
-        if overrides(one, "state_dict") and type(one).__repr__ is object.__repr__
-    ]
-    for name in (one.removeprefix("callback_") for one in silent if silent.count(one) > 1):
-        raise TrainingError.cannot(
-            f"save the state of each {name}",
-            why="several callbacks are of that type, and nothing tells them apart",
-            instead=f"write {name}.__repr__ with the arguments that each was built with",
-        )
+    mute = [one for one in callbacks if type(one).__repr__ is object.__repr__]
+    kinds = [type(one).__qualname__ for one in mute if overrides(one, "state_dict")]
+    for name in (one for one in kinds if kinds.count(one) > 1):
+        why = "several callbacks are of that type, and nothing tells them apart"
+        instead = f"write {name}.__repr__ with the arguments that each was built with"
+        raise TrainingError.cannot(f"save the state of each {name}", why=why, instead=instead)
 
 
 def saved_names(
@@ -209,17 +202,14 @@ def saved_names(
         if same is not None:
             found[name] = same
             del left[same]
-    changed = [name for name in present if name not in found]
-    for name in changed:
-        kind, text = present[name]
+    changed = {name: own for name, own in present.items() if name not in found}
+    for name, (kind, text) in changed.items():
         before = [other for other, one in left.items() if one[0] == kind]
-        if len(before) > 1 or (before and [present[one][0] for one in changed].count(kind) > 1):
-            raise CheckpointError.cannot(
-                f"find the state of {text}",
-                why=f"it may be that of {' or of '.join(left[one][1] for one in before)}",
-                instead="change one callback of a type at a time, or start a new run",
-            )
         found[name] = before[0] if before else None
+        if before and len(before) + sum(one[0] == kind for one in changed.values()) > 2:
+            why = f"it may be that of {' or of '.join(left[one][1] for one in before)}"
+            instead = "change one callback of a type at a time, or start a new run"
+            raise CheckpointError.cannot(f"find the state of {text}", why=why, instead=instead)
     return found
 
 
@@ -243,13 +233,9 @@ def _split(name: str, part: Part, error: type[StrettoError]) -> tuple[dict[str, 
     rest: dict[str, Any] = {}
     state: Any = part.state_dict()
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise error(
-            cannot(
-                f"save the state of {name!r}",
-                why=f"state_dict() returned {shown(state)}",
-                instead="return a dict with texts as keys; {} if there is no state",
-            )
-        )
+        instead = "return a dict with texts as keys; {} if there is no state"
+        why = f"state_dict() returned {shown(state)}"
+        raise error(cannot(f"save the state of {name!r}", why=why, instead=instead))
     for key, value in state.items():
         (tensors if isinstance(value, (Tensor, Shard)) else rest)[key] = value
     return tensors, packed(rest, f"the state of {name!r}", error, tensors)
@@ -312,10 +298,10 @@ def restore(parts: Mapping[str, Part], checkpoint: CheckpointReader, where: obje
     """
     saved = dict.fromkeys((*checkpoint.records, *checkpoint.groups))
     names: dict[str, str | None] = {name: name for name in parts}
-    if CALLBACKS in saved and CALLBACKS in parts:
+    if CALLBACKS in checkpoint.records and CALLBACKS in parts:
         with section(where, CALLBACKS):
-            present = parts[CALLBACKS].state_dict()
-            names |= saved_names(checkpoint.records[CALLBACKS], present)
+            texts = parts[CALLBACKS].state_dict()
+            names |= saved_names(checkpoint.records[CALLBACKS], texts)
     lines = [f"{name}: its state is dropped" for name in saved if name not in names.values()]
     for name, part in parts.items():
         with section(where, name):
