@@ -50,7 +50,7 @@ class Watch(Callback):
         del step
         self.microseconds.append((time.process_time() - self._since) * 1e6)
         if run.timer.batch % STEPS == 0:
-            run.stop("the other one's turn")
+            run.stop("the other one's turn", is_final=False)
 
 
 class Listen(Callback):

@@ -57,7 +57,7 @@ class StopAfter(Callback):
         """Note the time and stop."""
         del step
         self.stepped_at = time.perf_counter()
-        run.stop("one step is enough")
+        run.stop("one step is enough", is_final=False)
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

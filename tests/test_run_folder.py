@@ -203,7 +203,7 @@ def test_lines_have_memory_micro_batches_and_the_norm_without_clipping(tmp_path:
 def test_a_ledger_of_an_older_version_goes_on_in_its_columns(tmp_path: Path) -> None:
     def stop(run: Any) -> None:
         if run.timer.batch == 4:
-            run.stop("enough")
+            run.stop("enough", is_final=False)
 
     trainer = trainer_of(tmp_path, callbacks=[Do(stop)])
     trainer.fit()

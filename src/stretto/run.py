@@ -193,6 +193,8 @@ class Run:
         """What `finish` returned last."""
         self.stop_reason: str | None = None
         """Why the run stops after this batch, or has stopped; None: it continues."""
+        self.ended: str | None = None
+        """Why the run has ended before its length; then one that resumes trains no more."""
         self.logged_units = 0.0
         """Number of samples, or target tokens, of the loss in the last line of metrics."""
         self.skipped = SkippedSteps()
@@ -737,13 +739,22 @@ class Run:
         """
         self.ranks.gather("", call="run.barrier()")
 
-    def stop(self, reason: str) -> None:
-        """Stop the run after the current batch, as a signal would.
+    def stop(self, reason: str, *, is_final: bool = True) -> None:
+        """Stop the run after the current batch.
 
         In `on_fit_start`, it stops before the first batch. The first reason counts. On several
         ranks, one call is enough; they learn of it in the next batch, which is then the last.
+
+        Args:
+            reason: why.
+            is_final: whether the run has ended, so that it trains no more when it is resumed
+                (unless `fit(even_if_stopped=True)` says so). False: it is interrupted, as by a
+                signal, for example because the time of a job is over.
         """
-        self.stop_reason = self.stop_reason or reason
+        if self.stop_reason is None:
+            self.stop_reason = reason
+        if is_final and self.ended is None:
+            self.ended = reason
 
     def evaluate(self) -> dict[str, float]:
         """Run all evaluations, log the metrics and return them by `name/metric`.

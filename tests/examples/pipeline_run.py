@@ -31,7 +31,7 @@ class Watch(stretto.Callback):
     def on_batch_end(self, run: stretto.Run, step: Any) -> None:
         run.log("seen", step.local_num_samples, reduce="sum")
         if run.timer.batch == self.stop and run.ranks.rank == RANKS - 1:
-            run.stop("enough")
+            run.stop("enough", is_final=False)
 
     def on_log(self, run: stretto.Run, record: Any) -> None:
         self.lines.append({name: record[name] for name in ("loss", "grad_norm", "seen", "sp")})

@@ -78,7 +78,7 @@ def test_a_resumed_run_ends_equal(tmp_path: Path) -> None:
     class Stop(Callback):
         def on_batch_end(self, run: Run, step: Any) -> None:
             if run.timer.batch == 50:
-                run.stop("cut")
+                run.stop("cut", is_final=False)
 
     keep: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("50ba")}
     known(AdaScale(10, window=10), Stop(), **keep).fit()

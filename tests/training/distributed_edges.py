@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec
+from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, Trainer
 from stretto.training.algorithms import NoiseReport
 
@@ -55,6 +56,23 @@ def stopped(at: int) -> dict[str, Any]:
     run = trainer(model, model.parameters(), evaluate=Evaluation(DATA), callbacks=[StopFirst(at)])
     run.fit()
     return {"batch": run.timer.batch, "reason": run.stop_reason, "after": len(run.evaluate())}
+
+
+class FailAtEnd(Callback):
+    """Fails at the end of the first rank alone."""
+
+    def on_fit_end(self, run: Run) -> None:
+        if RANK == 0:
+            raise ZeroDivisionError
+
+
+def failing() -> str:
+    model = nn.Linear(5, 1).double()
+    try:
+        trainer(model, model.parameters(), callbacks=[FailAtEnd()]).fit()
+    except (ZeroDivisionError, TrainingError) as error:
+        return type(error).__name__
+    return "nothing"
 
 
 def dummies() -> list[float]:
@@ -265,6 +283,7 @@ def main(out: Path) -> None:
     report = {
         "stopped": stopped(3),
         "too late": stopped(10),
+        "failing": failing(),
         "dummies": dummies(),
         "traces": traces(),
         "unlike": unlike(),

@@ -191,7 +191,10 @@ class Watch(Callback):
         self.ids.append([one for ids in own for one in ids])
         run.log("seen", step.local_num_samples, reduce="sum")
         if self.stop == (run.ranks.rank, run.timer.batch):
-            os.kill(os.getpid(), signal.SIGTERM) if self.signals else run.stop("enough")
+            if self.signals:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                run.stop("enough", is_final=False)
 
     def on_noise(self, run: Run, step: Any, signals: Any) -> None:
         self.noise.append([signals.noise_numerator, signals.noise_denominator])

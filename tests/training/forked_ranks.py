@@ -276,11 +276,11 @@ class StopAt(Callback):
 
     def on_batch_end(self, run: Run, step: Any) -> None:
         if self.after == "batch" and run.rank and run.timer.batch == 3:
-            run.stop("enough")
+            run.stop("enough", is_final=False)
 
     def on_evaluation_end(self, run: Run, name: str, metrics: Any) -> None:
         if self.after == "evaluation" and run.rank:
-            run.stop("enough")
+            run.stop("enough", is_final=False)
 
 
 def stopping(after: str) -> Callable[[int], int]:

@@ -250,7 +250,7 @@ class StopAt(Callback):
 
     def on_batch_end(self, run: Run, step: Step) -> None:
         if run.timer.batch == self.batch:
-            run.stop("enough")
+            run.stop("enough", is_final=False)
 
 
 def average(net: nn.Module, folder: Path | None = None, *, stop_at: int | None = None) -> Outcome:

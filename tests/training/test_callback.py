@@ -48,7 +48,8 @@ def test_every_event_happens_in_its_order(problem: Callable[..., Any], tmp_path:
     ).fit()
     step = ["on_batch_start", "transform_batch", "transform_batch", "on_gradient"]
     step += ["on_noise", "on_batch_end"]
-    ends = ["on_epoch_end", "on_log", "on_evaluation_start", "on_evaluation_end", "on_checkpoint"]
+    ends = ["on_epoch_end", "on_log", "on_evaluation_start", "on_evaluation_end"]
+    ends += ["on_checkpoint_start", "on_checkpoint"]
     assert callback.seen == ["on_build", "on_fit_start", *step, *step, *ends, "on_fit_end"]
 
 
@@ -163,7 +164,8 @@ def test_what_ends_a_run_is_raised_before_what_fails_at_its_end(
 class Moments(Callback):
     """Keeps tensors of several types and a number that is not finite."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.mean = torch.zeros(2, 3, dtype=torch.bfloat16)
         self.seen: tuple[Any, ...] = ()
 
@@ -178,15 +180,18 @@ class Moments(Callback):
         self.mean = state["mean"]
         (self.seen,) = state["seen"]
 
+    def __repr__(self) -> str:
+        return f"Moments({self.name!r})"
+
 
 def test_tensors_of_a_callback_survive_a_resume_to_the_last_bit(
     problem: Callable[..., Any], tmp_path: Path
 ) -> None:
-    saved = [Moments(), Moments()]
+    saved = [Moments("a"), Moments("b")]
     problem().trainer(
         folder=tmp_path, checkpoint=Checkpointing("1ep"), callbacks=[*saved, Callback()]
     ).fit()
-    resumed = [Moments(), Moments()]
+    resumed = [Moments("a"), Moments("b")]
     trainer = problem().trainer(
         folder=tmp_path, checkpoint=Checkpointing("1ep"), callbacks=[*resumed, Callback()]
     )

@@ -97,9 +97,10 @@ def test_two_ranks_at_the_edges(tmp_path: Path, launch_ranks: Callable[..., Any]
         assert rank["unlike"] == pytest.approx(alone, rel=1e-12)
 
     assert first["stopped"] == {"batch": 3, "reason": "enough", "after": 1}
-    assert second["stopped"] == {**first["stopped"], "reason": "another rank has stopped"}
+    assert second["stopped"] == first["stopped"]
     assert first["too late"] == {"batch": 10, "reason": "enough", "after": 1}
     assert second["too late"]["batch"] == 10
+    assert (first["failing"], second["failing"]) == ("ZeroDivisionError", "TrainingError")
 
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1)).double()

@@ -67,7 +67,7 @@ def test_a_resumed_run_decides_as_the_whole_one(name: str, problem: Make, tmp_pa
 
             def on_batch_end(self, run: Any, step: Any) -> None:
                 if run.timer.batch == self.at:
-                    run.stop("cut here")
+                    run.stop("cut here", is_final=False)
 
         given = settings(first, POLICIES[name](), checkpoint=keep, folder=folder)
         first.trainer(**given, callbacks=[after, Stop()]).fit()

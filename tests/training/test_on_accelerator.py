@@ -95,7 +95,7 @@ class _Stop(Callback):
     def on_batch_end(self, run: Run, step: Any) -> None:
         del step
         if run.timer.batch == 20:
-            run.stop("half way")
+            run.stop("half way", is_final=False)
 
 
 @pytest.mark.gpu

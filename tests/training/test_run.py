@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def test_what_was_logged_before_a_checkpoint_survives_a_resume(
 
     def stop(run: Run, step: Any) -> None:
         if run.timer.batch == stop_at:
-            run.stop("enough")
+            run.stop("enough", is_final=False)
 
     settings: dict[str, Any] = {"log": Logging("4ba"), "checkpoint": Checkpointing("1ep")}
     problem().trainer(folder=tmp_path / "whole", callbacks=[Do(log)], **settings).fit()
@@ -234,8 +235,39 @@ def test_the_start_of_an_evaluation_is_an_event(problem: Make) -> None:
     first = [("start", "a", 8), ("end", "a", 8)]
     both = [("start", "a", 16), ("end", "a", 16), ("start", "b", 16), ("end", "b", 16)]
     assert seen == first + both
-    trainer.run.evaluate()
-    assert seen == first + both + both
+    with pytest.warns(RuntimeWarning, match="evaluating"):
+        trainer.run.evaluate()
+    assert seen == first + both
+
+
+def test_looking_is_no_event_and_what_it_changes_is_undone(problem: Make) -> None:
+    seen: list[str] = []
+
+    class Zero(Callback):
+        @contextmanager
+        def evaluating(self, run: Run) -> Iterator[None]:
+            seen.append("in")
+            kept = run.model[0].weight.detach().clone()
+            run.model[0].weight.data.zero_()
+            try:
+                yield
+            finally:
+                run.model[0].weight.data.copy_(kept)
+                seen.append("out")
+
+    def broken(model: Any, batch: Any) -> Tensor:
+        assert not model[0].weight.any()
+        raise ZeroDivisionError
+
+    run = problem()
+    before = run.weights()
+    trainer = run.trainer(
+        evaluate=Evaluation(run.data, metrics={"broken": broken}), callbacks=[Zero()]
+    )
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate()
+    assert seen == ["in", "out"]
+    assert torch.equal(run.weights(), before)
 
 
 def test_collectives_of_one_rank_give_back_what_they_get(problem: Make) -> None:

@@ -27,7 +27,7 @@ class Record(Callback):
         rate = run.optimizers[0].param_groups[0]["lr"]
         self.rows.append((step.timestamp.sample, step.num_samples, rate))
         if step.timestamp.batch == self.stop_at:
-            run.stop("for the test")
+            run.stop("for the test", is_final=False)
 
 
 def trainer(folder: Path, record: Record) -> Trainer:

@@ -256,7 +256,7 @@ class StopAt(Callback):
     [
         (lambda _: os.kill(os.getpid(), signal.SIGINT), "received SIGINT", KeyboardInterrupt),
         (lambda _: os.kill(os.getpid(), signal.SIGTERM), "received SIGTERM", SystemExit),
-        (lambda trainer: trainer.stop("enough"), "enough", None),
+        (lambda trainer: trainer.stop("enough", is_final=False), "enough", None),
     ],
     ids=["SIGINT", "SIGTERM", "stop"],
 )
@@ -482,7 +482,7 @@ def test_workers_end_where_a_run_is_stopped(problem: Callable[..., Any]) -> None
     class Stop(Callback):
         def on_batch_end(self, run: Run, step: Any) -> None:
             if run.timer.batch == 2:
-                run.stop("enough")
+                run.stop("enough", is_final=False)
 
     before = set(multiprocessing.active_children())
     run = problem()

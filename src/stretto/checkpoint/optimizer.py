@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from torch import Tensor
@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from stretto.checkpoint.sharding import LazyTensor, is_dtensor, replicate_like, shard_like
 from stretto.errors import CheckpointError
+from stretto.runtime.packing import number
 
-_IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
-"""How torch computes a step on the present device; taken from the present run."""
+_OF_THIS_RUN = ("foreach", "fused", "capturable", "differentiable", "name")
+"""How torch computes a step on the present device, and what a group is called now."""
 
 
 def pack_optimizer(optimizer: Optimizer) -> dict[str, Any]:
@@ -36,12 +37,12 @@ def pack_optimizer(optimizer: Optimizer) -> dict[str, Any]:
         for name, value in entries.items():
             (tensors if isinstance(value, Tensor) else values)[f"{index}.{name}"] = value
     groups: list[dict[str, Any]] = [{} for _ in state["param_groups"]]
-    for number, group in enumerate(state["param_groups"]):
+    for place, group in enumerate(state["param_groups"]):
         for name, value in group.items():
             if isinstance(value, Tensor):
-                tensors[f"group.{number}.{name}"] = value
+                tensors[f"group.{place}.{name}"] = value
             else:
-                groups[number][name] = value
+                groups[place][name] = value
     kind = type(optimizer).__name__
     return {"type": kind, "values": values, "param_groups": groups, **tensors}
 
@@ -66,8 +67,8 @@ def unpack_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     for key, value in {**state, **state["values"]}.items():
         head, _, name = key.partition(".")
         if head == "group":
-            number, _, name = name.partition(".")
-            groups[int(number)][name] = _whole(value)
+            place, _, name = name.partition(".")
+            groups[int(place)][name] = _whole(value)
         elif head.isdecimal():
             if int(head) >= len(parameters):
                 raise _other(optimizer, f"it has more than {len(parameters)} parameters")
@@ -77,14 +78,23 @@ def unpack_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 raise _other(optimizer, f"{key} has {shapes}")
             entries.setdefault(int(head), {})[name] = _laid_out(parameter, value)
     for own, saved in zip(optimizer.param_groups, groups, strict=False):
-        for name in optimizer.defaults.keys() & own.keys():
-            # An older torch has not saved all settings.
-            if name not in saved or name in _IMPLEMENTATION_FLAGS:
-                saved[name] = own[name]
+        _keep(own, saved, optimizer.defaults.keys() | {"name"})
     try:
         optimizer.load_state_dict({"state": entries, "param_groups": groups})
     except ValueError as error:
         raise _other(optimizer, str(error)) from error
+
+
+def _keep(own: Mapping[str, Any], saved: dict[str, Any], names: Set[str]) -> None:
+    """Put those values of a group into its saved ones that a resume does not restore."""
+    if "name" not in own:
+        saved.pop("name", None)
+    for name in names & own.keys():
+        # An older torch has not saved all settings.
+        if name not in saved or name in _OF_THIS_RUN:
+            saved[name] = own[name]
+        elif type(own[name]) in (int, float) and not isinstance(saved[name], Tensor):
+            number(saved, name)
 
 
 def _laid_out(parameter: Tensor, value: Any) -> Any:

@@ -260,16 +260,20 @@ def load_weights(model: nn.Module, path: Path, *, averaged: bool = False) -> Non
     weights = {name: reader.tensor("model", name) for name in reader.names("model")}
     if averaged:
         found = {
-            name.removeprefix("average."): reader.tensor(group, name)
+            group: [name for name in reader.names(group) if name.startswith("average.")]
             for group in reader.groups
-            for name in reader.names(group)
-            if group.startswith("callback_") and name.startswith("average.")
+            if group.startswith("callback_")
         }
-        if not found:
+        averages = [(group, names) for group, names in found.items() if names]
+        if len(averages) != 1:
             what, why = f"load averaged weights from {path}", "no callback has averaged them"
             instead = "train with an ExponentialMovingAverage, or leave averaged out"
+            if averages:
+                why = f"{len(averages)} callbacks have averaged them"
+                instead = "resume the run, and use averaged() of the callback you mean"
             raise CheckpointError.cannot(what, why=why, instead=instead)
-        weights |= found
+        [(group, names)] = averages
+        weights |= {name.removeprefix("average."): reader.tensor(group, name) for name in names}
     try:
         Weights(model).load_state_dict(weights)
     except RuntimeError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -120,6 +122,10 @@ def train(
             "Resume from the weights of a torch.distributed.checkpoint, which can run any code.",
         ),
     ] = False,
+    even_if_stopped: Annotated[
+        bool,
+        _flag("--even-if-stopped", "Train on if early stopping, or run.stop, has ended the run."),
+    ] = False,
     as_json: Annotated[
         bool, _flag("--json", "Print the results as JSON, and all else to stderr.")
     ] = False,
@@ -127,7 +133,14 @@ def train(
     """Train as a run file says; with torchrun, on all its processes."""
     from stretto.cli import training
 
-    training.train(run_file or [], folder, resume, unpickle=unpickle, as_json=as_json)
+    training.train(
+        run_file or [],
+        folder,
+        resume,
+        unpickle=unpickle,
+        even_if_stopped=even_if_stopped,
+        as_json=as_json,
+    )
 
 
 @app.command(
@@ -592,6 +605,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = "\n".join([str(in_keys), *getattr(error, "__notes__", ())])
         typer.secho(f"Error [{error.code}]: {text}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None
+    finally:
+        # All is done. What torch and others do last is no place for a traceback.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> str:

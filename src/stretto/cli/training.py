@@ -46,16 +46,18 @@ def train(
     resume: str | None,
     *,
     unpickle: bool = False,
+    even_if_stopped: bool = False,
     as_json: bool = False,
 ) -> None:
     """Train; print an introduction and a summary, or the results as JSON."""
+    given = {"unpickle": unpickle, "even_if_stopped": even_if_stopped}
     if as_json:
         with redirect_stdout(sys.stderr):
-            trainer, notes = _train(arguments, folder, resume, unpickle=unpickle)
+            trainer, notes = _train(arguments, folder, resume, **given)
         if notes.is_first:
             print_json(results(trainer, notes))
     else:
-        trainer, _ = _train(arguments, folder, resume, unpickle=unpickle)
+        trainer, _ = _train(arguments, folder, resume, **given)
     if trainer.unsaved is not None:
         raise SystemExit(1)
     if trainer.stop_reason is not None:
@@ -63,7 +65,7 @@ def train(
 
 
 def _train(
-    arguments: Sequence[str], folder: Path | None, resume: str | None, *, unpickle: bool
+    arguments: Sequence[str], folder: Path | None, resume: str | None, **given: bool
 ) -> tuple[Trainer, Notes]:
     add_working_folder()
     named, overrides = split_arguments(arguments)
@@ -79,11 +81,11 @@ def _train(
             config, folder=folder, callbacks=[notes], resumes=resume is not None
         )
     with progress("resuming"):
-        found = None if resume is None else trainer.resume(resume, unpickle=unpickle)
+        found = None if resume is None else trainer.resume(resume, unpickle=given["unpickle"])
     if notes.is_first:
         for line in introduce(trainer, path, found):
             console.print(line, markup=False, soft_wrap=True)
-    trainer.fit(on_signal="return")
+    trainer.fit(on_signal="return", even_if_stopped=given["even_if_stopped"])
     if notes.is_first:
         for line in summarise(trainer, notes):
             console.print(line, markup=False, soft_wrap=True)
@@ -109,8 +111,8 @@ class Notes(Callback):
         """
         if not run.is_first_rank or run.folder is None or self.trainer is None:
             return
+        text = dump_run_file(resolved(self._config, self.trainer))
         try:
-            text = dump_run_file(resolved(self._config, self.trainer))
             replace_file(run.folder / RUN_FILE, text)
         except OSError as error:
             raise ConfigError.cannot(
@@ -217,6 +219,8 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     if found is not None:
         yield f"resumed from {found}, at {position(trainer)}"
         yield from (f"changed since: {line}" for line in trainer.changes)
+        if trainer.run.is_done:
+            yield "nothing is left to train: max_duration is reached"
 
 
 def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
@@ -243,7 +247,8 @@ def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
         else:
             ranks = trainer.loader.world_size
             start = f"torchrun --nproc-per-node {ranks} --no-python " if ranks > 1 else ""
-            yield f"to resume:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
+            again = f"{start}stretto train {folder}/{RUN_FILE} --resume latest"
+            yield f"to resume:  {again}{'' if trainer.run.ended is None else ' --even-if-stopped'}"
     if trainer.plan is not None and trainer.plan.is_exact:
         yield f"as planned?  stretto plan --against {folder}"
     yield f"to see it:  stretto report {folder} --html {folder}/run.html"

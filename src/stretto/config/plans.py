@@ -243,9 +243,7 @@ def plan_of(config: RunConfig, run: Prepared) -> Plan:
         raise error.recast(PlanError, where=where, word=as_key) from error
 
 
-def prepare_checked(
-    config: RunConfig, *, resumes: bool = False
-) -> tuple[TimesAndSizes, Prepared]:
+def prepare_checked(config: RunConfig, *, resumes: bool = False) -> tuple[TimesAndSizes, Prepared]:
     """Return the run of a file that is planned, with the data that the file does not state.
 
     Args:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError, shown
+from stretto.runtime.packing import number
 from stretto.settings import one_of
 
 Reduce: TypeAlias = Literal["mean", "sum", "last"]
@@ -176,7 +177,12 @@ class Sums:
 
 
 def _read(state: Mapping[str, Any]) -> dict[str, Sums]:
-    return {name: Sums(*record) for name, record in state.items()}
+    found = {}
+    for name, (reduce, total, weight) in state.items():
+        one_of("reduce", reduce, ("mean", "sum", "last"))
+        numbers = {"total": total, "weight": weight}
+        found[name] = Sums(reduce, number(numbers, "total"), number(numbers, "weight"))
+    return found
 
 
 def _check_same(name: str, before: str, reduce: str) -> None:

@@ -92,6 +92,9 @@ def _check(text: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuse a name that no parameter group has."""
     name = find_name(text, groups[0])
     names = [group_name(number, other) for number, other in enumerate(groups)]
+    if names.count(str(name.group)) > 1 and not all("name" in one for one in groups):
+        why = f"a group is called {name.group!r}, and that is the number of another"
+        raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead="name all groups")
     if name.group is not None and name.group not in names:
         raise ScheduleError.cannot(
             f"schedule {text!r}",

@@ -175,3 +175,15 @@ def count(record: Mapping[str, Any], key: str, *, least: int = 0) -> int:
     if type(value) is not int or not least <= value < _MOST:
         raise ValueError(f"{key!r} is {shown(value)}, and not a count")
     return value
+
+
+def count_or_none(record: Mapping[str, Any], key: str, *, least: int = 0) -> int | None:
+    """Return a count of a record that may be None.
+
+    >>> count_or_none({"size": None}, "size")
+
+    Raises:
+        LookupError: it is missing.
+        ValueError: it is neither.
+    """
+    return None if record[key] is None else count(record, key, least=least)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self, final
 
 from stretto.batching import Signals
 from stretto.data import Step
+from stretto.errors import TrainingError
 from stretto.run import Run
 from stretto.schedules import Schedule
 from stretto.schedules.fields import stretched
@@ -75,14 +76,28 @@ class Callback:
     def on_epoch_end(self, run: Run) -> None:
         """Called after each epoch, several times if one batch ends several epochs."""
 
+    def evaluating(self, run: Run) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Return the context in which the model is evaluated, by `run.evaluate()`, too.
+
+        Here a callback gives the model other weights. A `@contextmanager` with `try` and `finally`
+        takes them back even if a metric fails.
+        """
+        return nullcontext()
+
     def on_evaluation_start(self, run: Run, name: str) -> None:
-        """Called before an evaluation; if it fails, `on_evaluation_end` is not called."""
+        """Called before an evaluation that is due; not by `run.evaluate()`.
+
+        If the evaluation fails, `on_evaluation_end` is not called: see `evaluating`.
+        """
 
     def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
-        """Called after an evaluation."""
+        """Called after an evaluation that was due; not by `run.evaluate()`."""
 
     def on_log(self, run: Run, record: Mapping[str, float]) -> None:
         """Called after a line of metrics; `run.log` here adds to the next line."""
+
+    def on_checkpoint_start(self, run: Run) -> None:
+        """Called before `state_dict` is read for a checkpoint, while training waits."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """Called when a checkpoint is complete."""
@@ -154,11 +169,21 @@ class Events:
             listener(self._run, *details)
 
     @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Enter the contexts in which the callbacks have the model evaluated."""
+        with ExitStack() as stack:
+            for callback in self._callbacks:
+                if overrides(callback, "evaluating"):
+                    stack.enter_context(callback.evaluating(self._run))
+            yield
+
+    @contextmanager
     def fit(self) -> Iterator[None]:
         """Call `on_fit_start` of all callbacks; at the end, `on_fit_end` of those that started.
 
         Raises:
             Exception: the first error; later errors are added as notes.
+            TrainingError: `on_fit_end` failed on another rank.
         """
         started: list[Callback] = []
         try:
@@ -170,10 +195,14 @@ class Events:
             _add_notes(error, self._end(started))
             raise
         failures = self._end(started)
+        have_failed = self._run.ranks.agree((bool(failures),))[0]
         if failures:
             _, first = failures.pop(0)
             _add_notes(first, failures)
             raise first
+        if have_failed:
+            why = "on_fit_end of a callback failed on another rank"
+            raise TrainingError.cannot("end the run", why=why, instead="see the error there")
 
     def _end(self, started: Iterable[Callback]) -> list[tuple[str, Exception]]:
         """Call `on_fit_end` of the callbacks; return names and errors of those that fail."""

@@ -63,7 +63,8 @@ def check_listeners(
         TrainingError: there is one.
     """
     # Events of a plan have the first two names already.
-    for name, count in Counter(["checkpoint", "log", *(one.name for one in evaluations)]).items():
+    names = ["checkpoint", "log", *(one.name for one in evaluations), *metrics_of(evaluations)]
+    for name, count in Counter(names).items():
         if count > 1:
             raise TrainingError.bad("name", name, "the name is not unique", "choose another name")
     for evaluation in evaluations:

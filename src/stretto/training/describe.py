@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import count
 from typing import Any, final
 
 import torch
@@ -17,7 +18,7 @@ from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
 from stretto.data.indices import seed_generators
 from stretto.distributed.ranks import Plain, Ranks, as_text, check_agreement, plain
-from stretto.optim.hyperparameters import INITIAL, as_one_schedule
+from stretto.optim.hyperparameters import INITIAL, as_one_schedule, group_name
 from stretto.runtime import TrainStep
 from stretto.runtime.compiled import plain_naming, uncompiled
 from stretto.runtime.random_state import kept_generators
@@ -185,11 +186,17 @@ class BuiltWith:
     def keep_changed(self, saved: Mapping[str, Any]) -> None:
         """Keep hyperparameters that changed since the checkpoint; restore the rest.
 
-        Other values stay as loaded: a callback may have changed them during training.
+        Other values stay as loaded: a callback may have changed them during training. Groups are
+        compared by their place, as their state is loaded: one may have another name now.
         """
-        for name, (number, key, value) in self.values.items():
-            if name in saved and saved[name] != plain(value):
-                self._optimizer.param_groups[number][key] = value
+        before = _by_key(saved)
+        for name, present in _by_key(self.values).items():
+            known = before.get(name, [])
+            # An older version kept one value of groups of the same name. Then those built count.
+            has_all = len(known) == len(present)
+            for place, (number, key, value) in enumerate(present):
+                if known and not (has_all and known[place] == plain(value)):
+                    self._optimizer.param_groups[number][key] = value
 
 
 def samples_mark(spec: DataSpec) -> str | None:
@@ -228,11 +235,36 @@ def _of_data(at: str, spec: DataSpec) -> dict[str, Any]:
 
 def _values_of(optimizer: Optimizer) -> Iterator[tuple[str, int, str, Any]]:
     """Yield name in a description, number of the group, key and value."""
+    names = unique(group_name(*one) for one in enumerate(optimizer.param_groups))
     for number, group in enumerate(optimizer.param_groups):
-        at = "" if len(optimizer.param_groups) == 1 else f"@{group.get('name', number)}"
+        at = "" if len(names) == 1 else f"@{names[number]}"
         for key, value in group.items():
             if key not in ("params", "param_names") and not key.startswith(INITIAL):
                 yield f"optimizer.{key}{at}", number, key, value
+
+
+def _by_key(described: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the values of all groups, in their order, by `optimizer.key`."""
+    found: dict[str, list[Any]] = {}
+    for name, value in described.items():
+        if name.startswith("optimizer."):
+            found.setdefault(name.partition("@")[0], []).append(value)
+    return found
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """Return names, each different: a second `a` is `a_2`, or the next that is free.
+
+    >>> unique(["a", "b", "a", "a_2"])
+    ['a', 'b', 'a_3', 'a_2']
+    """
+    given = list(names)
+    found: list[str] = []
+    for name in given:
+        free = (f"{name}_{number}" for number in count(2))
+        taken = {*found, *given}
+        found.append(next(one for one in free if one not in taken) if name in found else name)
+    return found
 
 
 def _is_lazy(tensor: Tensor) -> bool:

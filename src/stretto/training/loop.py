@@ -24,6 +24,7 @@ from stretto.timing import Timestamp
 from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Progress, Saver
 from stretto.training.evaluation.evaluate import Best, Evaluator
+from stretto.training.evaluation.weights import TrainingWeights
 from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
 from stretto.training.stepping.finite import Gradient, not_finite, skipped_alone
 from stretto.training.stepping.stepper import Measured, Stepper
@@ -138,6 +139,7 @@ class Loop:
     saver: Saver
     evaluators: Sequence[Evaluator]
     best: Best
+    weights: TrainingWeights
     metric: str | None
     """The metric that the batch size follows."""
     non_finite: Literal["stop", "skip", "ignore"]
@@ -235,11 +237,11 @@ class Loop:
         """Stop on all ranks; every rank must call it."""
         self._all_stop = True
         self.signal = self._received()
-        self.run.stop(
-            "another rank has stopped"
-            if self.signal is None
-            else f"received {self.signal} on another rank"
-        )
+        each = self.ranks.gather(self.run.ended)
+        self.run.ended = next((reason for reason in each if reason is not None), None)
+        why = self.run.ended or "another rank has stopped"
+        why = why if self.signal is None else f"received {self.signal} on another rank"
+        self.run.stop(why, is_final=False)
 
     def _received(self) -> str | None:
         """Return the signal that any rank has received; every rank must call it."""
@@ -254,7 +256,7 @@ class Loop:
         gradient = self.stepper.gradient(step)
         run.latest_loss = partial(mean_loss, gradient.losses)
         if self.interrupts.received is not None:
-            run.stop(f"received {self.interrupts.received}")
+            run.stop(f"received {self.interrupts.received}", is_final=False)
         shared = _FINITE
         if self._is_saving or not self._is_alone or gradient.tokens is not None:
             shared = self._agree(step, gradient)
@@ -369,7 +371,8 @@ class Loop:
     def _end(self, before: Timestamp) -> None:
         """Log, evaluate and save after the last batch."""
         if not self._is_stopped:
-            self.run.stop_reason = None  # it came too late for the ranks to agree on
+            # It came too late for the ranks to agree on.
+            self.run.stop_reason = self.run.ended = None
         self._settle()
         self._end_epochs(before, self.run.timer.timestamp)
         is_cut = self._is_stopped and not self.run.is_done
@@ -396,12 +399,11 @@ class Loop:
         self.run.logged_units = self.recorder.units
         self.events.tell("on_log", record)
 
-    def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
-        """Run one evaluation and log its metrics."""
-        evaluator.measured_at = self.run.timer.batch
-        self.events.tell("on_evaluation_start", evaluator.name)
+    def look(self, evaluator: Evaluator) -> dict[str, float]:
+        """Run one evaluation and log its metrics; nothing follows from them."""
         start = time.monotonic()
-        metrics = self.recorder.paused(evaluator.measure)
+        with self.weights.evaluating(), self.events.evaluating():
+            metrics = self.recorder.paused(evaluator.measure)
         seconds = round(time.monotonic() - start, 3)
         named = {f"{evaluator.name}/{name}": value for name, value in metrics.items()}
         self.recorder.write({**self.run.clock(), **named})
@@ -413,7 +415,6 @@ class Loop:
             name=evaluator.name,
             seconds=seconds,
         )
-        self.events.tell("on_evaluation_end", evaluator.name, named)
         return named
 
     def _measure(self, evaluators: Sequence[Evaluator]) -> bool:
@@ -423,7 +424,10 @@ class Loop:
         """
         is_best = False
         for evaluator in evaluators:
-            named = self.evaluate(evaluator)
+            self.events.tell("on_evaluation_start", evaluator.name)
+            named = self.look(evaluator)
+            evaluator.measured_at = self.run.timer.batch
+            self.events.tell("on_evaluation_end", evaluator.name, named)
             followed = measured_value(self.metric, named)
             if followed is not None:
                 self.run.loader.note_metric(followed)
@@ -431,7 +435,13 @@ class Loop:
         return is_best
 
     def _save(self) -> None:
-        self._announce(self.recorder.paused(lambda: self.saver.begin(self.run.timer.timestamp)))
+        now = self.run.timer.timestamp
+        if self.saver.needs(now.sample):
+            self._announce(self.recorder.paused(self.saver.wait))
+            self.events.tell("on_checkpoint_start")
+            if self._has_callbacks:
+                self._agree_to_stop()  # a checkpoint says whether the run has ended
+            self.recorder.paused(lambda: self.saver.begin(now))
         self._is_saving = self.saver.is_busy
 
     def _announce(self, path: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -41,7 +42,7 @@ from stretto.settings import (
 )
 from stretto.timing import Horizon, TimeLike, Timer, Trigger
 from stretto.timing.time import Number
-from stretto.training.callback import Callback, Events
+from stretto.training.callback import Callback, Events, overrides
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run
 from stretto.training.checkpointing.saver import Saver
 from stretto.training.checkpointing.state import (
@@ -49,6 +50,7 @@ from stretto.training.checkpointing.state import (
     Setup,
     callback_parts,
     check_states,
+    check_texts,
     parts_of,
     share_random_state,
 )
@@ -57,6 +59,7 @@ from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import BuiltWith, compare_ranks, describe
 from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluator
 from stretto.training.evaluation.metrics import check_merging
+from stretto.training.evaluation.weights import TrainingWeights
 from stretto.training.logs.console import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import Recorder
 from stretto.training.loop import Loop, raise_for
@@ -198,7 +201,7 @@ class Trainer:
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(timed.callbacks)
         """The listeners, in the order in which they are called."""
-        self._is_training = False
+        self._is_training = self._is_resumed = False
         self.changes: tuple[str, ...] = ()
         """The settings that differ from those of the checkpoint that was resumed, a line each."""
         self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
@@ -214,6 +217,7 @@ class Trainer:
         )
         """Computes gradients and updates the weights."""
         self.model = self.step.model
+        self._weights = TrainingWeights(self.model, self.step.optimizers)
         self.optimizer = joined(self.step.optimizers)
         """The optimizer; of several one that has the parameter groups of all, in order."""
         spec = DataSpec.of(train_data)
@@ -253,15 +257,16 @@ class Trainer:
         )
         """What every event of a callback gets."""
         events = Events(self.callbacks, self.run)
-        self._prepare_callbacks(events)
+        self._prepare_callbacks(events, saves=checkpoint is not None)
         self._refusal = self._refused()
         self.fitting = self._fitting() if micro_batch_size == "auto" else None
         """How the micro-batch size was found; None if it was given."""
         self._make_loop(timed, stepping, events)
-        self.run.evaluate_with(self.evaluate)
 
-    def _prepare_callbacks(self, events: Events) -> None:
+    def _prepare_callbacks(self, events: Events, *, saves: bool) -> None:
         """Build the callbacks, and refuse state that a checkpoint cannot hold."""
+        if saves:
+            check_texts(self.callbacks)
         events.tell("on_build")  # before a search for what fits: a callback may allocate memory
         check_states({**callback_parts(self.callbacks), "step": self.step})
         transforms = events.listeners("transform_batch")
@@ -370,15 +375,19 @@ class Trainer:
             else None,
             config=ChainMap({"folder": folder}, given),
         )
+        if self._weights.optimizers:
+            names = [type(one).__name__ for one in self._weights.optimizers]
+            recorder.facts["evaluates_with"] = " and ".join(f"{name}.eval()" for name in names)
         if self.fitting is not None and self.fitting.peak is not None:
             recorder.facts["predicted_memory_bytes"] = self.fitting.peak
         self._setup = Setup(run, self._settings, self._built)
         parts = parts_of(
             step,
             run,
+            weights=self._weights,
             retry=stepper.retry,
             recorder=recorder,
-            callbacks=self.callbacks,
+            callbacks=callback_parts(self.callbacks),
             evaluators=evaluators,
             best=best,
             setup=self._setup,
@@ -400,11 +409,13 @@ class Trainer:
             saver=saver,
             evaluators=evaluators,
             best=best,
+            weights=self._weights,
             metric=followed_metric(run.loader.reads, metrics_of(timed.evaluations)),
             non_finite=stepping.non_finite,
             events=events,
             ranks=ranks,
         )
+        run.evaluate_with(self.evaluate)
 
     def _describe(self, policy: BatchSizePolicy) -> None:
         """Describe the run for ranks, checkpoints and loggers, before it changes anything."""
@@ -469,9 +480,9 @@ class Trainer:
         """Return the fraction of the run that has passed, in [0, 1]."""
         return self.timer.get_elapsed_duration()
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, *, is_final: bool = True) -> None:
         """End the run after the batch that is being computed (see `Run.stop`)."""
-        self.run.stop(reason)
+        self.run.stop(reason, is_final=is_final)
 
     @property
     def best(self) -> BestEvaluation | None:
@@ -485,15 +496,20 @@ class Trainer:
         self,
         *,
         resume: str | Path | None = None,
+        even_if_stopped: bool = False,
         on_signal: Literal["raise", "return"] = "raise",
     ) -> None:
         """Train until `max_duration` is reached, or the run is stopped.
 
         SIGINT and SIGTERM end it after the batch, with a checkpoint where those are kept; all ranks
-        end alike. A run that was stopped continues when you call this again.
+        end alike. A run that was stopped continues when you call this again. Resumed from a
+        checkpoint, it continues if a signal, or `stop(is_final=False)`, has stopped it; one that
+        early stopping or `stop` has ended trains no more, with a warning.
 
         Args:
             resume: what to continue from first, as `resume` takes it, such as `"auto"`.
+            even_if_stopped: whether a resumed run continues although early stopping or `stop` has
+                ended it.
             on_signal: what happens after a signal. `"raise"`: an exception ends the program, so
                 that nothing after this call takes the model for a trained one; `"return"`: it
                 returns, and `stop_reason` says why.
@@ -506,12 +522,7 @@ class Trainer:
             PlanError: a stage that is still to come has fewer samples than there are ranks.
         """
         one_of("on_signal", on_signal, ("raise", "return"))
-        if self._is_training:
-            raise TrainingError.cannot(
-                "train inside of training",
-                why="a callback has called fit()",
-                instead="leave it out: training continues after the callback",
-            )
+        self._check_outside("train", "fit()")
         self._describe(self.run.prepared.policy)
         if resume is not None:
             self.resume(resume)
@@ -520,7 +531,12 @@ class Trainer:
         if self.timer.batch == 0:
             self.run.warn_of_peak()
         loop = self._loop
-        self.run.stop_reason = None
+        loop.saver.check_added()
+        if even_if_stopped or not self._is_resumed:
+            self.run.ended = None
+        self._is_resumed = False
+        self.run.stop_reason = self.run.ended
+        self._warn_if_over()
         # The folder is let go of last, when nothing is written there any more.
         with ExitStack() as folder, ExitStack() as held:
             self._is_training = True
@@ -544,10 +560,34 @@ class Trainer:
             self.model.train()
             loop.stepper.clear()  # a gradient from before is no part of the first batch
             share_random_state(self._strategy)
+            self._weights.train()
             with loop.events.fit(), self._ranks.peers.meeting(inside_a_pass=True):
                 loop.train()
+                self._weights.eval()  # what is trained is used next
         if on_signal == "raise":
             raise_for(loop.signal or loop.interrupts.received)
+
+    def _check_outside(self, what: str, call: str) -> None:
+        """Refuse a call from a callback."""
+        if self._is_training:
+            raise TrainingError.cannot(
+                f"{what} inside of training",
+                why=f"a callback has called {call}",
+                instead="leave it out: training continues after the callback",
+            )
+
+    def _warn_if_over(self) -> None:
+        """Say why nothing is trained."""
+        if self.run.ended is not None:
+            why = f"the run has ended ({self.run.ended}); to train on, pass even_if_stopped=True "
+            why += "to fit(), or --even-if-stopped to stretto train"
+        elif self.run.is_done and self._setup.has_other_length:
+            at, length = self.timer.timestamp, self.horizon.max_duration
+            why = f"it was trained for {at.get('ba')} already, and max_duration is '{length}'"
+        else:
+            return
+        if self._ranks.is_first:
+            warnings.warn(f"nothing is trained: {why}", RuntimeWarning, stacklevel=3)
 
     def _leave(self) -> None:
         self._is_training = False
@@ -556,11 +596,16 @@ class Trainer:
         """Measure the model on every evaluation's data and return it by `name/metric`.
 
         Called while `fit` runs it is also logged, as what is measured on time is. Looking changes
-        nothing: batch sizes and the best checkpoint follow what is measured on time alone.
+        nothing: batch sizes, the best checkpoint and events follow what is measured on time alone.
         """
+        for one in self.callbacks:
+            if overrides(one, "on_evaluation_start") and not overrides(one, "evaluating"):
+                message = f"{type(one).__name__}.on_evaluation_start is not called by evaluate(); "
+                message += "what changes the model for an evaluation belongs in evaluating()"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
         record: dict[str, float] = {}
         for evaluator in self._loop.evaluators:
-            record |= self._loop.evaluate(evaluator)
+            record |= self._loop.look(evaluator)
         return record
 
     def resume(self, path: str | Path = "latest", *, unpickle: bool = False) -> Path | None:
@@ -582,8 +627,9 @@ class Trainer:
         Raises:
             CheckpointError: there is none, or it is damaged or belongs to another run.
             TrainingError: the newest is asked for and the run has no folder, or another live run
-                writes to that.
+                writes to that; or a callback calls it while the run trains.
         """
+        self._check_outside("resume", "resume()")
         self._describe(self.run.prepared.policy)
         if unpickle:
             folder = local_path(path, "resume from", CheckpointError)
@@ -602,6 +648,8 @@ class Trainer:
         return found
 
     def _restore(self, found: Path) -> None:
+        self.run.ended, self._is_resumed = None, True
+        self._weights.train()  # a checkpoint has the state of that
         dropped = self._loop.saver.restore(found)
         self._loop.stepper.resumed_from = found
         self.changes = (*self._setup.changes, *dropped)

@@ -11,8 +11,9 @@ from stretto.data import DataSpec
 from stretto.errors import ConversionError, StrettoError, TrainingError
 from stretto.examples.text import PythonDocs
 from stretto.timing import Horizon, Time, Timestamp
-from stretto.training import Callback, Run, Trainer
+from stretto.training import Callback, Evaluation, Run, Trainer
 from stretto.training.algorithms import (
+    EarlyStopping,
     LayerFreezing,
     SelectiveBackprop,
     SequenceLengthWarmup,
@@ -225,3 +226,21 @@ def test_a_stretch_of_epochs_of_unknown_size_is_refused() -> None:
     with pytest.raises(ConversionError, match="dataset_num_samples"):
         progress(Horizon("1ep"), Time("0ep"), Time("1ep"))
     assert progress(Horizon("1ep"), Time("0ba"), Time("4ba"))(Timestamp(batch=1)) == 0.25
+
+
+def test_early_stopping_counts_no_look(problem: Callable[..., Any]) -> None:
+    class Look(Callback):
+        def on_batch_end(self, run: Run, step: Any) -> None:
+            run.evaluate()
+
+    def stopped(*callbacks: Callback) -> int:
+        run = problem()
+        stopping = EarlyStopping(patience="3ba", min_delta=1e9)
+        trainer = run.trainer(
+            evaluate=Evaluation(run.data, "4ba"), callbacks=[stopping, *callbacks]
+        )
+        trainer.evaluate()
+        trainer.fit()
+        return int(trainer.timer.batch)
+
+    assert stopped() == stopped(Look()) == 8

@@ -171,6 +171,34 @@ def test_an_evaluation_that_fails_leaves_the_trained_weights(problem: Make) -> N
     assert torch.equal(flat(run.model), trained[-1])
 
 
+def test_a_look_that_fails_leaves_the_trained_weights(problem: Make) -> None:
+    run, average, fails = problem(), ExponentialMovingAverage(0.9), [False]
+
+    def metric(model: nn.Module, batch: Any) -> Tensor:
+        if fails[0]:
+            raise ValueError("no metric")
+        return torch.zeros(())
+
+    trainer = run.trainer(evaluate=Evaluation(run.data, "1ep", {"m": metric}), callbacks=[average])
+    trainer.fit()
+    trained, fails[0] = flat(run.model), True
+    with pytest.raises(ValueError, match="metric"):
+        trainer.evaluate()
+    assert torch.equal(flat(run.model), trained)
+
+
+def test_a_look_within_averaged_leaves_the_averages_in(problem: Make) -> None:
+    run, average = problem(), ExponentialMovingAverage(0.9)
+    trainer = run.trainer(evaluate=Evaluation(run.data), callbacks=[average])
+    trainer.fit()
+    trained = flat(run.model)
+    with average.averaged():
+        inside = flat(run.model)
+        trainer.evaluate()
+        assert torch.equal(flat(run.model), inside)
+    assert torch.equal(flat(run.model), trained)
+
+
 @pytest.mark.parametrize("stop_at", [1, 5, 8])
 @pytest.mark.parametrize("half_life", [None, "40sp"], ids=["decay", "half-life"])
 def test_averages_are_resumed_to_the_last_bit(
@@ -183,7 +211,7 @@ def test_averages_are_resumed_to_the_last_bit(
     class Stop(Callback):
         def on_batch_end(self, run: Run, step: Any) -> None:
             if run.timer.batch == stop_at:
-                run.stop("enough")
+                run.stop("enough", is_final=False)
 
     settings: dict[str, Any] = {"batch_size": RAMP, "checkpoint": Checkpointing("1ep")}
     whole, cut, again = average(), average(), average()

@@ -87,7 +87,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit(problem: Make, tmp_path: Path) ->
     class Stop(Callback):
         def on_batch_end(self, run: Any, step: Any) -> None:
             if run.timer.batch == 31:
-                run.stop("cut")
+                run.stop("cut", is_final=False)
 
     keep = {"checkpoint": Checkpointing("31ba"), "folder": tmp_path}
     cut.trainer(**settings, **keep, callbacks=[NoiseReport(), Stop()]).fit()

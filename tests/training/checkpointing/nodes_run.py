@@ -20,7 +20,7 @@ class Stop(Callback):
 
     def on_batch_end(self, run: Run, step: Step) -> None:
         if 0 < self.at < step.timestamp.sample:
-            run.stop("as planned")
+            run.stop("as planned", is_final=False)
 
 
 def resumed(out: Path) -> tuple[str, int]:

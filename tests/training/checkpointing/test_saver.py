@@ -148,13 +148,16 @@ def test_state_finds_its_callback_wherever_that_stands(problem: Make, tmp_path: 
         def load_state_dict(self, state: Any) -> None:
             self.value = state["value"]
 
+        def __repr__(self) -> str:
+            return "Memory()"
+
     settings = {"folder": tmp_path, "checkpoint": Checkpointing()}
     problem().trainer(callbacks=[Memory(1), Memory(2)], **settings).fit()
     first, second = Memory(0), Memory(0)
     trainer = problem().trainer(callbacks=[Callback(), first, second], **settings)
     trainer.resume()
     assert (first.value, second.value) == (1, 2)
-    assert trainer.changes == ("callbacks: Memory, Memory -> Callback, Memory, Memory",)
+    assert trainer.changes == ("callbacks: Memory(), Memory() -> Callback, Memory(), Memory()",)
 
 
 def test_a_callback_that_is_gone_is_told(problem: Make, tmp_path: Path) -> None:
@@ -162,12 +165,15 @@ def test_a_callback_that_is_gone_is_told(problem: Make, tmp_path: Path) -> None:
         def state_dict(self) -> dict[str, Any]:
             return {"value": 1}
 
+        def __repr__(self) -> str:
+            return "Memory()"
+
     settings = {"folder": tmp_path, "checkpoint": Checkpointing()}
     problem().trainer(callbacks=[Callback(), Memory(), Memory()], **settings).fit()
     trainer = problem().trainer(callbacks=[Memory()], **settings)
     trainer.resume()
     all_of_them, line = trainer.changes  # the plain callback had nothing to remember
-    assert all_of_them == "callbacks: Callback, Memory, Memory -> Memory"
+    assert all_of_them == "callbacks: Callback, Memory(), Memory() -> Memory()"
     assert line.endswith("Memory_2: its state is dropped")
 
 

@@ -56,6 +56,25 @@ def test_the_best_stays_besides_the_newest(
     assert samples(tmp_path) == [best, 60]
 
 
+def test_a_look_in_the_last_batch_takes_no_evaluation_away(problem: Make, tmp_path: Path) -> None:
+    class Look(Callback):
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            run.evaluate()
+
+    run = problem()
+    clock, measure = metric({1: 0.1, 2: 0.2, 3: 2.0, 4: 1.0})
+    trainer = run.trainer(
+        callbacks=[clock, Look()],
+        folder=tmp_path,
+        max_duration="4ba",
+        evaluate=Evaluation(run.data, "3ba", metrics={"score": measure}),
+        checkpoint=Checkpointing("3ba", monitor="validation/score"),
+    )
+    trainer.fit()
+    assert trainer.best is not None
+    assert (trainer.best.value, trainer.best.path.name) == (1.0, "checkpoint-000000000032")
+
+
 def test_what_was_best_survives_a_resume(problem: Make, tmp_path: Path) -> None:
     values = {2: 1.0, 4: 5.0, 6: 3.0, 8: 2.0}
 
@@ -125,3 +144,14 @@ def test_a_resume_from_before_the_first_best_forgets_it(problem: Make, tmp_path:
     trainer.resume(tmp_path / "checkpoints" / "checkpoint-000000000008")
     assert trainer._loop.best.sample is None
     assert trainer._loop.best.value == math.inf
+
+
+@pytest.mark.parametrize("key", ["value", "sample", "kept"])
+def test_a_best_value_of_another_type_is_not_taken(key: str) -> None:
+    evaluation = Evaluation([torch.zeros(1)], metrics={"score": lambda model, batch: batch})
+    best = Best(Checkpointing(monitor="validation/score"), [evaluation])
+    assert best.is_beaten({"validation/score": 1.0}, 8)
+    state = best.state_dict()
+    for value in ("x", [], {}, True):
+        with pytest.raises((TypeError, ValueError)):
+            best.load_state_dict({**state, key: value})

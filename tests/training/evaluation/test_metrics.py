@@ -191,7 +191,7 @@ def test_the_best_checkpoint_and_a_plateau_may_follow_an_object(
     class Stop(Callback):
         def on_batch_end(self, run: Run, step: Any) -> None:
             if run.timer.batch == 9:
-                run.stop("enough")
+                run.stop("enough", is_final=False)
 
     def run(folder: str, *callbacks: Callback) -> Trainer:
         metrics: dict[str, Any] = {"f1": f1(), "largest": Largest()}

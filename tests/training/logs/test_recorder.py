@@ -72,7 +72,7 @@ class StopAt(Callback):
 
     def on_batch_end(self, run: Any, step: Any) -> None:
         if run.timer.batch == self.batch:
-            run.stop(self.reason)
+            run.stop(self.reason, is_final=False)
 
 
 class FailAt(StopAt):

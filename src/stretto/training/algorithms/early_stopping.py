@@ -8,6 +8,7 @@ from typing import Any, Literal, final
 
 from stretto.batching.following import measured_value
 from stretto.run import Run
+from stretto.runtime.packing import number
 from stretto.settings import one_of
 from stretto.timing import Time, TimeLike
 from stretto.training.callback import Callback
@@ -46,7 +47,7 @@ class EarlyStopping(Callback):
         self._best = math.inf
         self._since: float | None = None
 
-    def on_fit_start(self, run: Run) -> None:
+    def on_build(self, run: Run) -> None:
         """Place the patience on the clock of the run.
 
         Raises:
@@ -81,7 +82,7 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         self._best = math.inf if state["best"] is None else float(state["best"])
-        self._since = state["since"]
+        self._since = None if state["since"] is None else number(state, "since")
 
     def __repr__(self) -> str:
         mode = "" if self._sign == 1 else ", mode='max'"

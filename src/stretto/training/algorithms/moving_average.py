@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -113,15 +113,10 @@ class ExponentialMovingAverage(Callback):
         elif self._is_due(step.timestamp, now):
             self._update(now)
 
-    def on_evaluation_start(self, run: Run, name: str) -> None:
-        """Put the averages into the model."""
-        del run, name
-        self._swap_in()
-
-    def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
-        """Put the trained weights back."""
-        del run, name, metrics
-        self._restore()
+    def evaluating(self, run: Run) -> AbstractContextManager[None]:
+        """Have the averages evaluated."""
+        del run
+        return self.averaged()
 
     def on_fit_end(self, run: Run) -> None:
         """Put the trained weights back, or the averages in their place where that is wanted."""
@@ -136,8 +131,12 @@ class ExponentialMovingAverage(Callback):
 
         Before averaging has begun, the model keeps its weights.
         """
-        self._swap_in()
+        if self._updated is None or self._trained is not None:  # there are none, or they are in
+            yield
+            return
+        self._trained = [weight.clone() for _, weight in self._pairs()]
         try:
+            self._copy_averages()
             yield
         finally:
             self._restore()
@@ -183,11 +182,6 @@ class ExponentialMovingAverage(Callback):
         for average, own in pairs:  # one at a time: a copy of all in float32 may not fit
             if average.dtype != own.dtype:
                 average.lerp_(own.to(average.dtype), weight)
-
-    def _swap_in(self) -> None:
-        if self._updated is not None and self._trained is None:
-            self._trained = [weight.clone() for _, weight in self._pairs()]
-            self._copy_averages()
 
     def _restore(self) -> None:
         if self._trained is not None:

@@ -40,6 +40,7 @@ from stretto.training.checkpointing.state import (
     Part,
     capture,
     check_replicas,
+    check_states,
     only_shards,
     restore,
 )
@@ -89,7 +90,7 @@ class Saver:
             why, instead = "the run has no folder", "pass folder='runs/name', or no checkpoint"
             raise TrainingError.cannot("write checkpoints", why=why, instead=instead)
         self.folder = folder / FOLDER if folder is not None else None
-        self.parts = parts
+        self.parts, self._own = parts, dict(parts)
         self._settings = settings
         self._model = model
         self._strategy, self._ranks = strategy, strategy.ranks
@@ -112,21 +113,27 @@ class Saver:
         """Whether a checkpoint is being written; on all ranks or on none."""
         return self._job is not None
 
-    def begin(self, timestamp: Timestamp) -> Path | None:
-        """Start to write a checkpoint unless this position has one; every rank must call it.
+    def check_added(self) -> None:
+        """Check the parts that were added since.
 
-        It first waits for a checkpoint that is being written.
-
-        Returns:
-            The path of that earlier checkpoint, if it is complete now.
+        Raises:
+            TrainingError: one replaces a part of the run, or its state cannot be saved.
         """
-        if self._settings is None or self.folder is None:
-            return None
-        if self._job is not None and self._job.sample == timestamp.sample:
-            return None
-        earlier = self.wait()
-        if self.saved_at == timestamp.sample:
-            return earlier
+        for name, own in self._own.items():
+            if self.parts.get(name, own) is not own:
+                why, instead = "the run has a part of that name", "choose another name"
+                raise TrainingError.bad("part", name, why, instead)
+        check_states({name: one for name, one in self.parts.items() if name not in self._own})
+
+    def needs(self, sample: int) -> bool:
+        """Return whether there is to be a checkpoint at a position that has none."""
+        present = self.saved_at if self._job is None else self._job.sample
+        return self._settings is not None and present != sample
+
+    def begin(self, timestamp: Timestamp) -> None:
+        """Start to write a checkpoint; every rank must call it, after `wait`."""
+        assert self._settings is not None, "needed"
+        assert self.folder is not None, "checked when it was built"
         path = checkpoint_path(self.folder, timestamp.sample)
         writers = self._ranks.world_size if self._strategy.is_sharded else 1
         is_first = self._ranks.is_first
@@ -150,7 +157,7 @@ class Saver:
             if is_begun:
                 abandon_checkpoint(path)
             self._report(error, timestamp)
-            return earlier
+            return
         self._job = _Job(
             path=path,
             at=timestamp,
@@ -162,7 +169,6 @@ class Saver:
             newest=self._settings.keep,
             others=self._best.paths(self.folder),
         ).start()
-        return earlier
 
     @property
     def unsaved(self) -> str | None:
@@ -179,6 +185,7 @@ class Saver:
         Raises:
             CheckpointError: it is that of another model, optimizer or data.
         """
+        self.check_added()
         dropped = restore(self.parts, open_checkpoint(path, verify=False), path)
         own = () if self.folder is None else checkpoints(self.folder)
         if path.resolve() in map(Path.resolve, own):  # renamed ones are not among them

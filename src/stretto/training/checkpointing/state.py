@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stretto.checkpoint import (
     Box,
@@ -23,22 +23,27 @@ from stretto.checkpoint import (
 )
 from stretto.checkpoint.parts import check_tensor
 from stretto.checkpoint.sharding import Tensors, replicas
-from stretto.distributed.ranks import Ranks
+from stretto.distributed.ranks import Ranks, as_text
 from stretto.distributed.strategy import Strategy
-from stretto.errors import CheckpointError, StrettoError, TrainingError
+from stretto.errors import CheckpointError, StrettoError, TrainingError, cannot, shown
 from stretto.run import Run
 from stretto.runtime import TrainStep
-from stretto.runtime.compiled import Weights, known_as
+from stretto.runtime.compiled import Weights, known_as, plain_naming
 from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import RandomState
-from stretto.training.callback import Callback
+from stretto.training.callback import Callback, overrides
 from stretto.training.checkpointing.records import section
-from stretto.training.describe import BuiltWith, changes, samples_mark
+from stretto.training.describe import BuiltWith, changes, samples_mark, unique
 
 if TYPE_CHECKING:
     from stretto.training.evaluation.evaluate import Best, Evaluator
+    from stretto.training.evaluation.weights import TrainingWeights
     from stretto.training.logs.recorder import Recorder
     from stretto.training.stepping.retry import Retry
+
+
+CALLBACKS = "callbacks"
+"""The record of what the callbacks with a state are."""
 
 
 class Part(Protocol):
@@ -65,9 +70,10 @@ def parts_of(
     step: TrainStep,
     run: Run,
     *,
+    weights: TrainingWeights,
     retry: Retry,
     recorder: Recorder,
-    callbacks: Iterable[Callback],
+    callbacks: Mapping[str, Callback],
     evaluators: Sequence[Evaluator],
     best: Best,
     setup: Part,
@@ -84,38 +90,130 @@ def parts_of(
         for one in evaluators:
             one.measured_at = state["at"].get(one.name, -1)
 
-    parts: dict[str, Part] = {"model": Weights(step.model)}
+    def load_ended(state: Mapping[str, Any]) -> None:
+        run.ended = str(state["why"])
+
+    model = Weights(step.model)
+    parts: dict[str, Part] = {"model": model}
+    if weights.optimizers:
+        parts["model"] = Functions(weights.for_inference, model.load_state_dict)
+        parts["training_weights"] = weights
     for number, optimizer in enumerate(step.optimizers):
         name = f"optimizer_{number}" if number else "optimizer"
-        pack, unpack = partial(pack_optimizer, optimizer), partial(unpack_optimizer, optimizer)
-        parts[name] = Functions(pack, unpack, is_lazy=True)
+        parts[name] = optimizer_part(optimizer, step.model)
+    texts = callback_texts(callbacks)
     return {
         **parts,
         "step": step,
         "retry": Functions(retry.state_dict, load_retry),
         "loader": Functions(run.loader.state_dict, run.load_loader),
         "recorder": recorder,
-        **callback_parts(callbacks),
+        **callbacks,
+        CALLBACKS: Functions(lambda: texts, lambda _: None),
         "evaluated": Functions(
             lambda: {"at": {one.name: one.measured_at for one in evaluators}}, load_evaluated
         ),
         "random": random_part(strategy),
         "skipped": run.skipped,
         "best": best,
+        "ended": Functions(lambda: {} if run.ended is None else {"why": run.ended}, load_ended),
         "position": Functions(run.clock, lambda _: None),
         "setup": setup,
     }
 
 
-def callback_parts(callbacks: Iterable[Callback]) -> dict[str, Part]:
+def optimizer_part(optimizer: Optimizer, model: nn.Module) -> Functions:
+    """Return an optimizer as a part, which keeps the names of its parameters: torch goes by place.
+
+    Raises (when it is loaded):
+        CheckpointError: the same parameters were in other places.
+    """
+
+    def names() -> list[str]:
+        plain = plain_naming(model)
+        known = {id(one): plain(name) for name, one in model.named_parameters()}
+        return [known.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+
+    def load(state: Mapping[str, Any]) -> None:
+        saved, present = state.get("parameters", names()), names()
+        moved = [pair for pair in zip(saved, present, strict=False) if pair[0] != pair[1]]
+        if moved and set(saved) <= {"", *map(plain_naming(model), dict(model.named_parameters()))}:
+            what = f"load the saved state into {type(optimizer).__name__}"
+            why = f"{moved[0][1]!r} is where {moved[0][0]!r} was"
+            instead = "build the optimizers with the same parameters in the same order"
+            raise CheckpointError.cannot(what, why=why, instead=instead)
+        unpack_optimizer(optimizer, state)
+
+    return Functions(
+        lambda: {**pack_optimizer(optimizer), "parameters": names()}, load, is_lazy=True
+    )
+
+
+def callback_parts(callbacks: Iterable[Callback]) -> dict[str, Callback]:
     """Return callbacks by name; several of one type are numbered in their order."""
-    parts: dict[str, Part] = {}
-    seen: Counter[str] = Counter()
-    for callback in callbacks:
-        kind = "callback_" + re.sub(r"\W", "_", type(callback).__qualname__, flags=re.ASCII)
-        seen[kind] += 1
-        parts[kind if seen[kind] == 1 else f"{kind}_{seen[kind]}"] = callback
-    return parts
+    given = list(callbacks)
+    return dict(zip(unique(map(_kind, given)), given, strict=True))
+
+
+def _kind(callback: Callback) -> str:
+    return "callback_" + re.sub(r"\W", "_", type(callback).__qualname__, flags=re.ASCII)
+
+
+def callback_texts(callbacks: Mapping[str, Callback]) -> dict[str, list[str]]:
+    """Return type and `repr` of each callback that has a state, as they are built."""
+    return {
+        name: [_kind(one), as_text(one)]
+        for name, one in callbacks.items()
+        if overrides(one, "state_dict")
+    }
+
+
+def check_texts(callbacks: Sequence[Callback]) -> None:
+    """Refuse callbacks of one type whose states a checkpoint could not tell apart.
+
+    Raises:
+        TrainingError: they have a state and no `repr`.
+    """
+    mute = [one for one in callbacks if type(one).__repr__ is object.__repr__]
+    kinds = [type(one).__qualname__ for one in mute if overrides(one, "state_dict")]
+    for name in (one for one in kinds if kinds.count(one) > 1):
+        why = "several callbacks are of that type, and nothing tells them apart"
+        instead = f"write {name}.__repr__ with the arguments that each was built with"
+        raise TrainingError.cannot(f"save the state of each {name}", why=why, instead=instead)
+
+
+def saved_names(
+    saved: Mapping[str, list[str]], present: Mapping[str, list[str]]
+) -> dict[str, str | None]:
+    """Return by which name the state of each callback was saved; None: it was not.
+
+    It is that of the same `repr`, else the only one that is left of its type.
+
+    >>> saved_names({"c": ["c", "C(1)"], "c_2": ["c", "C(2)"]}, {"c": ["c", "C(2)"]})
+    {'c': 'c_2'}
+
+    Args:
+        saved: `callback_texts` of the checkpoint.
+        present: the same of the run.
+
+    Raises:
+        CheckpointError: several of one type have changed.
+    """
+    left, found = dict(saved), dict[str, str | None]()
+    for name, own in present.items():
+        same = next((other for other, one in left.items() if one == own), None)
+        if same is not None:
+            found[name] = same
+            del left[same]
+    changed = {name: own for name, own in present.items() if name not in found}
+    for name, (kind, text) in changed.items():
+        before = [other for other, one in left.items() if one[0] == kind]
+        found[name] = before[0] if before else None
+        if before and len(before) + sum(one[0] == kind for one in changed.values()) > 2:
+            why = f"it may be that of {' or of '.join(left[one][1] for one in before)}"
+            instead = "change one callback of a type at a time, or start a new run"
+            raise CheckpointError.cannot(f"find the state of {text}", why=why, instead=instead)
+    return found
 
 
 def check_states(parts: Mapping[str, Part]) -> None:
@@ -136,7 +234,12 @@ def _split(name: str, part: Part, error: type[StrettoError]) -> tuple[dict[str, 
     """Return the tensors of a state by name, and the rest as JSON."""
     tensors: dict[str, Any] = {}
     rest: dict[str, Any] = {}
-    for key, value in part.state_dict().items():
+    state: Any = part.state_dict()
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        instead = "return a dict with texts as keys; {} if there is no state"
+        why = f"state_dict() returned {shown(state)}"
+        raise error(cannot(f"save the state of {name!r}", why=why, instead=instead))
+    for key, value in state.items():
         (tensors if isinstance(value, (Tensor, Shard)) else rest)[key] = value
     return tensors, packed(rest, f"the state of {name!r}", error, tensors)
 
@@ -197,11 +300,17 @@ def restore(parts: Mapping[str, Part], checkpoint: CheckpointReader, where: obje
         CheckpointError: a part does not fit.
     """
     saved = dict.fromkeys((*checkpoint.records, *checkpoint.groups))
-    lines = [f"{name}: its state is dropped" for name in saved if name not in parts]
+    names: dict[str, str | None] = {name: name for name in parts}
+    if CALLBACKS in checkpoint.records and CALLBACKS in parts:
+        with section(where, CALLBACKS):
+            texts = parts[CALLBACKS].state_dict()
+            names |= saved_names(checkpoint.records[CALLBACKS], texts)
+    lines = [f"{name}: its state is dropped" for name in saved if name not in names.values()]
     for name, part in parts.items():
         with section(where, name):
-            if name in saved:
-                part.load_state_dict(_stored_state(checkpoint, name, part))
+            stored = names[name]
+            if stored in saved and stored is not None:
+                part.load_state_dict(_stored_state(checkpoint, stored, part))
             elif part.state_dict():
                 lines.append(f"{name}: begins afresh")
     return lines
@@ -321,6 +430,8 @@ class Setup:
     def __init__(self, run: Run, described: Mapping[str, Any], built: BuiltWith) -> None:
         self.changes: list[str] = []
         """A line for each setting that is not as in the checkpoint that was loaded."""
+        self.has_other_length = False
+        """Whether the checkpoint that was loaded is of a run of another `max_duration`."""
         self.run_id = secrets.token_hex(8)
         """Of which run the checkpoints are: that of the checkpoint that was loaded."""
         self._run = run
@@ -350,6 +461,8 @@ class Setup:
             why = "the first, middle or last sample is another one, so some would come twice"
             instead = "pass the same data in the same order, or start a new run from its weights"
             raise CheckpointError.cannot("continue with these data", why=why, instead=instead)
+        length = "max_duration"
+        self.has_other_length = saved.get(length) != self._described.get(length)
         self._built.keep_changed(saved)
         self.changes = list(changes(saved, self._described))
         if self._run.loader.has_dropped_state:

@@ -21,6 +21,7 @@ from stretto.errors import TrainingError
 from stretto.ordering import evenly
 from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.out_of_memory import attempt
+from stretto.runtime.packing import count, count_or_none, number
 from stretto.runtime.random_state import RandomState
 from stretto.settings import Checkpointing
 from stretto.training.criterion import CriterionLoss
@@ -272,7 +273,8 @@ class Best:
         """Restore the best value, if the metric is the same."""
         self.start_over()
         if state["monitor"] == self.monitor and state["value"] is not None:
-            self.value, self.sample, self._kept = state["value"], state["sample"], state["kept"]
+            self.value, self.sample = number(state, "value"), count(state, "sample")
+            self._kept = count_or_none(state, "kept")
 
     def start_over(self) -> None:
         """Reset the best value."""

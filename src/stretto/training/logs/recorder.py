@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from stretto.distributed.logged import MicroLoss, Sums
 from stretto.distributed.ranks import as_text
 from stretto.errors import CheckpointError, PlanError, TrainingError, first_line
-from stretto.planning.plan import plan_record
+from stretto.planning.plan import Plan, plan_record
 from stretto.run import Run
 from stretto.run_folder import (
     EVENTS,
@@ -35,6 +35,7 @@ from stretto.run_folder import (
 )
 from stretto.runtime.compiled import uncompiled
 from stretto.runtime.out_of_memory import peak_memory
+from stretto.runtime.packing import count, count_or_none, number
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.checkpointing.records import set_aside, unwritable
@@ -163,7 +164,11 @@ class Recorder:
         self._throughput = Throughput(timestamp)
         if self._folder is not None:
             try:
-                self._open_files(self._folder, timestamp)
+                plan = self._run.plan  # it may read the data, whose errors are no fault of ours
+            except PlanError:
+                plan = None
+            try:
+                self._open_files(self._folder, timestamp, plan)
             except OSError as error:
                 raise unwritable(self._folder, error) from error
         arguments = ("start", dict(self._config), timestamp.sample)
@@ -171,7 +176,7 @@ class Recorder:
         if self.console is not None:
             self.console.show(self._run.clock(timestamp))
 
-    def _open_files(self, folder: Path, at: Timestamp) -> None:
+    def _open_files(self, folder: Path, at: Timestamp, plan: Plan | None) -> None:
         """Open the files, cut back to where the checkpoint left them; say what they lack."""
         folder.mkdir(parents=True, exist_ok=True)
         done = ledger_end(folder)
@@ -197,10 +202,6 @@ class Recorder:
         else:
             self._order = _order(columns, ledger_names(folder))
         self._lengths = {}
-        try:
-            plan = self._run.plan
-        except PlanError:
-            plan = None
         record = plan and plan_record(plan) | {"resumed_at": at.batch}
         replace_file(folder / PLAN, json.dumps(record) + "\n")
         self._files[EVENTS], self._attempt = open_events(folder / EVENTS)
@@ -432,9 +433,11 @@ class Recorder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from saved sums, and from where the files were."""
         ranks, loss = self._run.ranks, state["loss"]
-        self.loss = Sums("mean", loss["sum"], loss["weight"]) if ranks.is_first else Sums()
+        sums = Sums("mean", number(loss, "sum"), number(loss, "weight"))
+        self.loss = sums if ranks.is_first else Sums()
         self._run.logged.load_state_dict(state["logged"], ranks)
-        self._size, self._lengths = state["size"], state["files"]
+        self._size = count_or_none(state, "size", least=1)
+        self._lengths = {name: count(state["files"], name) for name in state["files"]}
         self._decided = None
 
     def leave_files(self) -> None:

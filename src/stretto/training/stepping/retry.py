@@ -18,6 +18,7 @@ from stretto.distributed.ranks import Ranks
 from stretto.errors import DataError, TrainingError
 from stretto.ordering import evenly
 from stretto.runtime.out_of_memory import release_memory
+from stretto.runtime.packing import count, count_or_none
 from stretto.runtime.rewind import Rewind
 from stretto.timing import Timestamp
 
@@ -127,8 +128,9 @@ class Retry:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the saved size, unless another one was configured since."""
+        largest = count_or_none(state, "largest", least=1)
         if self.is_found and state["is_found"]:
-            self.largest = self.size = state["largest"]
-        if self.largest == state["largest"]:
-            self.size = state["size"]
-        self.splits = state["splits"]
+            self.largest = self.size = largest
+        if self.largest == largest:
+            self.size = count_or_none(state, "size", least=1)
+        self.splits = count(state, "splits")
