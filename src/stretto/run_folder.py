@@ -378,21 +378,22 @@ class Tail:
 
     def has_new(self) -> bool:
         """Whether the file has another size than what was read of it, or is another file."""
-        return self._look() != (self._file, self._end)
+        return self.look() != (self._file, self._end)
 
     def was_cut(self) -> bool:
         """Whether what was read has changed: everything must be read again.
 
         It is another file, it is shorter, or it was cut and has grown since.
         """
-        file, size = self._look()
+        file, size = self.look()
         if not self._end or (file, size) == (self._file, self._end):
             return False
         if file != self._file or size < self._end:
             return True
         return self._block(self._end - len(self._last), self._end) != self._last
 
-    def _look(self) -> tuple[tuple[int, int], int]:
+    def look(self) -> tuple[tuple[int, int], int]:
+        """Return which file it is, and its size; zeros if there is no plain file."""
         try:
             found = self.path.stat()
         except (OSError, ValueError):
@@ -413,7 +414,7 @@ class Tail:
         """
         if self.was_cut():
             self._end = 0
-        self._file, size = self._look()
+        self._file, size = self.look()
         if size <= self._end:
             return ""
         if size - self._end > _MOST_NEW:

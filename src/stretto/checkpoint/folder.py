@@ -103,7 +103,7 @@ class UrlStore:
 
         return sorted(whole, key=age)
 
-    def without_manifest(self) -> list[str]:
+    def without_manifest(self) -> Sequence[str]:
         """Return copies whose other files are all there: the manifest was lost or deleted."""
         found = self._found().items()
         return sorted(name for name, files in found if RECORDS in files and MANIFEST not in files)

@@ -138,12 +138,16 @@ def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -
         with open_plain(path / name, buffering=0) as file:
             if os.fstat(file.fileno()).st_size != entry.size:
                 raise DamagedError(f"{name} is not as long as it was written")
-            if content and hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
+            if content and _digest(file) != entry.digest:
                 raise DamagedError(f"{name} is not what was written")
     except NotPlainError:
         raise DamagedError(f"{name} is not a plain file") from None
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError(f"{name} is missing") from None
+
+
+def _digest(file: Any) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def parse_object(text: str | bytes, name: str) -> dict[str, Any]:

@@ -15,7 +15,14 @@ from typing import Any
 
 from stretto._location import read_plain
 from stretto.errors import ConfigError, DataError
-from stretto.report.page.reading import Reader, memory_of, plan_data, read, runs_in
+from stretto.report.page.reading import (
+    Reader,
+    memory_of,
+    plan_data,
+    read,
+    read_or_problem,
+    runs_in,
+)
 from stretto.report.page.series import RunData, base64_of, encoded
 from stretto.run_folder import replace_file
 
@@ -27,6 +34,7 @@ __all__ = [
     "payload",
     "plan_data",
     "read",
+    "read_or_problem",
     "runs_in",
     "write",
 ]
