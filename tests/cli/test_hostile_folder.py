@@ -11,7 +11,7 @@ import signal
 import socket
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +163,8 @@ def test_a_hostile_file_harms_nothing(
         KINDS[kind](path, victim)
         with in_time(f"{verb.__name__} with {file} as {kind}"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
+            with suppress(StrettoError):
                 verb(folder)
-            except StrettoError as error:
-                assert str(error).startswith("cannot "), file
         assert victim.read_bytes() == PRECIOUS, file
 
 
