@@ -23,6 +23,7 @@ from stretto.errors import (
     cannot,
     nearest,
     shown,
+    without_credentials,
 )
 
 SOURCE = Path(stretto.__file__).parent
@@ -146,3 +147,25 @@ def test_guesses_what_was_meant() -> None:
 def test_values_in_messages_are_short(value: object, text: str) -> None:
     assert shown(value) == text
     assert len(shown(value)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://KEY:SEC/RET+x@bucket/run", "s3://bucket/run"),
+        ("'ftp://me:p@ss@host/x'", "'ftp://host/x'"),
+        ("https://token@host/x", "https://host/x"),
+        ("az://place/x?sv=1&sig=a%2B", "az://place/x"),
+        ("simplecache::s3://KEY:SECRET@bucket", "simplecache::s3://bucket"),
+        *(
+            (same, same)
+            for same in ("sftp://me@host:22/a@b", "abfs://place@account/x", "s3://b/a?")
+        ),
+        *((same, same) for same in ("a: b@c", "http://host:80/run@1", "s3://bucket/run:1@x")),
+    ],
+)
+def test_no_password_of_an_address_is_said(text: str, shown: str) -> None:
+    assert without_credentials(text) == shown
+    assert str(StrettoError(cannot(f"reach {text}", why="it is not there", instead="x"))) == (
+        f"cannot reach {shown}: it is not there; x"
+    )

@@ -162,7 +162,7 @@ def setup(
 
 def install(folder: Path, packages: list[str]) -> None:
     """Install packages into a folder, without what they need."""
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(folder)]
+    pip = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", "--target", str(folder)]
     subprocess.run([*pip, *packages], check=False)  # noqa: S603
 
 

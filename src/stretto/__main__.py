@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from stretto.cli import main
+import os
+import sys
 
 if __name__ == "__main__":
+    # Python puts the working folder first for `-m`. What is installed must not be shadowed by it.
+    if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  before any other import
+        sys.path.append(sys.path.pop(0))
+    from stretto.cli import main
+
     main()

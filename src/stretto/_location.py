@@ -1,11 +1,19 @@
-"""Folders that a run is kept in or read from, which are no URLs."""
+"""Where a run is kept or read from: folders, which are no URLs, and how their files are opened.
+
+A folder may be somebody else's, and an archive keeps links and pipes. What is read must be a plain
+file, so that nothing waits for ever; what is written must not lead elsewhere.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import stat
 from pathlib import Path
+from typing import IO, Any
 
-from stretto.errors import StrettoError, cannot, shown
+from stretto.errors import StrettoError, cannot, shown, without_credentials
 
 # `pathlib` makes one slash of two; a drive of Windows has one letter.
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)", re.DOTALL)
@@ -55,3 +63,98 @@ def local_path(path: str | Path, what: str, error: type[StrettoError]) -> Path:
             instead=instead,
         )
     )
+
+
+_SECRET = re.compile(r"(.*_)?(key|secret|token|password|passwd|credentials?)", re.IGNORECASE)
+
+
+def public(value: Any, *, is_option: bool = False) -> Any:
+    """Return JSON values without credentials: in addresses, and in what opens a storage.
+
+    Args:
+        value: any JSON value.
+        is_option: whether it is in `storage_options`, or the arguments of a store.
+
+    >>> public({"upload": "s3://KEY:SECRET@bucket", "storage_options": {"key": "KEY"}})
+    {'upload': 's3://bucket', 'storage_options': {'key': '***'}}
+    """
+    if isinstance(value, str):
+        return without_credentials(value)
+    if isinstance(value, (list, tuple)):
+        return [public(one, is_option=is_option) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: "***"
+        if is_option and isinstance(one, str) and _SECRET.fullmatch(str(name))
+        else public(one, is_option=is_option or name in ("storage_options", "upload"))
+        for name, one in value.items()
+    }
+
+
+class NotPlainError(OSError):
+    """A file is of another kind than a run writes; `strerror` says of which."""
+
+
+MOST_BYTES = 1 << 28
+"""More than a small file of a run or a checkpoint has, such as its plan or its manifest."""
+
+
+def open_plain(path: Path, mode: str = "rb", **more: Any) -> IO[Any]:
+    """Open a file of a run like `open`; it never waits, and never writes through a link.
+
+    Args:
+        path: the file.
+        mode: as for `open`. "w" is refused: it empties what it opens before one can look.
+        more: further arguments of `open`.
+
+    Raises:
+        NotPlainError: it is a pipe, a device or a folder; or it is a link and would be written to.
+        OSError: it cannot be opened.
+    """
+    assert "w" not in mode
+    return open(path, mode, opener=_descriptor, **more)
+
+
+def _descriptor(path: str, flags: int) -> int:
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    flags |= getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if writes else 0)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if writes and error.errno == errno.ELOOP:
+            raise NotPlainError(errno.ELOOP, "It is a link to another file", path) from None
+        raise
+    found, why = os.fstat(descriptor), ""
+    if not stat.S_ISREG(found.st_mode):
+        why = "It is not a plain file"
+    elif writes and found.st_nlink > 1:
+        why = "It is a hard link: what is written to it would change another file, too"
+    if why:
+        os.close(descriptor)
+        raise NotPlainError(errno.EINVAL, why, path)
+    return descriptor
+
+
+def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a plain file.
+
+    Raises:
+        NotPlainError: it is another kind of file, or has more than `most` bytes.
+        OSError: it cannot be read.
+    """
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise NotPlainError(errno.EFBIG, f"It has more than {most:,} bytes", str(path))
+        content: bytes = file.read(most)
+        return content
+
+
+def check_own(path: Path) -> None:
+    """Check that a folder that a run writes to and deletes in is no link to another one.
+
+    Raises:
+        NotPlainError: it is a link.
+    """
+    if path.is_symlink():
+        raise NotPlainError(errno.ELOOP, "It is a link to another folder", str(path))

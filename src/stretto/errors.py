@@ -27,6 +27,7 @@ A run file and the command line show the same fields in words of their own (`Str
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Self, TypeAlias, TypeVar, final
@@ -109,7 +110,8 @@ class Message:
 
 def _joined(text: Text, word: Callable[[Argument], str]) -> str:
     parts = (text,) if isinstance(text, str) else text
-    return "".join(part if isinstance(part, str) else word(part) for part in parts)
+    said = "".join(part if isinstance(part, str) else word(part) for part in parts)
+    return without_credentials(said)
 
 
 def samples_text(count: int) -> str:
@@ -121,13 +123,34 @@ def samples_text(count: int) -> str:
     return f"{count:,} sample{'' if count == 1 else 's'}"
 
 
+_SECRETS = (
+    # A password may have slashes, as keys of AWS do; `host:22/` is a port, and `container@account`
+    # a place in Azure.
+    re.compile(r"""(://)[^\s'"/?#@:]*:(?!\d+/)[^\s'"@]*@(?:[^\s'"/@]*@)*"""),
+    re.compile(r"""(https?://)[^\s'"/?#@]*@"""),
+    re.compile(r"""(://[^\s'"?]*)\?[^\s'"#]*=[^\s'"#]*"""),
+)
+
+
+def without_credentials(text: str) -> str:
+    """Return a text whose addresses have no user with a password, and no query.
+
+    >>> without_credentials("cannot reach s3://KEY:SECRET@bucket/run?sig=1a2b")
+    'cannot reach s3://bucket/run'
+    """
+    if "://" in text:
+        for secret in _SECRETS:
+            text = secret.sub(r"\1", text)
+    return text
+
+
 def first_line(error: BaseException) -> str:
     """Return the type of an error and the first line of what it says, at most 200 characters.
 
     >>> first_line(ValueError("no such file"))
     'ValueError: no such file'
     """
-    text = str(error).strip().partition("\n")[0]
+    text = without_credentials(str(error).strip().partition("\n")[0])
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
@@ -166,7 +189,7 @@ def shown(value: object) -> str:
     """
     try:
         # A text is cut first: a file read by mistake may be very long.
-        text = repr(value[:80] if isinstance(value, str) else value)
+        text = repr(without_credentials(value)[:80] if isinstance(value, str) else value)
     except ValueError:  # Python refuses to print an int of more than 4300 digits
         return f"a very large {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
 
-from stretto._location import local_path
+from stretto._location import NotPlainError, local_path, open_plain, public, read_plain
 from stretto.errors import DataError
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ EventKind: TypeAlias = Literal[
 ]
 _LONGEST_LINE = 1 << 20
 """Bytes, and more than a line of metrics or of the ledger has."""
+_MOST_NEW = 1 << 30
+"""Bytes that are read at once: ten million batches are less."""
 _REMEMBERED = 64
 """Bytes by which a file that was cut and has grown since is known."""
 
@@ -76,7 +79,7 @@ class Appender:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._file = open_plain(path, "ab", buffering=0)
         self.waiting = bytearray()
         """What is not written yet."""
 
@@ -117,7 +120,9 @@ def replace_file(path: Path, text: str) -> None:
         OSError: it cannot be written.
     """
     unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(text, "utf-8")
+    unfinished.unlink(missing_ok=True)  # what a kill has left, or a link that somebody has made
+    with open_plain(unfinished, "xb") as file:
+        file.write(text.encode())
     unfinished.replace(path)
 
 
@@ -125,14 +130,14 @@ def cut_back(path: Path, length: int | None, batch: int) -> str | None:
     """Truncate a file to `length` and to complete lines; return what it lacks, if anything.
 
     Args:
-        path: the file. A missing file or a device counts as empty.
+        path: the file. A missing file counts as empty.
         length: None keeps every complete line.
         batch: the batch after which the file had that length.
     """
-    size = path.stat().st_size if path.is_file() else 0
+    size = path.stat().st_size if path.exists() else 0
     end = size if length is None else min(size, length)
     if size:
-        with path.open("r+b") as file:
+        with open_plain(path, "r+b") as file:
             start = max(0, end - _LONGEST_LINE)
             file.seek(start)
             end = start + file.read(end - start).rfind(b"\n") + 1
@@ -170,7 +175,7 @@ def event_line(
     """Return the line of an event: what, when in every unit, of which attempt, and details."""
     when = datetime.fromtimestamp(utc, UTC).isoformat(timespec="milliseconds")
     said = {"event": kind, "text": text, "attempt": attempt, "utc": when}
-    return json_line({**said, **clock, **more})
+    return json_line(public({**said, **clock, **more}))
 
 
 def open_events(path: Path) -> tuple[Appender, int]:
@@ -186,7 +191,7 @@ def open_events(path: Path) -> tuple[Appender, int]:
         attempt += max(
             (event["attempt"] for event in map(parsed_event, Tail(path).read()) if event), default=0
         )
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 ends = file.read() == b"\n"
@@ -198,7 +203,7 @@ def open_events(path: Path) -> tuple[Appender, int]:
 def ledger_names(folder: Path) -> list[str]:
     """Return the columns of a ledger; none if there is none yet."""
     try:
-        with (folder / LEDGER).open("rb") as file:
+        with open_plain(folder / LEDGER) as file:
             text = file.readline(_LONGEST_LINE).decode()
     except (OSError, ValueError):
         return []
@@ -209,7 +214,7 @@ def ledger_end(folder: Path) -> tuple[int, int] | None:
     """Return the batches and samples after the last line of a ledger; None if it has none."""
     names = ledger_names(folder)
     try:
-        with (folder / LEDGER).open("rb") as file:
+        with open_plain(folder / LEDGER) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE))
             *_, last, _ = file.read().decode().split("\n")
         row = {
@@ -242,17 +247,11 @@ def plain_lines(path: Path) -> Iterator[str]:
         OSError: it is another kind of file, such as a pipe, which may never end; or a line is
             longer than a run writes.
     """
-    _check_plain(path.stat())
-    with path.open(encoding="utf-8", newline="") as file:
+    with open_plain(path, "r", encoding="utf-8", newline="") as file:
         while text := file.readline(_LONGEST_LINE):
             if len(text) == _LONGEST_LINE:
                 raise OSError(0, f"A line has more than {_LONGEST_LINE - 1:,} characters")
             yield text
-
-
-def _check_plain(found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(0, "It is not a plain file")
 
 
 def unreadable(path: Path, why: str) -> DataError:
@@ -361,8 +360,7 @@ def _as_float(value: float) -> float:
 def read_json(path: Path) -> Any:
     """Return what a JSON file holds; None if it is missing or is not JSON."""
     try:
-        _check_plain(path.stat())
-        return json.loads(path.read_text("utf-8"))
+        return json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -381,27 +379,28 @@ class Tail:
 
     def has_new(self) -> bool:
         """Whether the file has another size than what was read of it, or is another file."""
-        return self._look() != (self._file, self._end)
+        return self.look() != (self._file, self._end)
 
     def was_cut(self) -> bool:
         """Whether what was read has changed: everything must be read again.
 
         It is another file, it is shorter, or it was cut and has grown since.
         """
-        file, size = self._look()
+        file, size = self.look()
         if not self._end or (file, size) == (self._file, self._end):
             return False
         if file != self._file or size < self._end:
             return True
         return self._block(self._end - len(self._last), self._end) != self._last
 
-    def _look(self) -> tuple[tuple[int, int], int]:
+    def look(self) -> tuple[tuple[int, int], int]:
+        """Return which file it is, and its size; zeros if there is no plain file."""
         try:
             found = self.path.stat()
-            _check_plain(found)
         except (OSError, ValueError):
             return (0, 0), 0
-        return (found.st_dev, found.st_ino), found.st_size
+        is_plain = stat.S_ISREG(found.st_mode)
+        return ((found.st_dev, found.st_ino), found.st_size) if is_plain else ((0, 0), 0)
 
     def read(self) -> list[str]:
         """Return new complete lines; of a file that was cut, all of them."""
@@ -409,12 +408,20 @@ class Tail:
         return text.splitlines() if text else []
 
     def read_block(self) -> str:
-        """Return new complete lines as one text."""
+        """Return new complete lines as one text.
+
+        Raises:
+            OSError: there is more than a run writes, as in a file with a hole.
+        """
         if self.was_cut():
             self._end = 0
-        self._file, size = self._look()
+        self._file, size = self.look()
         if size <= self._end:
             return ""
+        if size - self._end > _MOST_NEW:
+            raise NotPlainError(
+                errno.EFBIG, f"It has more than {_MOST_NEW:,} bytes", str(self.path)
+            )
         block = self._block(self._end, size)
         block = block[: block.rfind(b"\n") + 1]
         self._end += len(block)
@@ -423,9 +430,10 @@ class Tail:
 
     def _block(self, start: int, end: int) -> bytes:
         try:
-            with self.path.open("rb") as file:
+            with open_plain(self.path) as file:
                 file.seek(start)
-                return file.read(end - start)
+                block: bytes = file.read(end - start)
+                return block
         except OSError:
             return b""
 

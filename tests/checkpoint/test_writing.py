@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import stat
 import threading
 import warnings
 from pathlib import Path
@@ -12,7 +14,9 @@ from stretto.checkpoint import (
     Shard,
     abandon_checkpoint,
     begin_checkpoint,
+    checkpoint_path,
     encode_records,
+    export_weights,
     finish_checkpoint,
     open_checkpoint,
     read_checkpoint,
@@ -158,3 +162,16 @@ def test_records_that_are_not_json_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="JSON"):
             write_checkpoint(tmp_path / "a", {}, records)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o027])
+def test_all_files_have_the_mode_that_the_umask_gives(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        path = checkpoint_path(tmp_path, 1)
+        write_checkpoint(path, {"model": {"weight": torch.ones(2)}}, {})
+        export_weights(path, tmp_path / "hf", "hf")
+    finally:
+        os.umask(before)
+    files = [*path.iterdir(), *(tmp_path / "hf").iterdir()]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~mask}

@@ -202,14 +202,13 @@ def test_a_run_that_is_refused_leaves_what_describes_the_other_one(stretto: Stre
     assert [Path("b", name).read_text() for name in ("run.yaml", "plan.json")] == kept
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
-def test_a_full_disk_leaves_the_run_file_as_it_was(stretto: Stretto) -> None:
+def test_a_disk_that_cannot_be_written_to_leaves_the_run_file_as_it_was(stretto: Stretto) -> None:
     stretto("train", "run.yaml", "max_duration=1ep", "--folder", "a")
     kept = Path("a/run.yaml").read_text()
-    Path("a/run.yaml.tmp").symlink_to("/dev/full")
+    Path("a/run.yaml.tmp").mkdir()
     said = stretto("train", "a/run.yaml", "--resume", "latest", "max_duration=2ep")
     assert said.code == 2
-    assert "cannot keep the run in a: no space left on device" in said.err
+    assert "cannot keep the run in a: is a directory" in said.err
     assert Path("a/run.yaml").read_text() == kept
 
 

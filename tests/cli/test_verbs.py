@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -282,3 +283,21 @@ def test_the_verbs_that_follow_a_folders_run_file_are_those_that_security_names(
         assert not Path("ran").exists()
     stretto("plan", "--against", "given")
     assert Path("ran").exists()
+
+
+@pytest.mark.parametrize("entry", ["-m stretto", "-Pc 'import stretto.cli as c; c.main()'"])
+def test_a_folder_of_somebody_else_shadows_nothing_that_is_installed(
+    entry: str, tmp_path: Path
+) -> None:
+    """`python -m` and `-c` put the working folder first; targets are found there all the same."""
+    for name in ("numpy", "typer", "torch", "yaml", "pydantic"):
+        (tmp_path / f"{name}.py").write_text("open('shadowed', 'w')\n")
+    (tmp_path / "of_mine.py").write_text("def size(timer, current):\n    return 8\n")
+    text = "max_duration: 2ep\nbatch_size: {target: of_mine:size}\n"
+    text += "data: {target: stretto.examples.digits:Digits, num_samples: 63}\n"
+    (tmp_path / "own.yaml").write_text(text)
+    command = [sys.executable, *shlex.split(entry), "plan", "own.yaml"]
+    source = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    done = subprocess.run(command, cwd=tmp_path, check=False, env=source, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert not (tmp_path / "shadowed").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 import warnings
@@ -16,6 +17,7 @@ from stretto._location import url_of
 from stretto.checkpoint.manifest import (
     CHECKPOINT,
     MANIFEST,
+    RECORDS,
     DamagedError,
     check_member,
     read_errors,
@@ -23,7 +25,7 @@ from stretto.checkpoint.manifest import (
 )
 from stretto.checkpoint.reading import open_or_damage, with_retries
 from stretto.checkpoint.writing import UNFINISHED, delete_checkpoint, remove
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, without_credentials
 
 NAME = re.compile(r"checkpoint-\d{12,}-[0-9a-f]{8}")
 """The name of a copy. It ends with random digits, so that nothing is ever overwritten."""
@@ -68,12 +70,18 @@ class UrlStore:
 
         if not url:
             raise ValueError("the address is empty")
-        self._files, self._root = url_to_fs(url_of(url) or url)
+        self._files, root = url_to_fs(url_of(url) or url)
+        # An object store would keep the empty folder of two slashes, and list it under no name.
+        self._root = re.sub("(?<=[^:/])/{2,}", "/", root)
         self.url = url
+        self._listed: Sequence[str] | None = None
 
     def write(self, name: str, folder: Path) -> None:
-        """Put the files of a checkpoint, the manifest last."""
-        for file in sorted(folder.iterdir(), key=lambda file: file.name == MANIFEST):
+        """Put the files of a checkpoint, the manifest last and the records before it."""
+        last = (RECORDS, MANIFEST)
+        for file in sorted(
+            folder.iterdir(), key=lambda one: [one.name == name for name in last[::-1]]
+        ):
             target = f"{self._root}/{name}/{file.name}"
             try:
                 self._files.put_file(str(file), target)
@@ -84,6 +92,7 @@ class UrlStore:
     def list(self) -> list[str]:
         """Return the names of copies that have a manifest."""
         whole = [name for name, files in self._found().items() if MANIFEST in files]
+        self._listed = whole
         positions = Counter(map(position_of, whole))
 
         def age(name: str) -> tuple[int, Any, str]:
@@ -94,14 +103,34 @@ class UrlStore:
 
         return sorted(whole, key=age)
 
+    def without_manifest(self) -> Sequence[str]:
+        """Return copies whose other files are all there: the manifest was lost or deleted."""
+        found = self._found().items()
+        return sorted(name for name, files in found if RECORDS in files and MANIFEST not in files)
+
     def open(self, name: str, file: str, target: Path) -> None:
         """Get one file of a copy."""
         self._files.get_file(f"{self._root}/{name}/{file}", str(target))
 
+    def size_of(self, name: str, file: str) -> int:
+        """Return the bytes of a file of a copy, before it is fetched.
+
+        Raises:
+            FileNotFoundError: there is no plain file.
+        """
+        found = self._files.info(f"{self._root}/{name}/{file}")
+        if found["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "It is not a plain file", file)
+        return int(found["size"])
+
     def keep(self, names: Collection[str]) -> None:
-        """Delete all other copies, the manifest of each first."""
+        """Delete all other copies, the manifest of each first.
+
+        One that has become whole since the last `list` stays: its caller has not judged it.
+        """
         for name, files in self._found().items():
-            if name not in names:
+            is_new = self._listed is not None and MANIFEST in files and name not in self._listed
+            if name not in names and not is_new:
                 for file in sorted(files, key=lambda file: file != MANIFEST):
                     self._files.rm_file(f"{self._root}/{name}/{file}")
 
@@ -146,7 +175,7 @@ class UrlStore:
         return hash(self._root)
 
     def __repr__(self) -> str:
-        return f"UrlStore({self.url!r})"
+        return f"UrlStore({without_credentials(self.url)!r})"
 
 
 def position_of(name: str) -> int:

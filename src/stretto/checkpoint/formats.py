@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from stretto.checkpoint.parts import save_plain
 from stretto.checkpoint.reading import CheckpointReader, open_checkpoint
 from stretto.checkpoint.writing import UNFINISHED, remove
 from stretto.errors import CheckpointError, first_line, shown
@@ -90,7 +90,7 @@ def _write_hf(reader: CheckpointReader, folder: Path, shard_bytes: int) -> None:
         file = f"model{place}.safetensors"
         weight_map |= dict.fromkeys(shard, file)
         tensors = {name: reader.tensor("model", name) for name in shard}
-        save_file(tensors, folder / file, metadata={"format": "pt", **tied})
+        save_plain(tensors, folder / file, {"format": "pt", **tied})
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         text = json.dumps(index, indent=2) + "\n"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
+from stretto._location import NotPlainError, open_plain, read_plain
 from stretto.errors import CheckpointError, first_line, shown
 
 FORMAT, UNCUT = 3, 2
@@ -91,8 +92,10 @@ def read_manifest(path: Path) -> dict[str, Entry]:
         CheckpointError: there is no checkpoint, or it has a newer format.
     """
     try:
-        text = (path / MANIFEST).read_text("utf-8")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        text = read_plain(path / MANIFEST).decode()
+    except NotPlainError as error:
+        raise DamagedError(f"{MANIFEST} is not what was written ({error.strerror})") from None
+    except (FileNotFoundError, NotADirectoryError):
         if CHECKPOINT.match(path.name) and os.path.lexists(path):
             raise DamagedError(f"{MANIFEST} is missing") from None
         instead = "pass the path of one, such as runs/a/checkpoints/checkpoint-000000004096"
@@ -132,13 +135,19 @@ def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -
         DamagedError: the file is missing or changed.
     """
     try:
-        with (path / name).open("rb", buffering=0) as file:
+        with open_plain(path / name, buffering=0) as file:
             if os.fstat(file.fileno()).st_size != entry.size:
                 raise DamagedError(f"{name} is not as long as it was written")
-            if content and hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
+            if content and _digest(file) != entry.digest:
                 raise DamagedError(f"{name} is not what was written")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except NotPlainError:
+        raise DamagedError(f"{name} is not a plain file") from None
+    except (FileNotFoundError, NotADirectoryError):
         raise DamagedError(f"{name} is missing") from None
+
+
+def _digest(file: Any) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def parse_object(text: str | bytes, name: str) -> dict[str, Any]:

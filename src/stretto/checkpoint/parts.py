@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -134,10 +135,9 @@ def write_tensors(
     """
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
-    file.open("xb").close()
     try:
         metadata = {PLACES: json.dumps(places, separators=(",", ":"))} if places else None
-        save_file(dict(tensors), file, metadata)
+        save_plain(tensors, file, metadata)
     except SafetensorError as error:
         code = re.search(r"os error (\d+)", str(error))  # it has no other place for it
         number = int(code[1]) if code else errno.EIO
@@ -146,6 +146,21 @@ def write_tensors(
         os.fsync(opened.fileno())
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     return Entry(file.stat().st_size, digest)
+
+
+def save_plain(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None) -> None:
+    """Write tensors to a new file that has the mode of any other new file.
+
+    safetensors 0.8 writes a temporary file that is readable for its owner alone, and renames it.
+
+    Raises:
+        OSError: the file exists, or cannot be created.
+        SafetensorError: it cannot be written.
+    """
+    with file.open("xb") as new:
+        mode = os.fstat(new.fileno()).st_mode
+    save_file(dict(tensors), file, metadata)
+    file.chmod(stat.S_IMODE(mode))
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from stretto._location import read_plain
 from stretto.checkpoint.manifest import (
     RECORDS,
     DamagedError,
@@ -64,7 +65,7 @@ class CheckpointReader:
     def __init__(self, path: Path, files: Mapping[str, Entry]) -> None:
         self._path = path
         self._open: Callable[[Path], Any] = cache(partial(safe_open, framework="pt", device="cpu"))
-        document = parse_object((path / RECORDS).read_bytes(), RECORDS)
+        document = parse_object(read_plain(path / RECORDS, files[RECORDS].size), RECORDS)
         with damage(RECORDS):
             self.created: str | None = document["created"]
             """When it was written, in UTC."""

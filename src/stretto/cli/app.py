@@ -388,7 +388,7 @@ def report(
         if len(paths) == 1 and paths[0].is_file():
             shown = page.memory_payload(paths[0])
         else:
-            shown = page.payload(map(page.read, paths))
+            shown = page.payload(map(page.read if len(paths) == 1 else page.read_or_problem, paths))
         page.write(html, shown)
         typer.echo(f"wrote {html}", err=True)
         return

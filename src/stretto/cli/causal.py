@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stretto._location import read_plain
 from stretto._optional import import_optional
 from stretto.errors import ConfigError, StrettoError, first_line
 from stretto.runtime import SupervisedStep
@@ -84,7 +85,7 @@ class CausalModel(NamedTuple):
     def _config(self) -> dict[str, Any]:
         file = self.file / "config.json" if self.file.is_dir() else self.file
         try:
-            named = json.loads(file.read_text(encoding="utf-8"))
+            named = json.loads(read_plain(file))
             if not isinstance(named, dict) or "model_type" not in named:
                 raise ValueError("it has no 'model_type'")
         except (OSError, ValueError) as error:

@@ -46,9 +46,12 @@ def packaged_run_file() -> Path:
 
 
 def add_working_folder() -> None:
-    """Let targets name modules in the working folder, as `python -m` does."""
+    """Let targets name modules in the working folder.
+
+    It comes last: the folder may be somebody else's, and hold a `numpy.py`.
+    """
     if "" not in sys.path:
-        sys.path.insert(0, "")
+        sys.path.append("")
 
 
 def read_arguments(arguments: Sequence[str], *, folder: Path | None = None) -> RunConfig:

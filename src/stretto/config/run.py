@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from stretto._location import local_path
+from stretto._location import local_path, open_plain, public
 from stretto.batching import Coupling, as_rule
 from stretto.batching.split import RULES
 from stretto.config.fields import (
@@ -382,7 +382,7 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: it cannot be read, or something in it is wrong.
     """
     try:
-        with Path(path).open("rb") as file:
+        with open_plain(Path(path)) as file:
             text = file.read(MAX_BYTES + 1).decode()
     except (OSError, ValueError) as error:
         raise ConfigError.cannot(
@@ -409,7 +409,7 @@ def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] =
 
 
 def dump_run_file(config: RunConfig) -> str:
-    """Return a run file with all of `config`, defaults included.
+    """Return a run file with all of `config`, defaults included, and without credentials.
 
     >>> config = RunConfig.parse(
     ...     {"max_duration": "2ep", "data": {"target": "my.data:make"}, "batch_size": 64}
@@ -417,7 +417,7 @@ def dump_run_file(config: RunConfig) -> str:
     >>> parse_run_file(dump_run_file(config)) == config
     True
     """
-    values = config.model_dump(mode="json")
+    values = public(config.model_dump(mode="json"))
     for section in (values, values.get("optimizer", {})):
         for key in ("callbacks", "evaluate", "groups"):
             if section.get(key) in ([], {}):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stretto._location import public
 from stretto.batching import awaits_maximum, with_maximum
 from stretto.config.plans import TimesAndSizes, build_run, make_spec, prepare_run, scale_of
 from stretto.config.run import Evaluate, RunConfig
@@ -346,7 +347,7 @@ def make_logging(config: RunConfig, run: TimesAndSizes) -> Logging:
             Every(config.log.flush).scaled(scale_of(config)),
             make_loggers(config),
             config.log.console,
-            config.model_dump(mode="json"),
+            public(config.model_dump(mode="json")),
         )
 
 

@@ -13,7 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stretto import __version__
+from stretto._location import public
 from stretto.batching import LearningRateRule
+from stretto.checkpoint import UrlStore
 from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
 from stretto.data.indices import seed_generators
@@ -96,10 +98,14 @@ def describe(
     if timed.checkpoint is not None:
         settings |= {f"checkpoint.{name}": one for name, one in _fields(timed.checkpoint).items()}
         settings["checkpoint.every"] = timed.checkpoint.trigger
-    return {name: plain(value) for name, value in settings.items()} | {
+        store = timed.checkpoint.upload
+        if not (store is None or isinstance(store, (str, UrlStore))):
+            settings["checkpoint.upload"] = type(store)  # its repr may have a password
+    described: dict[str, Plain] = public({name: plain(value) for name, value in settings.items()})
+    return described | {
         "log.every": str(timed.log.trigger),
         "log.flush": str(timed.log.flush_trigger),
-        "callbacks": ", ".join(sorted(callbacks)),
+        "callbacks": public(", ".join(sorted(callbacks))),
         "world_size": ranks.world_size,
         "torch": str(torch.__version__),
         "stretto": __version__,

@@ -442,6 +442,8 @@ class Loop:
             if self._has_callbacks:
                 self._agree_to_stop()  # a checkpoint says whether the run has ended
             self.recorder.paused(lambda: self.saver.begin(now))
+        elif self.saver.saved_at == now.sample:
+            self.best.confirm(now.sample)
         self._is_saving = self.saver.is_busy
 
     def _announce(self, path: Path | None) -> None:

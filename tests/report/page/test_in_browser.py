@@ -443,3 +443,45 @@ class TestLive:
         seen.until("strettoPage.runs.length === 2")
         assert view(page) == pytest.approx(before, rel=1e-12)
         assert page.locator("#legend button").all_text_contents() == ["a", "b"]
+
+
+def test_an_axis_and_the_log_button_pressed_in_one_frame_do_not_hang(
+    seen: Seen, tmp_path: Path
+) -> None:
+    """The labels of one state were counted on the axis of the other: 1e9 is no power of two."""
+    page = seen.show(payloads.three(), tmp_path)
+    page.evaluate(
+        """() => {
+            for (const run of strettoPage.runs) for (const s of run.series) if (s.panel === "loss")
+                s.values = Float64Array.from(s.values, v => v * 1e9);
+            for (const unit of ["sp", "ba", "sp"]) {
+                strettoPage.setAxis(unit);
+                document.querySelectorAll(".panel .top button").forEach(one => one.click());
+            }
+        }"""
+    )
+    seen.frames()
+    assert page.locator(".panel [aria-pressed=true]").count() > 0
+
+
+def test_ticks_beyond_all_counts_end(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.three(), tmp_path)
+    page.evaluate(
+        """() => {
+            for (const run of strettoPage.runs) for (const s of run.series) if (s.panel === "loss")
+                s.values = Float64Array.from(s.values, (_, i) => 1e17 + 16 * (i % 4));
+            strettoPage.setAxis("sp");
+        }"""
+    )
+    seen.frames()
+    assert page.locator(".panel").count() > 3
+
+
+def test_a_run_that_cannot_be_read_is_a_panel(seen: Seen, tmp_path: Path) -> None:
+    bad = {**payloads.payload(*payloads.three()["runs"])["runs"][0], "name": "bad"}
+    empty = {"n": 0, **dict.fromkeys(UNITS)}
+    bad |= {"problem": f"it has {HOSTILE}", "clock": empty, "series": [], "events": []}
+    page = seen.show(payloads.payload(*payloads.three()["runs"], bad), tmp_path)
+    assert page.locator("#problems h2").inner_text() == "bad"
+    assert page.locator("#problems p").text_content() == f"cannot be read: it has {HOSTILE}"
+    assert page.locator("#panels .panel").count() > 3

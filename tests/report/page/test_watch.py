@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import shutil
 import socket
@@ -19,7 +20,8 @@ from tests.report.page.test_reading import array, clock, measured, write_run
 
 from stretto.planning import plan
 from stretto.planning.plan import plan_record
-from stretto.report.page.watch import Feed, application
+from stretto.report.page import build, payload, read_or_problem
+from stretto.report.page.watch import MOST_READ, Feed, application
 from stretto.run_folder import event_line, json_line
 from stretto.timing import Horizon
 
@@ -179,3 +181,70 @@ def test_a_file_that_was_cut_sends_the_run_again(tmp_path: Path) -> None:
     write_run(tmp_path / "a", batches=6)
     ((kind, run),) = feed.messages()
     assert (kind, array(run["clock"]["ba"]).max()) == ("run", 6)
+
+
+def spoil(folder: Path, how: str) -> None:
+    if how == "number":
+        (folder / "plan.json").write_text('{"dataset_num_samples": 1' + "0" * 400 + "}")
+    elif how == "fact":
+        with (folder / "events.jsonl").open("a") as file:
+            more = {"facts": {"predicted_memory_bytes": 10**400}}
+            file.write(event_line("start", clock(4, 40), "", attempt=1, utc=1e9, **more))
+    elif how == "hole":
+        os.truncate(folder / "ledger.csv", 1 << 40)
+    else:
+        for path in folder.iterdir():
+            path.unlink()
+
+
+@pytest.mark.parametrize("how", ["number", "fact", "hole", "gone"])
+def test_a_run_that_cannot_be_read_says_why_and_hides_no_other(how: str, tmp_path: Path) -> None:
+    for name in ("bad", "good"):
+        write_run(tmp_path / name)
+    with (tmp_path / "bad" / "metrics.jsonl").open("a") as file:
+        file.write(json_line({**clock(9, 90), "memory_peak_bytes": 1}))
+    feed = Feed(tmp_path)
+    assert [data["problem"] for _, data in feed.messages()] == ["", ""]
+    spoil(tmp_path / "bad", how)
+    found = payload(map(read_or_problem, [tmp_path / "bad", tmp_path / "good"]))
+    assert [run["name"] for run in found["runs"] if run["problem"]] == ["bad"]
+    assert "problem" in build(found)
+    list(feed.messages())
+    assert list(feed.messages()) == []  # said once
+    messages = {data["name"]: data["problem"] for _, data in Feed(tmp_path).messages()}
+    assert messages["good"] == ""
+    assert messages.get("bad", "gone") != ""
+    shutil.rmtree(tmp_path / "bad")
+    write_run(tmp_path / "bad")
+    assert [data["problem"] for _, data in feed.messages()] == [""]
+
+
+def test_of_many_runs_those_that_are_looked_at_are_read(tmp_path: Path) -> None:
+    for number in range(MOST_READ + 5):
+        write_run(tmp_path / f"run{number:03}", batches=1)
+        os.utime(tmp_path / f"run{number:03}", (number, number))
+    feed = Feed(tmp_path, ["run002"])
+    (kind, others), *runs = feed.messages()
+    assert (kind, others["names"]) == ("others", ["run000", "run001", "run003", "run004"])
+    assert {data["name"] for _, data in runs} == {
+        "run002",
+        *(f"run{number:03}" for number in range(5, MOST_READ + 5)),
+    }
+    write_run(tmp_path / "new", batches=1)
+    assert [data.get("name") for kind, data in feed.messages() if kind == "run"] == ["new"]
+
+
+def test_the_page_and_its_feed_read_no_more_than_they_show(port: int, tmp_path: Path) -> None:
+    for number in range(MOST_READ + 5):
+        write_run(tmp_path / "runs" / f"run{number:03}", batches=1)
+        os.utime(tmp_path / "runs" / f"run{number:03}", (number, number))
+    text = ask(port).text
+    found = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    assert len(found["runs"]) == MOST_READ
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        connection.request("GET", "/events?run=run001")
+        with connection.getresponse() as stream:
+            kind, others = read_event(stream)
+            assert kind == "others"
+            assert "run001" not in others["names"]
+            assert "run000" in others["names"]

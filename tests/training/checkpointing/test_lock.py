@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -120,8 +121,18 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
-def test_a_full_disk_keeps_nobody_from_holding_a_folder(tmp_path: Path) -> None:
-    (tmp_path / LOCK).symlink_to("/dev/full")
+def test_a_full_disk_keeps_nobody_from_holding_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("socket.gethostname", full)  # what is written to the lock
     with locked(tmp_path), pytest.raises(TrainingError, match="another"), locked(tmp_path):
         pass
+
+
+def test_a_lock_names_this_machine_only_while_it_is_held(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        assert str(os.getpid()) in (tmp_path / LOCK).read_text()
+    assert (tmp_path / LOCK).read_text() == ""

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
-from stretto.checkpoint import UrlStore
+from stretto.checkpoint import UrlStore, checkpoint_path, write_checkpoint, write_part
 from stretto.checkpoint.folder import position_of
 from stretto.checkpoint.manifest import manifest_text
 from stretto.data import Step
 from stretto.errors import CheckpointError, TrainingError
 from stretto.run import Run
-from stretto.training import Callback, Checkpointing
-from stretto.training.checkpointing.fetching import newest_copy
+from stretto.training import Callback, Checkpointing, Evaluation
+from stretto.training.checkpointing import fetching, saver
+from stretto.training.checkpointing.fetching import newest_copy, run_ids
 from stretto.training.checkpointing.upload import Uploader
 
 Make = Callable[..., Any]
@@ -438,3 +446,227 @@ def test_a_store_that_is_not_there_is_an_error_before_the_run(
             trainer.resume(asked)
     with pytest.raises(CheckpointError, match="route"):
         newest_copy(store, None, {})
+
+
+class Erratic:
+    """A store whose list lags behind, and whose writes are lost; other runs write there, too.
+
+    `lags` and `losses` say how many looks a list is behind, and whether a write is lost, in turn.
+    """
+
+    def __init__(self, url: Path, lags: list[int], losses: list[bool]) -> None:
+        self.inner = UrlStore(str(url))
+        self.lags, self.losses = itertools.cycle(lags), itertools.cycle(losses)
+        self.seen: list[list[str]] = [[]]
+
+    def write(self, name: str, folder: Path) -> None:
+        if not next(self.losses):
+            self.inner.write(name, folder)
+        self.seen.append(self.inner.list())
+
+    def list(self) -> list[str]:
+        self.seen.append(self.inner.list())
+        return self.seen[max(0, len(self.seen) - 1 - next(self.lags))]
+
+    def open(self, name: str, file: str, target: Path) -> None:
+        self.inner.open(name, file, target)
+
+    def keep(self, names: Collection[str]) -> None:
+        self.inner.keep(names)
+
+
+def checkpoint_of_run(folder: Path, sample: int, run_id: str) -> Path:
+    path = checkpoint_path(folder, sample)
+    write_checkpoint(path, {"model": {"weight": torch.ones(2)}}, {"setup": {"run": run_id}})
+    return path
+
+
+@given(
+    lags=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    losses=st.lists(st.booleans(), min_size=1, max_size=4),
+    keep=st.integers(1, 3),
+    bests=st.lists(st.booleans(), min_size=4, max_size=4),
+    other=st.sampled_from([None, 0, 2]),
+)
+@examples(max_examples=25, deadline=None)
+@pytest.mark.filterwarnings("ignore")
+def test_a_copy_that_was_seen_is_never_lost_to_a_store_that_errs(
+    lags: list[int], losses: list[bool], keep: int, bests: list[bool], other: int | None
+) -> None:
+    with (
+        TemporaryDirectory() as name,
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        patch.setattr(fetching, "PAUSES", (0, 0, 0, 0, 0))
+        place = Path(name)
+        store = Erratic(place / "bucket", lags, losses)
+        (place / "bucket").mkdir()
+        uploader, saved, foreign = Uploader(store, keep), list[int](), list[str]()
+        best: Path | None = None
+        for number, is_best in enumerate(bests):
+            if number == other:
+                path = checkpoint_of_run(place / "other", 8 * (number + 2), "theirs")
+                foreign = [f"{path.name}-00000000"]
+                store.inner.write(foreign[0], path)
+            path = checkpoint_of_run(place / "own", 8 * (number + 1), "ours")
+            best = path if is_best else best
+            uploader.submit(path, [] if best is None else [best])
+            uploader.close()
+            if uploader.missing is None:
+                saved.append(8 * (number + 1))
+            whole = UrlStore(str(place / "bucket")).list()
+            assert not saved or saved[-1] in map(position_of, whole)
+            if best is not None and position_of(best.name) in saved:
+                assert position_of(best.name) in map(position_of, whole)
+            assert set(foreign) <= set(whole)
+            assert (uploader.missing is None) <= (path.name in [one[:-9] for one in whole])
+
+
+def test_two_runs_at_one_address_delete_none_of_each_others_copies(
+    problem: Make, tmp_path: Path
+) -> None:
+    """Both begin before the other has copied anything."""
+    url = str(tmp_path / "bucket")
+    second = problem().trainer(
+        folder=tmp_path / "b", max_duration="12ba", checkpoint=Checkpointing("6ba", 1, upload=url)
+    )
+
+    class Meanwhile(Callback):
+        def on_batch_start(self, run: Run, step: Step) -> None:
+            if step.timestamp.batch == 1:
+                second.fit()
+
+    first = problem().trainer(
+        folder=tmp_path / "a",
+        max_duration="12ba",
+        checkpoint=Checkpointing("4ba", 1, upload=url),
+        callbacks=[Meanwhile()],
+    )
+    with pytest.warns(RuntimeWarning, match="another run"):
+        first.fit()
+    assert first.unsaved is None
+    ids = set(run_ids(UrlStore(url), UrlStore(url).list()).values())
+    assert len(ids) == 2
+    for other in ("c", "d"):
+        with pytest.raises(CheckpointError, match="several runs"):
+            run(problem, tmp_path / other, url=url).resume("auto")
+
+
+def test_copies_whose_manifests_are_gone_are_no_reason_to_begin_anew(
+    problem: Make, tmp_path: Path
+) -> None:
+    url = tmp_path / "bucket"
+    run(problem, tmp_path / "a", url=str(url)).fit()
+    for manifest in url.rglob("manifest.json"):
+        manifest.unlink()
+    with pytest.raises(CheckpointError, match="gone"):
+        run(problem, tmp_path / "b", url=str(url)).resume("auto")
+    for copy in url.iterdir():  # an upload that was cut: the records come last
+        (copy / "state.json").unlink()
+    assert run(problem, tmp_path / "c", url=str(url)).resume("auto") is None
+
+
+def test_two_slashes_are_one(tmp_path: Path) -> None:
+    store = UrlStore(f"memory://{tmp_path.name}//run/")
+    path = checkpoint_of_run(tmp_path, 8, "ours")
+    store.write(f"{path.name}-00000000", path)
+    assert len(store.list()) == 1
+    assert store == UrlStore(f"memory://{tmp_path.name}/run")
+
+
+@pytest.mark.parametrize("size", [0, 1 << 40])
+def test_a_copy_of_another_size_is_not_fetched(size: int, problem: Make, tmp_path: Path) -> None:
+    url = tmp_path / "bucket"
+    run(problem, tmp_path / "a", url=str(url)).fit()
+    for kind in ("manifest.json", "state.json", "model.safetensors"):
+        for file in url.rglob(kind):
+            with file.open("r+b") as opened:
+                opened.truncate(size)
+        with pytest.raises(CheckpointError, match="damaged"):
+            run(problem, tmp_path / f"b{kind}", url=str(url)).resume("auto")
+
+
+SECRET = "SECRET/KEY+1"
+
+
+@pytest.mark.parametrize("name", ["memory://ID:{}@bucket/{}", "memory://bucket/{1}?sig={0}"])
+def test_no_password_of_an_address_is_kept_or_said(
+    name: str, problem: Make, tmp_path: Path
+) -> None:
+    url = name.format(SECRET, tmp_path.name)
+    trainer = run(problem, tmp_path / "a", url=url)
+    trainer.fit()
+    again = run(problem, tmp_path / "a", url=url, to="18ba")
+    again.resume("auto")
+    assert not any("upload" in line for line in again.changes)
+    store = trainer._loop.saver.store
+    for text in (repr(store), *(str(said_by(what)) for what in failing(problem, tmp_path, url))):
+        assert SECRET not in text
+        assert SECRET.split("/")[1] not in text
+    for file in (*(tmp_path / "a").rglob("*"), *(tmp_path / "b").rglob("*")):
+        assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
+
+
+def said_by(work: Callable[[], object]) -> Exception:
+    try:
+        work()
+    except (CheckpointError, TrainingError) as error:
+        return error
+    raise AssertionError
+
+
+def failing(problem: Make, folder: Path, url: str) -> list[Callable[[], object]]:
+    return [
+        lambda: run(problem, folder / "b", url=url).fit(),  # the copies of another run
+        lambda: run(problem, folder / "b", url=url.replace("memory", "nosuch")),
+        lambda: problem().trainer().resume(url.replace("memory", "nosuch")),
+        lambda: problem().trainer(folder=url),
+    ]
+
+
+def test_the_secrets_of_a_store_of_yours_are_not_in_a_checkpoint(
+    problem: Make, tmp_path: Path
+) -> None:
+    @dataclass
+    class Shelf:
+        inner: UrlStore
+        secret: str
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    store = Shelf(UrlStore(str(tmp_path / "bucket")), SECRET)
+    run(problem, tmp_path / "a", url=store).fit()
+    for file in (tmp_path / "a").rglob("*"):
+        assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
+
+
+def test_a_best_checkpoint_that_could_not_be_written_is_unsaved(
+    problem: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if later ones could, and after a resume."""
+    values = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+    metrics = {"value": lambda model, batch: torch.tensor(next(values))}
+    evaluation = Evaluation(problem().data, "4ba", metrics=metrics, batch_size=60)
+    write = write_part
+
+    def full(path: Path, *arguments: Any, **named: Any) -> None:
+        if position_of(path.name) == 60:  # after batch 8, the last of the epoch
+            raise CheckpointError.cannot("write", why="the disk is full", instead="free space")
+        write(path, *arguments, **named)
+
+    monkeypatch.setattr(saver, "write_part", full)
+    more: dict[str, Any] = {
+        "folder": tmp_path,
+        "evaluate": evaluation,
+        "checkpoint": Checkpointing("4ba", monitor="validation/value"),
+    }
+    trainer = problem().trainer(max_duration="12ba", **more)
+    with pytest.warns(RuntimeWarning, match="full"):
+        trainer.fit()
+    assert "best" in str(trainer.unsaved)
+    again = problem().trainer(max_duration="16ba", **more)
+    again.resume("auto")
+    assert "best" in str(again.unsaved)

@@ -13,9 +13,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from stretto._location import read_plain
 from stretto.errors import ConfigError, DataError
-from stretto.report.page.reading import Reader, memory_of, plan_data, read, runs_in
+from stretto.report.page.reading import (
+    Reader,
+    memory_of,
+    plan_data,
+    read,
+    read_or_problem,
+    runs_in,
+)
 from stretto.report.page.series import RunData, base64_of, encoded
+from stretto.run_folder import replace_file
 
 __all__ = [
     "Reader",
@@ -25,6 +34,7 @@ __all__ = [
     "payload",
     "plan_data",
     "read",
+    "read_or_problem",
     "runs_in",
     "write",
 ]
@@ -57,7 +67,7 @@ def memory_payload(path: Path) -> dict[str, Any]:
         DataError: the file is no such report.
     """
     try:
-        timeline = memory_of(json.loads(path.read_text("utf-8")))
+        timeline = memory_of(json.loads(read_plain(path)))
         if timeline is None:
             raise KeyError("timeline")
         memory = {
@@ -117,7 +127,7 @@ def write(path: Path, payload: Mapping[str, Any]) -> None:
     text = build(payload)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
+        replace_file(path, text)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise ConfigError.bad("--html", str(path), why, "choose another folder") from None

@@ -211,8 +211,9 @@ function stepOf(low, high, count, unit) {
 function multiples(low, high, step, zone = 0) {
   const out = [];
   if (!(step > 0) || (high - low) / step > 200) return out;
-  for (let i = Math.ceil((low + zone) / step - 1e-9); i * step - zone <= high + step * 1e-9; i++) out.push(i * step - zone);
-  return out;
+  // Counted: beyond 2 ** 53, adding 1 to a number changes nothing.
+  for (let first = Math.ceil((low + zone) / step - 1e-9), i = 0; i <= 201 && (first + i) * step - zone <= high + step * 1e-9; i++) out.push((first + i) * step - zone);
+  return [...new Set(out)];
 }
 function xTicks(low, high, width) {
   const unit = state.axis, zone = unit === "utc" ? -60 * new Date(low * 1000).getTimezoneOffset() : 0;
@@ -247,7 +248,8 @@ function yTicks(panel, low, high, height) {  // low and high are logarithms of b
   }
   if (DOUBLING.has(panel.key)) return multiples(low, high, Math.max(1, Math.ceil((high - low) / count)));
   const out = [];
-  for (let power = Math.floor(low * Math.LOG10E / Math.LOG2E); power <= high * Math.LOG10E / Math.LOG2E; power++)
+  const tens = v => Math.min(Math.max(Math.floor(v * Math.LOG10E / Math.LOG2E), -330), 310);  // all that a double has
+  for (let power = tens(low); power <= tens(high); power++)
     for (const m of [1, 2, 5]) out.push({m, v: Math.log2(m * 10 ** power)});
   const inside = out.filter(t => t.v >= low && t.v <= high), decades = inside.filter(t => t.m === 1);
   const used = inside.length <= count + 1 ? inside : decades.filter((_, i) => i % Math.ceil(decades.length / count) === 0);
@@ -496,15 +498,15 @@ function paintEvents(ctx, box, X) {
 }
 
 // ---- panels
+const isLog = key => state.logs.get(key) ?? DOUBLING.has(key);
 function newPanel(key) {
-  const panel = {key, log: state.logs.get(key) ?? DOUBLING.has(key), placed: false, traces: [], y: [0, 1], unit: ""};
+  const panel = {key, log: isLog(key), placed: false, traces: [], y: [0, 1], unit: ""};
   const title = key === "step_memory" ? runs.find(run => run.kind === "memory").name : TITLES.get(key) ?? key;
   panel.values = make("div", {class: "values"});
   panel.small = make("small");
   const log = make("button", {type: "button", "aria-pressed": String(panel.log), title: "logarithmic axis", click: () => {
-    panel.log = !panel.log;
-    state.logs.set(key, panel.log);
-    log.setAttribute("aria-pressed", String(panel.log));
+    state.logs.set(key, !isLog(key));  // `render` changes the panel, together with what it shows
+    log.setAttribute("aria-pressed", String(isLog(key)));
     schedule();
   }}, "log");
   panel.lanes = make("div", {class: "lanes"});
@@ -591,6 +593,7 @@ function render() {
   byId("whole").disabled = !state.zoom;
   panels.forEach((panel, i) => {
     if (!panel.placed) place(panel);
+    panel.log = isLog(panel.key);
     panel.y = extent(panel);
     panel.small.textContent = panel.unit === "bytes" ? "" : panel.unit;
     panel.u.setScale("x", {min: range[0], max: range[1]});
@@ -780,6 +783,8 @@ function layText() {
     const numbers = run.stages.columns.map((_, i) => run.stages.rows.every(row => /^[-–\d]/.test(row[i])));
     return [make("h3", {}, run.name), table(run.stages.columns, run.stages.rows, numbers)];
   }));
+  byId("problems").replaceChildren(...runs.filter(run => run.problem).map(run =>
+    make("section", {class: "panel", "aria-label": `${run.name} cannot be read`}, make("h2", {}, run.name), make("p", {}, `cannot be read: ${run.problem}`))));
   document.title = `${runs.map(run => run.name).join(", ").slice(0, 80)} – stretto`;
 }
 
@@ -821,8 +826,18 @@ function take(raw) {
   layText();
 }
 
+function offer(names) {  // runs that were not read yet: one is read when it is chosen
+  const other = byId("others"), known = new Set(runs.map(run => run.name)), left = names.filter(name => !known.has(name));
+  other.hidden = !left.length;
+  other.replaceChildren(make("option", {value: ""}, `${left.length} more runs`), ...left.map(name => make("option", {value: name}, name)));
+}
+
+let source = null;
+const chosen = [];
 function listen() {
-  const sign = byId("live"), source = new EventSource("events");
+  const sign = byId("live"), query = new URLSearchParams(chosen.map(name => ["run", name]));
+  source?.close();
+  source = new EventSource(`events?${query}`);
   const say = (text, lost) => { sign.hidden = false; sign.textContent = text; sign.classList.toggle("lost", lost); };
   const receive = handle => event => {
     handle(JSON.parse(event.data));
@@ -834,6 +849,7 @@ function listen() {
   source.addEventListener("open", () => say("live", false));
   source.addEventListener("error", () => say("connection lost, trying again", true));
   source.addEventListener("run", receive(take));
+  source.addEventListener("others", event => offer(JSON.parse(event.data).names));
   source.addEventListener("rows", receive(message => { const run = named(message.name); if (run) appendRows(run, message); }));
 }
 
@@ -847,6 +863,7 @@ byId("theme").addEventListener("click", () => {
 system.addEventListener("change", setTheme);
 addEventListener("click", event => { if (!byId("chooser").contains(event.target)) byId("chooser").open = false; });
 addEventListener("keydown", event => { if (event.key === "Escape") { byId("chooser").open = false; tip(); } });
+byId("others").addEventListener("change", event => { if (event.target.value) { chosen.push(event.target.value); listen(); } });
 for (const lay of [setTheme, layLegend, layText, layChooser, layPanels]) lay();
 setAxis(state.axis);
 if (payload.live) listen();

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from stretto._location import local_path
-from stretto.errors import DataError
+from stretto.errors import DataError, first_line
 from stretto.report.page.series import UNITS, Numbers, RunData, Series
 from stretto.run_folder import (
     CLOCK,
@@ -59,6 +61,27 @@ def read(folder: str | Path) -> RunData:
     return reader.read()
 
 
+def read_or_problem(folder: Path) -> RunData:
+    """Return what the files of a run say, or why that cannot be read: it does not hide others."""
+    try:
+        return Reader(folder).read()
+    except DataError as error:
+        return RunData(folder.name or folder.resolve().name, "run", problem=str(error.message.why))
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Turn what the content of a foreign file may raise into a `DataError`."""
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    except DataError:
+        raise
+    except (*UNFIT, OSError, MemoryError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise unreadable(folder, why) from error
+
+
 @final
 class Reader:
     """Reads the files of one run: `read` everything, then `more`.
@@ -84,6 +107,11 @@ class Reader:
         """Whether a file is shorter than before, so that all must be read again."""
         return any(tail.was_cut() for tail in self._tails.values())
 
+    @property
+    def stamp(self) -> tuple[Any, ...]:
+        """The sizes of the files; another one if they changed."""
+        return tuple(tail.look() for tail in (*self._tails.values(), Tail(self.folder / PLAN)))
+
     def has_new(self) -> bool:
         """Whether a file has grown."""
         return any(tail.has_new() for tail in self._tails.values())
@@ -94,11 +122,15 @@ class Reader:
         Raises:
             DataError: the folder has no file of a run.
         """
+        with _readable(self.folder):
+            return self._read()
+
+    def _read(self) -> RunData:
         if not any((self.folder / name).is_file() for name in self._tails):
             raise unreadable(self.folder, f"it has none of {', '.join(self._tails)}")
         self._start()
         self._plan = read_json(self.folder / PLAN)
-        run = self.more()
+        run = self._more()
         planned = planned_series(self._plan, is_main=False)
         given = [one["facts"] for one in run.events if isinstance(one.get("facts"), dict)]
         facts = given[-1] if given else {}
@@ -108,7 +140,15 @@ class Reader:
         return run
 
     def more(self) -> RunData:
-        """Return what is new since the last call."""
+        """Return what is new since the last call.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        with _readable(self.folder):
+            return self._more()
+
+    def _more(self) -> RunData:
         events = [one for one in map(parsed_event, self._tails[EVENTS].read()) if one]
         ledger = self._ledger()
         lines = [one for one in map(parsed_metrics, self._tails[METRICS].read()) if one]
@@ -397,13 +437,35 @@ def memory_of(report: Any) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def runs_in(folder: Path) -> list[Path]:
-    """Return the run folders in a folder, or itself if it is one."""
+def runs_in(folder: Path, known: Collection[Path] = ()) -> list[Path]:
+    """Return the run folders in a folder, or itself if it is one.
+
+    Args:
+        folder: the folder.
+        known: those of an earlier call, whose files are not looked for again.
+    """
     names = (METRICS, LEDGER, EVENTS)
     if any((folder / name).is_file() for name in names):
         return [folder]
     try:
-        inside = sorted(path for path in folder.iterdir() if path.is_dir())
+        with os.scandir(folder) as entries:
+            inside = sorted(entry.name for entry in entries if entry.is_dir())
     except OSError:
         return []
-    return [path for path in inside if any((path / name).is_file() for name in names)]
+    paths = [folder / name for name in inside]
+    return [
+        path for path in paths if path in known or any((path / name).is_file() for name in names)
+    ]
+
+
+def newest(paths: Sequence[Path], count: int) -> list[Path]:
+    """Return the paths whose folders changed last, in their order."""
+
+    def changed(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except OSError:  # it was deleted meanwhile
+            return 0.0
+
+    stay = set(sorted(paths, key=changed)[-count:])
+    return [path for path in paths if path in stay]

@@ -72,6 +72,8 @@ class RunData:
     """The heads of the table of stages."""
     stages: list[list[str]] = field(default_factory=list)
     facts: list[list[str]] = field(default_factory=list)
+    problem: str = ""
+    """Why it cannot be read."""
 
 
 def extremes(values: Numbers, most: int) -> Rows:
@@ -121,6 +123,7 @@ def encoded(run: RunData) -> dict[str, Any]:
         ],
         "stages": {"columns": list(run.columns), "rows": run.stages},
         "facts": run.facts,
+        "problem": run.problem,
     }
 
 

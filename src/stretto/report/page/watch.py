@@ -7,16 +7,16 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from stretto._optional import import_optional
-from stretto.errors import ConfigError, StrettoError
+from stretto.errors import ConfigError, DataError
 from stretto.report.page import build, payload
-from stretto.report.page.reading import Reader, runs_in
+from stretto.report.page.reading import Reader, newest, read_or_problem, runs_in
 from stretto.report.page.series import (
     UNITS,
     Numbers,
@@ -41,6 +41,8 @@ PORT = 8377
 POLL_SECONDS = 0.5
 """How often sizes of files are read, which works on network file systems, too."""
 BEAT_SECONDS = 15.0
+MOST_READ = 30
+"""Of more runs, so many that changed last are read, and others when they are chosen."""
 MOST_NEW_POINTS = 400
 """Of a series in one message."""
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -52,36 +54,53 @@ class Feed:
 
     Args:
         folder: a run folder, or a folder of run folders. New ones are found.
+        chosen: names of runs to read besides the newest.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, chosen: Collection[str] = ()) -> None:
         self._folder = folder
+        self._chosen = chosen
+        self._paths: list[Path] = []
+        self._left: set[Path] | None = None
+        """Runs that are not read; None before the first look."""
+        self._problems: dict[Path, tuple[Any, ...]] = {}
+        """How the files of runs were that cannot be read."""
         self._readers: dict[Path, Reader] = {}
         self._ends: dict[Path, Numbers] = {}
         """The clock that the page has of each run."""
 
     def messages(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and data of each message that is due now."""
-        paths = runs_in(self._folder)
+        before, self._paths = self._paths, runs_in(self._folder, set(self._paths))
+        if self._left is None:
+            self._left = set(self._paths) - set(newest(self._paths, MOST_READ))
+            self._left -= {self._folder / name for name in self._chosen}
+        if self._left and self._paths != before:
+            yield "others", {"names": [path.name for path in self._paths if path in self._left]}
+        paths = dict.fromkeys(path for path in self._paths if path not in self._left)
         self._readers = {path: one for path, one in self._readers.items() if path in paths}
         for path in paths:
-            try:
-                found = self._message(path)
-            except (StrettoError, OSError):  # a folder that was deleted or is not whole yet
-                self._readers.pop(path, None)
-                continue
+            found = self._message(path)
             if found is not None:
                 yield found
 
     def _message(self, path: Path) -> tuple[str, dict[str, Any]] | None:
+        if path in self._problems and self._problems[path] == Reader(path).stamp:
+            return None
         reader = self._readers.get(path)
-        if reader is None or reader.was_cut():
+        try:
+            if reader is not None and not reader.was_cut():
+                found = self._rows(path, reader.more()) if reader.has_new() else None
+                return None if found is None else ("rows", found)
             self._readers[path] = reader = Reader(path)
-            record = encoded(reader.read())
-            self._ends[path] = _clock_of(record)
-            return "run", record
-        found = self._rows(path, reader.more()) if reader.has_new() else None
-        return None if found is None else ("rows", found)
+            run = reader.read()
+        except DataError as error:
+            self._readers.pop(path, None)
+            self._problems[path] = Reader(path).stamp
+            run = RunData(Reader(path).name, "run", problem=str(error.message.why))
+        record = encoded(run)
+        self._ends[path] = _clock_of(record)
+        return "run", record
 
     def _rows(self, path: Path, run: RunData) -> dict[str, Any] | None:
         """Return new rows, counted on from those of the page; None if there are none."""
@@ -159,7 +178,7 @@ def application(folder: Path) -> Starlette:
     }
 
     def page() -> str:
-        return build(payload([Reader(path).read() for path in runs_in(folder)], live=True))
+        return build(payload(map(read_or_problem, newest(runs_in(folder), MOST_READ)), live=True))
 
     async def index(_: Request) -> Response:
         text = await asyncio.to_thread(page)
@@ -167,10 +186,11 @@ def application(folder: Path) -> Starlette:
         found: Response = responses.HTMLResponse(text, headers=headers | policy)
         return found
 
-    async def events(_: Request) -> Response:
+    async def events(request: Request) -> Response:
         kind = "text/event-stream"
+        feed = Feed(folder, request.query_params.getlist("run"))
         found: Response = responses.StreamingResponse(
-            _stream(Feed(folder)), headers=headers, media_type=kind
+            _stream(feed), headers=headers, media_type=kind
         )
         return found
 

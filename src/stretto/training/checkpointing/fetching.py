@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+from stretto._location import MOST_BYTES, NotPlainError, read_plain
 from stretto.checkpoint import open_checkpoint
-from stretto.checkpoint.folder import Store, position_of
+from stretto.checkpoint.folder import Store, UrlStore, position_of
 from stretto.checkpoint.manifest import (
     MANIFEST,
     RECORDS,
@@ -27,6 +29,8 @@ from stretto.distributed.ranks import Ranks
 from stretto.errors import CheckpointError, StrettoError, first_line
 from stretto.training.checkpointing.records import run_of, set_aside
 
+PAUSES = (0.1, 0.4, 1.0, 2.0, 4.0)
+"""Seconds between looks for a copy that was written."""
 UNFINISHED = ".upload"
 """Ends the names of folders that are copied to or from a store."""
 _T = TypeVar("_T")
@@ -46,10 +50,14 @@ def newest_copy(
         only: the name of the copy that is asked for; by default any.
 
     Raises:
-        CheckpointError: the store cannot be read, or has the checkpoints of another run.
+        CheckpointError: the store cannot be read, has the checkpoints of another run or of several,
+            or has lost their manifests.
     """
     with reading(store):
-        for name in reversed(store.list()):
+        names = store.list()
+        if than is None and not only:
+            _check_one_run(store, names)
+        for name in reversed(names):
             if name in damaged or only not in ("", name):
                 continue
             try:
@@ -64,8 +72,37 @@ def newest_copy(
     return None
 
 
+def _check_one_run(store: Store, names: Sequence[str]) -> None:
+    """Refuse to choose between runs, or to begin anew where there were copies."""
+    lost = store.without_manifest() if isinstance(store, UrlStore) and not names else []
+    if lost:
+        raise CheckpointError.cannot(
+            f"resume from {store!r}",
+            why=f"the {MANIFEST} of {', '.join(lost)} is gone",
+            instead="put it back, or delete what is left of them to begin anew",
+        )
+    if len(names) > 1 and len({*run_ids(store, names).values()} - {None}) > 1:
+        raise CheckpointError.cannot(
+            f"resume from {store!r}",
+            why="several runs have checkpoints there",
+            instead=f"name one, such as {names[-1]}, by its address, and give each run its own",
+        )
+
+
+def run_ids(store: Store, names: Iterable[str]) -> dict[str, str | None]:
+    """Return of which run each copy is; None: it is damaged, or an older version wrote it."""
+    found: dict[str, str | None] = {}
+    for name in names:
+        found[name] = None
+        with suppress(DamagedError):
+            found[name] = origin(store, name)[0]
+    return found
+
+
 def copied(store: Store, name: str, folder: Path) -> str:
     """Return the name of the copy of a checkpoint; if there is none, copy it.
+
+    It is a copy once it can be read back and is in the list.
 
     Args:
         store: where copies are.
@@ -75,13 +112,24 @@ def copied(store: Store, name: str, folder: Path) -> str:
     Raises:
         Exception: what the store raises.
     """
-    manifest = (folder / MANIFEST).read_text("utf-8")
+    manifest = read_plain(folder / MANIFEST).decode()
     for copy in store.list():
         if checkpoint_of(copy) == name and text_of(store, copy, MANIFEST) == manifest:
             return copy
     copy = f"{name}-{secrets.token_hex(4)}"
     store.write(copy, folder)
-    return copy
+    for pause in PAUSES:  # some lists lag behind
+        if copy in store.list() and all(_is_there(store, copy, one) for one in folder.iterdir()):
+            return copy
+        time.sleep(pause)
+    raise OSError(f"{copy} is not there after it was written")
+
+
+def _is_there(store: Store, copy: str, file: Path) -> bool:
+    """Return whether a file of a copy can be seen; of a large one, its size."""
+    if file.name in (MANIFEST, RECORDS):
+        return text_of(store, copy, file.name).encode() == file.read_bytes()
+    return not isinstance(store, UrlStore) or store.size_of(copy, file.name) == file.stat().st_size
 
 
 def fetch(
@@ -184,6 +232,7 @@ def _get(store: Store, copy: str, files: dict[str, Entry], folder: Path) -> None
             try:
                 with reading(store):
                     try:
+                        _check_size(store, copy, file, entry.size, entry.size)
                         store.open(copy, file, folder / file)
                     except FileNotFoundError as error:
                         raise DamagedError(f"{file} is missing") from error
@@ -198,7 +247,7 @@ def _is_newer(store: Store, name: str, than: Path) -> bool:
     """Return whether a copy is newer than a checkpoint of this disk; equal ones are not."""
     there, here = position_of(name), position_of(than.name)
     if there < here or (
-        there == here and text_of(store, name, MANIFEST) == (than / MANIFEST).read_text("utf-8")
+        there == here and text_of(store, name, MANIFEST) == read_plain(than / MANIFEST).decode()
     ):
         return False
     own = open_checkpoint(than, verify=False)
@@ -234,14 +283,25 @@ def check_run(store: Store, there: str | None, own: str | None) -> None:
 
 
 def text_of(store: Store, name: str, file: str) -> str:
-    """Return a small file of a copy; empty text if it is missing."""
+    """Return a small file of a copy; empty text if it is missing or is no small file."""
     with TemporaryDirectory(prefix="stretto-") as folder:
         target = Path(folder) / file
         try:
+            _check_size(store, name, file, 1, MOST_BYTES)
             store.open(name, file, target)
-            return target.read_text("utf-8", errors="replace")
-        except FileNotFoundError:
+            return read_plain(target).decode(errors="replace")
+        except (FileNotFoundError, NotPlainError, DamagedError):
             return ""
+
+
+def _check_size(store: Store, copy: str, file: str, least: int, most: int) -> None:
+    """Check the size of a file before it is fetched, if the store is ours.
+
+    Raises:
+        DamagedError: the file has another size.
+    """
+    if isinstance(store, UrlStore) and not least <= store.size_of(copy, file) <= most:
+        raise DamagedError(f"{file} is not as long as it was written")
 
 
 @contextmanager

@@ -11,9 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from stretto._location import NotPlainError, check_own, open_plain
 from stretto.errors import CheckpointError, StrettoError, TrainingError
 
 LOCK = "run.lock"
+OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb")
+"""Folders in a run folder that a run writes to, or deletes in."""
 
 
 @contextmanager
@@ -27,7 +30,9 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+b", buffering=0)
+        for name in OWN_FOLDERS:
+            check_own(folder / name)
+        file = open_plain(folder / LOCK, "a+b", buffering=0)
     except OSError as error:
         raise unwritable(folder, error) from error
     with file:
@@ -39,6 +44,8 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             _open_locks.discard(file)
+            with suppress(OSError):  # an archive of the folder need not name this machine
+                file.truncate(0)
 
 
 _open_locks: set[IO[bytes]] = set()
@@ -101,7 +108,9 @@ def unwritable(folder: Path, error: OSError) -> TrainingError:
     return TrainingError.cannot(
         f"keep a run in {folder}",
         why=why if name == folder.name else f"{name}: {why}",
-        instead="choose a folder that can be written to",
+        instead="put a copy of what it leads to in its place, or choose another folder"
+        if isinstance(error, NotPlainError)
+        else "choose a folder that can be written to",
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import NamedTuple
 
-from stretto._location import local_path, url_of
+from stretto._location import local_path, read_plain, url_of
 from stretto.checkpoint import UrlStore, latest_good, open_checkpoint
 from stretto.checkpoint.folder import Store, candidates, chosen, newest_whole, position_of
 from stretto.checkpoint.formats import is_dcp
@@ -25,8 +25,8 @@ from stretto.training.checkpointing.fetching import (
     copied,
     fetch,
     newest_copy,
-    origin,
     reading,
+    run_ids,
     together,
 )
 from stretto.training.checkpointing.records import locked, set_aside, unwritable
@@ -178,8 +178,8 @@ def _check_copies(store: Store, at: Timestamp, run_id: str | None) -> None:
     try:
         with reading(store):
             names = store.list()
-            there = origin(store, names[-1])[0] if names and at.batch else None
-    except (CheckpointError, DamagedError) as error:
+            there = {*run_ids(store, names if at.batch else ()).values()} - {None, run_id}
+    except CheckpointError as error:
         if not at.batch:
             raise
         _warn_of_copies(store, error)
@@ -190,7 +190,7 @@ def _check_copies(store: Store, at: Timestamp, run_id: str | None) -> None:
             why="another run has checkpoints there",
             instead="continue it with resume='auto', or choose another address",
         )
-    check_run(store, there, run_id)
+    check_run(store, next(iter(there), None), run_id)
     older = [name for name in names if position_of(name) <= at.sample]
     if len(older) < len(names):
         try:
@@ -299,7 +299,7 @@ def _on_this_node(
 
 def _manifest(path: Path) -> str:
     try:
-        return (path / MANIFEST).read_text("utf-8")
+        return read_plain(path / MANIFEST).decode()
     except OSError:
         return ""
 

@@ -172,9 +172,14 @@ class Saver:
 
     @property
     def unsaved(self) -> str | None:
-        """Why the last checkpoint or its copy is not there; None if it is."""
+        """Why the last checkpoint, the best one or a copy is not there; None if all are."""
         missing = None if self._uploader is None else self._uploader.missing
-        return self.failure or (missing and f"{missing} is not in {self.store!r}")
+        lost = None if self.is_busy else self._best.unsaved
+        return (
+            self.failure
+            or (lost and f"{lost}, the best one, could not be written")
+            or (missing and f"{missing} is not in {self.store!r}")
+        )
 
     def restore(self, path: Path) -> list[str]:
         """Restore a checkpoint that is verified already; every rank must call it.
@@ -198,9 +203,12 @@ class Saver:
         return dropped
 
     def submit(self) -> None:
-        """Copy the checkpoint that the run resumes from to the store, if it is not there yet."""
+        """Copy the checkpoint that the run resumes from, and the best, if that is not done yet."""
         if self.folder is not None and self.saved_at is not None:
-            self._submit(checkpoint_path(self.folder, self.saved_at))
+            newest = checkpoint_path(self.folder, self.saved_at)
+            best = [one for one in self._best.paths(self.folder) if one.is_dir() and one != newest]
+            for path in (*best, newest):
+                self._submit(path)
 
     def progress(self) -> Progress:
         """Return the progress of this rank, for the sum over all ranks."""

@@ -16,7 +16,7 @@ from typing import Any, final
 from stretto.checkpoint.folder import Store, UrlStore, position_of
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError, first_line
-from stretto.training.checkpointing.fetching import UNFINISHED, copied
+from stretto.training.checkpointing.fetching import UNFINISHED, copied, run_ids
 
 PATIENCE_SECONDS = 20.0
 """How long the end of a run waits for its last upload; torchrun kills after 30 s."""
@@ -26,7 +26,8 @@ PATIENCE_SECONDS = 20.0
 class Uploader:
     """Copies each checkpoint to a store; the newest one that waits replaces an older one.
 
-    A failure is a warning and never ends the run.
+    A checkpoint that must stay, such as the best, is not replaced. A failure is a warning and never
+    ends the run.
 
     Args:
         store: where to.
@@ -38,11 +39,20 @@ class Uploader:
         self._store = store
         self._keep = keep
         self._patience = patience
-        self._waiting: tuple[Path, str, frozenset[int]] | None = None
+        self._waiting: list[tuple[Path, str, frozenset[int]]] = []
+        self._missing: list[str] = []
+        self._runs: dict[str, str | None] = {}
+        """Of which run each copy is, as far as that was looked up."""
+        self._written: list[str] = []
+        """Copies that were seen in the list, which may lag behind later."""
+        self._is_shared = False
         self._thread: Thread | None = None
         self._lock = Lock()
-        self.missing: str | None = None
-        """The newest checkpoint, if its copy is not complete."""
+
+    @property
+    def missing(self) -> str | None:
+        """The newest checkpoint, or one that must stay, whose copy is not complete."""
+        return self._missing[-1] if self._missing else None
 
     def submit(self, path: Path, stay: Iterable[Path]) -> None:
         """Copy a checkpoint when those before it are done.
@@ -54,12 +64,16 @@ class Uploader:
         if self._thread is None:  # what a killed process has left
             for left in path.parent.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(left, ignore_errors=True)
-        positions = frozenset(position_of(one.name) for one in stay)
+        best = {one.name for one in stay}
         links = _linked(path)
         with self._lock:
-            if self._waiting is not None:
-                _unlink(self._waiting[0])
-            self._waiting, self.missing = (links, path.name, positions), path.name
+            for job in self._waiting:
+                if job[1] not in best:
+                    _unlink(job[0])
+            self._waiting = [job for job in self._waiting if job[1] in best]
+            self._waiting.append((links, path.name, frozenset(map(position_of, best))))
+            stays = [name for name in self._missing if name in best - {path.name}]
+            self._missing = [*stays, path.name]
             if self._thread is None:
                 # A daemon: `close` waits for it, and no longer than it may.
                 self._thread = Thread(target=self._work, name="stretto-upload", daemon=True)
@@ -76,16 +90,14 @@ class Uploader:
     def _work(self) -> None:
         while True:
             with self._lock:
-                job, self._waiting = self._waiting, None
-                if job is None:
+                if not self._waiting:
                     self._thread = None
                     return
-            links, name, stay = job
+                links, name, stay = self._waiting.pop(0)
             # A run that resumes submits its checkpoint again.
-            if self._tried(f"copy {name} to", partial(copied, self._store, name, links)):
+            if self._tried(f"copy {name} to", partial(self._copy, name, links)):
                 with self._lock:
-                    if self.missing == name:
-                        self.missing = None
+                    self._missing = [one for one in self._missing if one != name]
                 self._tried("delete older copies in", partial(self._clean, position_of(name), stay))
             _unlink(links)
 
@@ -103,11 +115,32 @@ class Uploader:
             return False
         return True
 
+    def _copy(self, name: str, links: Path) -> None:
+        copy = copied(self._store, name, links)
+        self._written = [one for one in self._written if one != copy] + [copy]
+
     def _clean(self, newest: int, stay: frozenset[int]) -> None:
         """Delete old copies, and later ones, which an attempt before this one has left."""
-        own = [name for name in self._store.list() if position_of(name) <= newest]
+        names = [*self._store.list(), *self._written]
+        self._runs |= run_ids(self._store, (name for name in names if name not in self._runs))
+        if len({self._runs[name] for name in names} - {None}) > 1:
+            self._warn_once()
+            return
+        own = [name for name in dict.fromkeys(names) if position_of(name) <= newest]
+        own.sort(key=position_of)  # stable: of one position, the last written stays last
         best = [name for name in own if position_of(name) in stay]
-        self._store.keep({*own[-self._keep :], *best})
+        kept = {*own[-self._keep :], *best, self._written[-1]}
+        self._store.keep(kept)
+        self._written = [name for name in self._written if name in kept]
+
+    def _warn_once(self) -> None:
+        """Say that copies of another run are there, so none is deleted."""
+        if not self._is_shared:
+            self._is_shared = True
+            with suppress(RuntimeWarning):
+                message = f"another run copies checkpoints to {self._store!r}, so this one deletes "
+                message += "no older copies there; give each run an address of its own"
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def as_store(upload: Any, ranks: Ranks) -> Store | None:

@@ -259,6 +259,13 @@ class Best:
         if sample == self.sample:
             self._kept = sample
 
+    @property
+    def unsaved(self) -> str | None:
+        """The name of the best checkpoint if it is not complete; None if it is."""
+        if self.sample is None or self.sample == self._kept:
+            return None
+        return checkpoint_path(Path(), self.sample).name
+
     def paths(self, folder: Path) -> list[Path]:
         """Return the checkpoints to keep: of the best, and of the best that is complete."""
         kept = {sample for sample in (self.sample, self._kept) if sample is not None}

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
+from stretto._location import read_plain
 from stretto._optional import import_optional
 from stretto.errors import first_line
-from stretto.run_folder import CLOCK
+from stretto.run_folder import CLOCK, replace_file
 
 Record: TypeAlias = Mapping[str, float]
 """One line of metrics: the clock in every unit (`ep ba sp tok dur sec`) and what was measured."""
@@ -156,12 +157,12 @@ class WandbLogger:
         file = _id_file(config, "wandb")
         if sample and file is not None and file.is_file():
             # Settings may have changed since the checkpoint.
-            known = file.read_text("utf-8").strip()
+            known = read_plain(file).decode().strip()
             settings |= {"id": known, "resume": "allow", "allow_val_change": True}
         self._run = self._wandb.init(**settings | self._init)
         self._run.define_metric("*", step_metric="sp")
         if file is not None:
-            file.write_text(f"{self._run.id}\n", "utf-8")
+            replace_file(file, f"{self._run.id}\n")
 
     def log(self, record: Record) -> None:
         """Send the line, unless an earlier attempt has sent a later one."""
@@ -206,12 +207,12 @@ class MLflowLogger:
         self._sent = {}
         file = _id_file(config, "mlflow")
         if sample and file is not None and file.is_file():
-            known = file.read_text("utf-8").strip()
+            known = read_plain(file).decode().strip()
             self._sent = self._last_steps(self._mlflow.start_run(run_id=known))
             return
         run = self._mlflow.start_run(run_name=None if file is None else file.parent.name)
         if file is not None:
-            file.write_text(f"{run.info.run_id}\n", "utf-8")
+            replace_file(file, f"{run.info.run_id}\n")
         self._mlflow.log_params({_mlflow_name(name): value for name, value in flattened(config)})
 
     def log(self, record: Record) -> None:

@@ -230,7 +230,7 @@ class Recorder:
             "resume" if at.batch or path else "start",
             at,
             text,
-            resumed_from=None if path is None else str(path),
+            resumed_from=None if path is None else _nearby(path, self._folder),
             changes=list(changes),
             done_again=again,
             facts=facts,
@@ -461,6 +461,12 @@ def _order(columns: Sequence[str], present: Sequence[str]) -> list[int | None] |
         message = f"{LEDGER} has no column for {', '.join(left_out)}, which an earlier attempt did "
         warnings.warn(f"{message}not schedule; it leaves them out", RuntimeWarning, stacklevel=2)
     return [columns.index(name) if name in columns else None for name in present]
+
+
+def _nearby(path: Path, folder: Path | None) -> str:
+    """Return a path from beside the run folder on: those above say more than a reader needs."""
+    here, place = path.resolve(), (folder or path).resolve().parent
+    return str(here.relative_to(place)) if here.is_relative_to(place) else path.name
 
 
 def _ordered(line: str, order: Sequence[int | None]) -> str:
