@@ -1,0 +1,83 @@
+"""What a loss is over its batch: a mean or a sum, seen from a whole batch and its parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from stretto.runtime.random_state import RandomState
+
+Reduction: TypeAlias = Literal["mean", "sum", "other"]
+
+
+def reduction_of(
+    whole: float, parts: Sequence[float], counts: Sequence[float], *, tolerance: float = 3e-6
+) -> Reduction | None:
+    """Return what a loss is over its units, from that of a batch and those of its parts.
+
+    >>> reduction_of(2.0, [1.0, 3.0], [4, 4]), reduction_of(4.0, [1.0, 3.0], [4, 4])
+    ('mean', 'sum')
+    >>> reduction_of(2.5, [1.0, 3.0], [1, 3]), reduction_of(2.5, [1.0, 3.0], [4, 4])
+    ('mean', 'other')
+
+    Args:
+        whole: the loss of the batch.
+        parts: the losses of its parts, with the same random numbers.
+        counts: the units of each part: samples, or what else the loss may be a mean over.
+        tolerance: relative; see `tolerance_for`.
+
+    Returns:
+        `"other"`: neither, so it cannot be computed in parts. None: these values cannot tell, as
+        one of them is not finite, or a part has no loss or no units.
+    """
+    if not all(map(math.isfinite, (whole, *parts))) or not all(counts):
+        return None
+    mean = sum(part * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
+    if is_close(whole, mean, tolerance):
+        # A mean over what only one part has is the sum of the parts, too.
+        return None if is_close(whole, sum(parts), tolerance) else "mean"
+    if is_close(whole, sum(parts), tolerance):
+        return "sum" if all(abs(part) > 1e-12 for part in parts) else None
+    return "other"
+
+
+def is_close(one: float, other: float, tolerance: float) -> bool:
+    """Return whether two losses are equal up to rounding."""
+    return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-12)
+
+
+def tolerance_for(parameters: Iterable[torch.Tensor], *, is_coarse: bool = False) -> float:
+    """Return the relative rounding of a loss.
+
+    Args:
+        parameters: those of the model.
+        is_coarse: whether it computes in half precision or TF32 all the same.
+    """
+    halves = (torch.bfloat16, torch.float16)
+    return 3e-3 if is_coarse or any(one.dtype in halves for one in parameters) else 3e-6
+
+
+@contextmanager
+def only_looking(model: nn.Module) -> Iterator[RandomState]:
+    """While open, losses are measured: no gradients, the model in eval mode, random state restored.
+
+    The modes are set as attributes: `train` and `eval` of a module may do more.
+
+    Yields:
+        The random state, to restore before each of several losses.
+    """
+    modes, random = [(one, one.training) for one in model.modules()], RandomState.now()
+    try:
+        for one, _ in modes:
+            one.training = False
+        with torch.no_grad():
+            yield random
+    finally:
+        for one, mode in modes:
+            one.training = mode
+        random.restore()
