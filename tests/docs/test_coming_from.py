@@ -61,6 +61,11 @@ def theirs_of(page: str, code: str) -> Any:
     package = {"hugging-face": "transformers"}.get(page, page)
     if page in ("megatron", "torchtitan") or find_spec(package) is None:
         return None
+    if page == "composer":
+        importlib.import_module("tests.integrations.torchvision_operators")
+        for part in ("optim", "algorithms"):
+            names |= vars(importlib.import_module(f"composer.{part}"))
+        return eval(f"dict({code})", names)
     if page == "hugging-face":
         settings = eval(f"dict({code})")
         return importlib.import_module("transformers").TrainingArguments(
@@ -74,7 +79,7 @@ def theirs_of(page: str, code: str) -> Any:
         accelerate = importlib.import_module("accelerate")
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         return eval(code, dict(vars(accelerate)))
-    return eval(f"dict({code})", dict(vars(importlib.import_module(package))))
+    raise AssertionError(f"{page} is not known")
 
 
 def ours_of(code: str, tmp_path: Path) -> Any:

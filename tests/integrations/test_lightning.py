@@ -131,6 +131,60 @@ def test_evaluations_and_checkpoints_in_times(tmp_path: Path) -> None:
     assert saved == {f"sample={end}.ckpt" for end in due}
 
 
+class Stops(Callback):
+    """Sets `trainer.should_stop` after a micro-batch, as `EarlyStopping` and `Timer` do."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop |= trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.at
+
+
+SAVES: dict[str, dict[str, Any]] = {
+    "after the epoch": {"save_on_train_epoch_end": True},
+    "after the evaluation": {"save_on_train_epoch_end": False},
+    "after each step": {"every_n_train_steps": 1},
+}
+
+
+# In both epochs; inside a step and after one; the last micro-batch of the first epoch is the 22nd.
+@pytest.mark.parametrize("stop", [1, 7, 15, 21, 22, 23, 30, 37])
+@pytest.mark.parametrize("saves", SAVES)
+def test_a_run_that_is_stopped_resumes_to_its_end(
+    saves: str, stop: int, tmp_path: Path, big_batches: Tensor
+) -> None:
+    save = ModelCheckpoint(tmp_path, save_last=True, **SAVES[saves])
+    first, before, run = lightning_toys.train(Stops(stop), save)
+    assert not run.is_done
+    saved, at = tmp_path / "last.ckpt", first.global_step
+    if not saved.exists():  # stopped inside the first step
+        assert at == 0
+        return
+    for size in (8, 5):
+        trainer, module, run = lightning_toys.train(resume=saved, size=size)
+        assert ids_of(before)[:at] + ids_of(module) == IDS
+        close(module.net, big_batches)
+        assert run.is_done
+        assert (trainer.global_step, trainer.current_epoch) == (len(IDS), 2)
+        assert module.validated[-1] == (len(IDS), 1)
+        assert trainer.fit_loop.epoch_loop._batches_that_stepped == len(IDS)  # x axis of loggers
+
+
+@pytest.mark.small
+@pytest.mark.parametrize("stop", [7, 22, 30])
+def test_a_second_fit_of_a_stopped_trainer_goes_on(stop: int) -> None:
+    trainer, module = lightning_toys.make_trainer(Stops(stop)), lightning_toys.Module()
+    batches, validation = lightning_toys.follow(trainer), DataLoader(toys.rows(), 50)
+    with pytest.warns(RuntimeWarning, match="before its end"):
+        trainer.fit(module, batches, validation)
+    module.seen.clear()  # those of the step that comes anew
+    trainer.fit(module, batches, validation)
+    assert ids_of(module) == IDS
+    assert batches.run.is_done
+    assert (trainer.global_step, trainer.current_epoch) == (len(IDS), 2)
+
+
 def test_early_stopping_sees_each_evaluation() -> None:
     stop = EarlyStopping("validation/loss", patience=1, mode="max")
     _, module, run = lightning_toys.train(stop, every={"evaluate": "0.2ep"})
@@ -473,31 +527,28 @@ def test_two_ranks(
         close(module.net, big_batches)
 
 
+@pytest.mark.small
 def test_fabric_needs_no_adapter(big_batches: Tensor, tmp_path: Path) -> None:
-    code = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
-    code = code.split("### Fabric")[1].split("```python")[1].split("```")[0]
-    code = code.replace('"0sp:16 300sp:64"', "SIZES").replace('{"lr": 1.0}', "SCHEDULES")
-    code = code.replace('"last.ckpt"', "SAVED").replace('="2ep"', '="2ep", loading=LOADING')
-    model, seen = toys.network(), []
-
-    def loss_of(model: Any, batch: Any) -> Tensor:
-        seen.extend(batch[2].tolist())
-        return toys.mean_loss(model, batch)
-
-    names: dict[str, Any] = {
-        "lightning": lightning,
-        "prepare": prepare,
-        "data": toys.rows(),
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters(), lr=toys.RATE),
-        "loss_of": loss_of,
-        "SIZES": toys.SIZES,
-        "SCHEDULES": toys.SCHEDULES,
-        "LOADING": Loading(seed=toys.SEED),
-        "SAVED": tmp_path / "last.ckpt",
-    }
-    exec(code, names)
-    assert sorted(seen) == sorted([*range(toys.N)] * 2)
-    close(model, big_batches)
-    saved = lightning.Fabric(accelerator="cpu", devices=1).load(tmp_path / "last.ckpt")
-    assert saved["run"] == names["run"].state_dict()
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    net = toys.network()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=toys.RATE))
+    run = prepare(
+        toys.rows(),
+        toys.SIZES,
+        max_duration="2ep",
+        schedules=toys.SCHEDULES,
+        micro_batch_size=8,
+        loading=Loading(seed=toys.SEED),
+    )
+    run.bind(optimizer, rank=fabric.global_rank, world_size=fabric.world_size)
+    while not run.is_done:
+        for micro in run.micro_batches():
+            with fabric.no_backward_sync(model, enabled=not micro.is_last):
+                fabric.backward(micro.weight * toys.mean_loss(model, micro.batch))
+            if micro.is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+                run.finish()
+    close(net, big_batches)
+    fabric.save(tmp_path / "last.ckpt", {"run": run})
+    assert fabric.load(tmp_path / "last.ckpt")["run"] == run.state_dict()

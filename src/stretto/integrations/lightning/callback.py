@@ -22,7 +22,15 @@ from torch import Tensor
 from stretto.batching import NO_SIGNALS
 from stretto.data.weights import Units
 from stretto.errors import CheckpointError
-from stretto.integrations.shared import BY_SIZE, StepMeter, counted_steps, refuse
+from stretto.integrations.shared import (
+    BY_SIZE,
+    StepMeter,
+    counted_steps,
+    ends_epoch,
+    is_over,
+    refuse,
+    warn_of_end,
+)
 from stretto.planning.bind import UNKNOWN, end_of, planned_micro_batches
 from stretto.run import Run
 
@@ -188,6 +196,13 @@ class Accumulation(float):
         return int, (1,)
 
 
+class _NeverReached(int):
+    """`trainer.max_epochs` for those who read it; Lightning asks `epochs >= it`: the run ends."""
+
+    def __le__(self, _: object) -> bool:
+        return False
+
+
 @final
 class FollowRun(Callback):
     """Weighs the losses, moves the clock, and says when to evaluate and to save."""
@@ -293,7 +308,8 @@ class FollowRun(Callback):
         self._is_open = False
         end, num_samples = end_of(self._run.prepared), self._run.horizon.dataset_num_samples
         trainer.fit_loop.epoch_loop.max_steps = -1
-        trainer.fit_loop.max_epochs = math.ceil(end / num_samples) if end and num_samples else -1
+        num_epochs = math.ceil(end / num_samples) if end and num_samples else -1
+        trainer.fit_loop.max_epochs = _NeverReached(num_epochs)
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Set the progress in the epoch to that of the run.
@@ -305,22 +321,44 @@ class FollowRun(Callback):
         refuse((is_other, "train on another dataloader", "a run is attached", instead))
         self._global_step = trainer.global_step
         trainer.val_check_batch = UNKNOWN
-        run, loop = self._run, trainer.fit_loop.epoch_loop
-        num_samples = run.horizon.dataset_num_samples
-        if not loop.restarting or num_samples is None or len(self._batches) == UNKNOWN:
-            return
-        now = run.timer.timestamp
-        done = planned_micro_batches(
-            run.prepared,
-            now.epoch * num_samples,
-            now.sample,
-            world_size=run.loader.world_size,
-            micro_batch_size=run.loader.micro_batch_size,
-        )
-        progress = loop.batch_progress.current
-        progress.ready = progress.started = progress.processed = done
-        # Lightning counts the batch after which it was saved when it restarts.
-        progress.completed = done - int(loop.restarted_on_train_batch_end)
+        self._set_progress(trainer)
+
+    def _set_progress(self, trainer: Trainer) -> None:
+        """Set Lightning's counters of epochs and batches to where the run is.
+
+        They count a stopped epoch as a whole one, and other ranks or micro-batches than those of a
+        checkpoint change the number of batches.
+        """
+        run, loop = self._run, trainer.fit_loop
+        now, num_samples = run.timer.timestamp, run.horizon.dataset_num_samples
+        epoch, is_inside = now.epoch, not ends_epoch(run)
+        if now.batch_in_epoch and not is_inside:
+            epoch += 1
+        for one in (loop.epoch_progress.total, loop.epoch_progress.current):
+            one.ready = one.started = epoch + is_inside
+            one.processed = one.completed = epoch
+        inner, progress = loop.epoch_loop, loop.epoch_loop.batch_progress
+        done = progress.current.processed
+        if is_inside and num_samples is not None and len(self._batches) != UNKNOWN:
+            done = planned_micro_batches(
+                run.prepared,
+                now.epoch * num_samples,
+                now.sample,
+                world_size=run.loader.world_size,
+                micro_batch_size=run.loader.micro_batch_size,
+            )
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress.current, name, done)
+        progress.is_last_batch = False
+        inner._batches_that_stepped = now.batch
+        # `restarted_on_last`: no batch is counted once more.
+        loop.restarting = is_inside
+        loop._restart_stage = "restarted_mid_epoch" if is_inside else "none"
+        inner._restart_stage = "restarted_on_last" if is_inside else "none"
+
+    def on_train_end(self, *_: Any) -> None:
+        """Warn if the run has not reached its end."""
+        warn_of_end(self._run, "Lightning", "fit(..., ckpt_path=...)")
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         """Keep the dataloaders during the epoch."""
@@ -375,7 +413,7 @@ class FollowRun(Callback):
             return
         self._global_step = trainer.global_step
         due = self._run.finish(self._signals)
-        if self._run.is_done:
+        if is_over(self._run):
             trainer.should_stop = True
         if "evaluate" in due:
             trainer.val_check_batch = 1
