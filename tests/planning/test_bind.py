@@ -153,6 +153,8 @@ def test_an_error_can_say_where_it_comes_from(
     assert open_places == [place]
 
 
-@pytest.mark.parametrize(("policy", "least"), [("0ep:8 1ep:16", 8), ("0ep:16 1ep:24", 16), (48, 16)])
+@pytest.mark.parametrize(
+    ("policy", "least"), [("0ep:8 1ep:16", 8), ("0ep:16 1ep:24", 16), (48, 16)]
+)
 def test_the_smallest_step_is_that_of_a_stage_or_of_a_cut(policy: Any, least: int) -> None:
     assert smallest_step(bind_run(Horizon("2ep", dataset_num_samples=64), policy)) == least
