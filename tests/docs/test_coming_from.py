@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ def theirs_of(page: str, code: str) -> Any:
     package = {"hugging-face": "transformers"}.get(page, page)
     if page in ("megatron", "torchtitan") or find_spec(package) is None:
         return None
+    if page == "composer":
+        importlib.import_module("tests.integrations.torchvision_operators")
+        for part in ("optim", "algorithms"):
+            names |= vars(importlib.import_module(f"composer.{part}"))
+        return eval(f"dict({code})", names)
     if page == "hugging-face":
         settings = eval(f"dict({code})")
         return importlib.import_module("transformers").TrainingArguments(
@@ -74,7 +80,7 @@ def theirs_of(page: str, code: str) -> Any:
         accelerate = importlib.import_module("accelerate")
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         return eval(code, dict(vars(accelerate)))
-    return eval(f"dict({code})", dict(vars(importlib.import_module(package))))
+    raise AssertionError(f"{page} is not known")
 
 
 def ours_of(code: str, tmp_path: Path) -> Any:
@@ -101,6 +107,32 @@ def test_a_row(
         assert factor(now) == pytest.approx(peer.optimizer.param_groups[0]["lr"], abs=1e-9)
         peer.optimizer.step()
         peer.step()
+
+
+HOSTS = {
+    "accelerate": "accelerate:Accelerator",
+    "composer": "composer:Trainer",
+    "hugging-face": "transformers:TrainingArguments",
+    "lightning": "lightning:Trainer",
+}
+GIVEN = re.compile(r"(\w+)=")
+
+
+@pytest.mark.parametrize("page", HOSTS)
+def test_arguments_that_a_page_names_exist(page: str) -> None:
+    package, _, host = HOSTS[page].partition(":")
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    if page == "composer":
+        importlib.import_module("tests.integrations.torchvision_operators")
+    adapter = importlib.import_module(f"stretto.integrations.{page.replace('-', '')}")
+    known = {*signature(adapter.attach).parameters} | {
+        *signature(getattr(importlib.import_module(package), host)).parameters
+    }
+    text = next(one for one in PAGES if one.stem == page).read_text(encoding="utf-8")
+    said = text.partition("## Move to ours")[0].partition("Refused:")[0]
+    named = {name for code in re.findall(r"`([^`\n]+)`", said) for name in GIVEN.findall(code)}
+    assert named - known == set()
 
 
 def test_every_page_has_rows() -> None:

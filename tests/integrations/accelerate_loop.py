@@ -69,7 +69,7 @@ def train(
     model, optimizer = accelerator.prepare(model, optimizer)
     assert is_sharded == (type(next(model.parameters())) is not nn.Parameter)
     loader, scheduler = attach(
-        accelerator, loader, optimizer, sizes, SCHEDULES,
+        accelerator, sizes, SCHEDULES, data=loader, optimizer=optimizer,
         max_duration="2ep", every={"evaluate": "70sp"}, loading=Loading(seed=SEED), model=model,
         units=weight_of if is_weighted else "samples", **options,
     )  # fmt: skip

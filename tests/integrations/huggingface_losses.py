@@ -204,6 +204,40 @@ CASES: dict[str, Case] = {
         function=divided_function,
     ),
 }
+
+
+class Rare(hf.Trainer):
+    """A mean with weights of samples, of which few are not one."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"]).logits
+        each = nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+        return (inputs["weight"] * each).sum() / inputs["weight"].sum()
+
+
+class Changes(hf.Trainer):
+    """A mean over samples; from the fourth step on, a sum."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"]).logits
+        how = "mean" if self.state.global_step < 3 else "sum"
+        return nn.functional.cross_entropy(logits, inputs["labels"], reduction=how)
+
+
+_WEIGHTS = torch.ones(N, dtype=DOUBLE)
+_WEIGHTS[::7] = 30.0
+RARE = case(
+    "BertForSequenceClassification",
+    _BERT | _THREE,
+    _CLASSES | {"weight": _WEIGHTS},
+    kind=Rare,
+)
+CHANGES = case("BertForSequenceClassification", _BERT | _THREE, _CLASSES, kind=Changes)
+CAUSAL = {
+    "gpt2": case("GPT2LMHeadModel", _GPT, _TEXT | {"labels": _IDS}),
+    "bert": case("BertLMHeadModel", _BERT | {"is_decoder": True}, _TEXT | {"labels": _IDS}),
+    "llama": case("LlamaForCausalLM", _LLAMA, _TEXT | {"labels": _IDS}),
+}
 WEIGHTED = case(
     "BertForSequenceClassification",
     _BERT | {"num_labels": 2},

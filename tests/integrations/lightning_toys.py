@@ -80,7 +80,7 @@ def follow(
 ) -> MicroBatches:
     loader = DataLoader(rows(), size, shuffle=True)
     settings = {"schedules": SCHEDULES, "loading": Loading(seed=SEED), **settings}
-    return attach(trainer, loader, policy, **settings)
+    return attach(trainer, policy, data=loader, **settings)
 
 
 def train(*callbacks: Callback, module: Any = None, resume: Any = None, **settings: Any) -> Any:

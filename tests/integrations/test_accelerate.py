@@ -89,7 +89,9 @@ def test_a_state_saved_in_the_loop_resumes_after_that_step(
 def test_the_length_is_that_of_the_epoch() -> None:
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    loader, _ = attach(accelerator, range(20), optimizer, "0sp:8 20sp:5", max_duration="2ep")
+    loader, _ = attach(
+        accelerator, "0sp:8 20sp:5", data=range(20), optimizer=optimizer, max_duration="2ep"
+    )
     for steps in (3, 4):
         assert len(loader) == steps
         assert len(list(loader)) == steps
@@ -132,7 +134,9 @@ def refused(**settings: Any) -> None:
     data: Any = DataLoader(TensorDataset(loop.X), batch_size=4)
     if settings.pop("is_prepared", False):
         data = accelerator.prepare(data)
-    attach(accelerator, data, optimizer, settings.pop("sizes", 8), max_duration="1ep")
+    attach(
+        accelerator, settings.pop("sizes", 8), data=data, optimizer=optimizer, max_duration="1ep"
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,12 @@ def own_loop(every: int, *, micro_batch_size: int = 4, skips: bool = False) -> A
     model, optimizer = accelerator.prepare(model, optimizer)
     data = TensorDataset(loop.X, loop.Y)
     loader, _ = attach(
-        accelerator, data, optimizer, 16, max_duration="1ep", micro_batch_size=micro_batch_size
+        accelerator,
+        16,
+        data=data,
+        optimizer=optimizer,
+        max_duration="1ep",
+        micro_batch_size=micro_batch_size,
     )
     for number, (x, y) in enumerate(loader):
         accelerator.backward((model(x) - y).square().mean())
@@ -164,6 +173,110 @@ def own_loop(every: int, *, micro_batch_size: int = 4, skips: bool = False) -> A
             optimizer.step()
             optimizer.zero_grad()
     return loader.run.timer.batch
+
+
+def mean_loss(model: Any, x: Any, y: Any) -> Any:
+    return (model(x) - y).square().mean()
+
+
+def zero_first(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    optimizer.zero_grad()
+    accelerator.backward(mean_loss(model, x, y))
+    optimizer.step()
+
+
+def plain_backward(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    mean_loss(model, x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def of_loss(loss_of: Any) -> Any:
+    def body(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+        accelerator.backward(loss_of(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return body
+
+
+def contrastive(model: Any, x: Any, y: Any) -> Any:
+    rows = torch.nn.functional.normalize(torch.cat([model(x), x], 1))
+    others = torch.nn.functional.normalize(torch.cat([model(x.flip(1)), x], 1))
+    return torch.nn.functional.cross_entropy(rows @ others.T / 0.1, torch.arange(len(x)))
+
+
+def average_of_sum(model: Any, x: Any, y: Any) -> Any:
+    return torch.nn.functional.mse_loss(model(x), y, reduction="sum") / len(x)
+
+
+def average_of_terms(model: Any, x: Any, y: Any) -> Any:
+    return (mean_loss(model, x, y) + model(x).abs().mean()) / 2
+
+
+def train_with(body: Any, **settings: Any) -> torch.Tensor:
+    accelerator, model = Accelerator(cpu=True), loop.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    settings = {"data": DataLoader(TensorDataset(loop.X, loop.Y), batch_size=4), **settings}
+    loader, _ = attach(accelerator, 16, optimizer=optimizer, max_duration="1ep", **settings)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            body(accelerator, model, optimizer, *batch)
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+@pytest.mark.small
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (zero_first, "zero_grad"),
+        (plain_backward, "accelerator.backward"),
+        (of_loss(lambda *given: mean_loss(*given) / 2), "divided by 2.0"),
+        (of_loss(lambda *given: 0.5 * (mean_loss(*given) / 4)), "divided by 4.0"),
+        (of_loss(contrastive), "compares the samples"),
+    ],
+    ids=["zero_grad first", "loss.backward", "divided", "divided and scaled", "contrastive"],
+)
+def test_common_mistakes_are_refused_in_the_first_step(body: Any, said: str) -> None:
+    with pytest.raises(TrainingError, match=said):
+        train_with(body)
+
+
+@pytest.mark.small
+@pytest.mark.parametrize("loss_of", [mean_loss, average_of_sum, average_of_terms])
+def test_losses_that_are_means_are_not_refused(loss_of: Any) -> None:
+    whole = train_with(of_loss(loss_of), micro_batch_size=16)
+    torch.testing.assert_close(train_with(of_loss(loss_of)), whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.small
+def test_what_a_loss_over_tokens_is_a_mean_of_must_be_said() -> None:
+    labels = torch.arange(loop.N).remainder(3)[:, None].expand(-1, 2).clone()
+    labels[::5, 1] = -100
+    body = of_loss(lambda model, x, y: torch.nn.functional.cross_entropy(
+        torch.cat([model(x), model(x), x[:, :1]], 1)[:, :, None].expand(-1, -1, 2), y
+    ))  # fmt: skip
+    data = DataLoader(TensorDataset(loop.X, labels), batch_size=4)
+    with pytest.raises(TrainingError, match="units='tokens'"):
+        train_with(body, data=data)
+    whole = train_with(body, data=data, micro_batch_size=16)
+    found = train_with(body, data=data, units="tokens")
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.small
+def test_an_accelerator_may_be_attached_to_again() -> None:
+    accelerator, model = Accelerator(cpu=True), loop.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for size, steps in ((16, 10), (8, 19)):
+        data = DataLoader(TensorDataset(loop.X, loop.Y), batch_size=4)
+        loader, _ = attach(accelerator, size, data=data, optimizer=optimizer, max_duration="1ep")
+        for batch in loader:
+            with accelerator.accumulate(model):
+                of_loss(mean_loss)(accelerator, model, optimizer, *batch)
+        assert loader.run.timer.batch == steps
 
 
 @pytest.mark.small

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs stretto[huggingface]")
 pytest.importorskip("datasets", reason="needs datasets: make test-adapters")
@@ -17,6 +18,7 @@ from tests.integrations import huggingface_losses as losses
 from tests.integrations.huggingface_losses import CASES, MIXTRAL, WEIGHTED
 
 from stretto.errors import TrainingError
+from stretto.ordering import SampleOrder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -47,6 +49,26 @@ def test_a_loss_that_is_no_mean_is_refused_in_parts_only(made: losses.Case) -> N
         with pytest.raises(TrainingError, match="router"):
             losses.train(made, size)
     losses.train(made, 16)
+
+
+@pytest.mark.parametrize("made", [losses.RARE, losses.CHANGES], ids=["rare weights", "changes"])
+def test_a_loss_that_looks_like_a_mean_at_first_is_refused_later(made: losses.Case) -> None:
+    losses.train(made, 16)
+    with pytest.raises(TrainingError, match="micro-batches"):
+        losses.train(made, 4)
+
+
+@pytest.mark.parametrize("name", losses.CAUSAL)
+def test_the_loss_of_a_causal_model_is_the_mean_over_its_targets(name: str) -> None:
+    make, columns, _ = losses.CAUSAL[name]
+    torch.manual_seed(0)
+    model = make().double().train()
+    first = [at for at in SampleOrder(losses.N, seed=42)][:8]
+    expected = model(**{key: value[first] for key, value in columns.items()}).loss.item()
+    for size in (4, 16):
+        weights, logged = losses.train(losses.CAUSAL[name], size)
+        assert logged[0] == pytest.approx(expected, rel=1e-5)
+        assert weights == pytest.approx(losses.train(losses.CAUSAL[name], 8)[0], rel=0, abs=1e-10)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from tests.integrations import lightning_toys, toys
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -129,6 +130,60 @@ def test_evaluations_and_checkpoints_in_times(tmp_path: Path) -> None:
     ends = [sum(map(len, IDS[: count + 1])) for count in range(len(IDS))]
     due = {next(end for end in ends if end >= at) for at in (100, 200, 300)}
     assert saved == {f"sample={end}.ckpt" for end in due}
+
+
+class Stops(Callback):
+    """Sets `trainer.should_stop` after a micro-batch, as `EarlyStopping` and `Timer` do."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop |= trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.at
+
+
+SAVES: dict[str, dict[str, Any]] = {
+    "after the epoch": {"save_on_train_epoch_end": True},
+    "after the evaluation": {"save_on_train_epoch_end": False},
+    "after each step": {"every_n_train_steps": 1},
+}
+
+
+# In both epochs; inside a step and after one; the last micro-batch of the first epoch is the 22nd.
+@pytest.mark.parametrize("stop", [1, 7, 15, 21, 22, 23, 30, 37])
+@pytest.mark.parametrize("saves", SAVES)
+def test_a_run_that_is_stopped_resumes_to_its_end(
+    saves: str, stop: int, tmp_path: Path, big_batches: Tensor
+) -> None:
+    save = ModelCheckpoint(tmp_path, save_last=True, **SAVES[saves])
+    first, before, run = lightning_toys.train(Stops(stop), save)
+    assert not run.is_done
+    saved, at = tmp_path / "last.ckpt", first.global_step
+    if not saved.exists():  # stopped inside the first step
+        assert at == 0
+        return
+    for size in (8, 5):
+        trainer, module, run = lightning_toys.train(resume=saved, size=size)
+        assert ids_of(before)[:at] + ids_of(module) == IDS
+        close(module.net, big_batches)
+        assert run.is_done
+        assert (trainer.global_step, trainer.current_epoch) == (len(IDS), 2)
+        assert module.validated[-1] == (len(IDS), 1)
+        assert trainer.fit_loop.epoch_loop._batches_that_stepped == len(IDS)  # x axis of loggers
+
+
+@pytest.mark.small
+@pytest.mark.parametrize("stop", [7, 22, 30])
+def test_a_second_fit_of_a_stopped_trainer_goes_on(stop: int) -> None:
+    trainer, module = lightning_toys.make_trainer(Stops(stop)), lightning_toys.Module()
+    batches, validation = lightning_toys.follow(trainer), DataLoader(toys.rows(), 50)
+    with pytest.warns(RuntimeWarning, match="before its end"):
+        trainer.fit(module, batches, validation)
+    module.seen.clear()  # those of the step that comes anew
+    trainer.fit(module, batches, validation)
+    assert ids_of(module) == IDS
+    assert batches.run.is_done
+    assert (trainer.global_step, trainer.current_epoch) == (len(IDS), 2)
 
 
 def test_early_stopping_sees_each_evaluation() -> None:
@@ -259,6 +314,71 @@ def test_manual_optimization_as_it_was_is_refused() -> None:
         lightning_toys.train(module=Stock())
 
 
+class Sums(lightning_toys.Module):
+    def mean_loss(self, batch: Any) -> Tensor:
+        return super().mean_loss(batch) * len(batch[0])
+
+
+class Compares(lightning_toys.Module):
+    def mean_loss(self, batch: Any) -> Tensor:
+        found = self.net(batch[0])
+        return torch.cdist(found, found).mean() + super().mean_loss(batch)
+
+
+class Weighted(lightning_toys.Module):
+    def mean_loss(self, batch: Any) -> Tensor:
+        weights = 1.0 + batch[2][:, None] % 3
+        return (weights * (self.net(batch[0]) - batch[1]).square()).sum() / weights.sum()
+
+
+class Manual(lightning_toys.Module):
+    """Manual optimization without the weight, or with gradients cleared before each pass."""
+
+    def __init__(self, *, is_weighted: bool, clears: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.is_weighted, self.clears = is_weighted, clears
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        batches: Any = self.trainer.train_dataloader
+        optimizer: Any = self.optimizers()
+        if self.clears:
+            optimizer.zero_grad()
+        weight = batches.weight if self.is_weighted else 1.0
+        self.manual_backward(weight * self.mean_loss(batch))
+        if batches.is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.small
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (Sums(), "is not the mean over samples"),
+        (Compares(), "is not the mean over samples"),
+        (Weighted(), "is not the mean over samples"),
+        (Manual(is_weighted=False), "dataloader.weight"),
+        (Manual(is_weighted=True, clears=True), "zero_grad"),
+    ],
+    ids=["a sum", "compares", "weighted", "no weight", "cleared"],
+)
+def test_common_mistakes_are_refused_in_the_first_step_of_several(module: Any, why: str) -> None:
+    with pytest.raises(TrainingError, match=why):
+        lightning_toys.train(module=module)
+
+
+def test_what_a_module_notes_is_not_measured() -> None:
+    module = Weighted()
+    trainer = lightning_toys.make_trainer()
+
+    def weights(batch: Any) -> int:
+        return int((1 + batch[2] % 3).sum())
+
+    trainer.fit(module, lightning_toys.follow(trainer, units=weights))
+    assert ids_of(module) == IDS
+
+
 class Data(LightningDataModule):
     """Splits its rows anew whenever it is set up."""
 
@@ -286,8 +406,8 @@ def test_a_data_module_is_followed(big_batches: Tensor) -> None:
         module, data = lightning_toys.Module(), Data()
         trainer = lightning_toys.make_trainer()
         loading = Loading(seed=toys.SEED)
-        attach(trainer, data, toys.SIZES, toys.SCHEDULES, loading=loading)
-        attach(trainer, data, toys.SIZES, toys.SCHEDULES, loading=loading)
+        attach(trainer, toys.SIZES, toys.SCHEDULES, data=data, loading=loading)
+        attach(trainer, toys.SIZES, toys.SCHEDULES, data=data, loading=loading)
         trainer.fit(module, datamodule=data)
         assert data.calls.count("fit") == 2, "Lightning has not set it up again"
         assert ids_of(module) == IDS
@@ -295,10 +415,38 @@ def test_a_data_module_is_followed(big_batches: Tensor) -> None:
         assert module.validated == [(EPOCH, 0), (len(IDS), 1)]
 
 
+@pytest.mark.small
+def test_a_data_module_may_read_its_trainer_and_has_one_dataloader() -> None:
+    class Reads(Data):
+        def train_dataloader(self) -> Any:
+            assert self.trainer is not None
+            return DataLoader(self.rows, batch_size=self.trainer.world_size * 8)
+
+    class Several(Data):
+        def train_dataloader(self) -> Any:
+            return [DataLoader(self.rows, batch_size=8)] * 2
+
+    trainer = lightning_toys.make_trainer()
+    attach(trainer, 16, data=Reads(), max_duration="32sp")
+    with pytest.raises(StrettoError, match="one DataLoader"):
+        attach(trainer, 16, data=Several(), max_duration="32sp")
+    with pytest.raises(StrettoError, match="one DataLoader"):
+        attach(trainer, 16, data=[DataLoader(toys.rows(), 8)] * 2, max_duration="32sp")
+
+
+def test_a_tuner_is_told_what_the_user_did() -> None:
+    trainer = lightning_toys.make_trainer()
+    batches = lightning_toys.follow(trainer)
+    module = lightning_toys.Module()
+    module.lr = 1e-3  # type: ignore[assignment]
+    with pytest.raises(TrainingError, match="lr_find"):
+        Tuner(trainer).lr_find(module, batches, num_training=3)
+
+
 def test_losses_whose_value_is_kept_for_backward_are_weighted() -> None:
     class Root(lightning_toys.Module):
         def mean_loss(self, batch: Any) -> Tensor:
-            return super().mean_loss(batch).sqrt()
+            return super().mean_loss(batch).exp().log()
 
     _, module, _ = lightning_toys.train(module=Root())
     assert ids_of(module) == IDS
@@ -361,7 +509,7 @@ def test_epoch_schedulers_step_over_data_of_unknown_length() -> None:
             return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
     trainer, module = lightning_toys.make_trainer(), Scheduled()
-    trainer.fit(module, attach(trainer, Stream(), 8))
+    trainer.fit(module, attach(trainer, 8, data=Stream()))
     assert sorted(set(module.rates)) == [5e-4, 1e-3]
 
 
@@ -447,7 +595,7 @@ def test_the_hooks_that_lightning_does_not_document_exist() -> None:
     assert len(seen["names"]) == 9
     # A batch that is in the middle of an epoch is no step: Lightning asks `ready % it`.
     trainer = lightning_toys.make_trainer()
-    batches = attach(trainer, DataLoader(toys.rows(), 8), 24, max_duration="1ep")
+    batches = attach(trainer, 24, data=DataLoader(toys.rows(), 8), max_duration="1ep")
     module = lightning_toys.Module()
     trainer.fit(module, batches)
     assert [len(step) for step in module.steps] == [24] * 6 + [6]
@@ -473,31 +621,28 @@ def test_two_ranks(
         close(module.net, big_batches)
 
 
+@pytest.mark.small
 def test_fabric_needs_no_adapter(big_batches: Tensor, tmp_path: Path) -> None:
-    code = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
-    code = code.split("### Fabric")[1].split("```python")[1].split("```")[0]
-    code = code.replace('"0sp:16 300sp:64"', "SIZES").replace('{"lr": 1.0}', "SCHEDULES")
-    code = code.replace('"last.ckpt"', "SAVED").replace('="2ep"', '="2ep", loading=LOADING')
-    model, seen = toys.network(), []
-
-    def loss_of(model: Any, batch: Any) -> Tensor:
-        seen.extend(batch[2].tolist())
-        return toys.mean_loss(model, batch)
-
-    names: dict[str, Any] = {
-        "lightning": lightning,
-        "prepare": prepare,
-        "data": toys.rows(),
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters(), lr=toys.RATE),
-        "loss_of": loss_of,
-        "SIZES": toys.SIZES,
-        "SCHEDULES": toys.SCHEDULES,
-        "LOADING": Loading(seed=toys.SEED),
-        "SAVED": tmp_path / "last.ckpt",
-    }
-    exec(code, names)
-    assert sorted(seen) == sorted([*range(toys.N)] * 2)
-    close(model, big_batches)
-    saved = lightning.Fabric(accelerator="cpu", devices=1).load(tmp_path / "last.ckpt")
-    assert saved["run"] == names["run"].state_dict()
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    net = toys.network()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=toys.RATE))
+    run = prepare(
+        toys.rows(),
+        toys.SIZES,
+        max_duration="2ep",
+        schedules=toys.SCHEDULES,
+        micro_batch_size=8,
+        loading=Loading(seed=toys.SEED),
+    )
+    run.bind(optimizer, rank=fabric.global_rank, world_size=fabric.world_size)
+    while not run.is_done:
+        for micro in run.micro_batches():
+            with fabric.no_backward_sync(model, enabled=not micro.is_last):
+                fabric.backward(micro.weight * toys.mean_loss(model, micro.batch))
+            if micro.is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+                run.finish()
+    close(net, big_batches)
+    fabric.save(tmp_path / "last.ckpt", {"run": run})
+    assert fabric.load(tmp_path / "last.ckpt")["run"] == run.state_dict()

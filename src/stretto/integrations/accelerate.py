@@ -1,4 +1,4 @@
-"""`attach(accelerator, ...)`: stretto in loops of Hugging Face Accelerate.
+"""`attach(accelerator, batch_size, schedules, data=..., optimizer=...)`: in loops of Accelerate.
 
 The loop with `accelerator.accumulate(model)`, `accelerator.backward(loss)` and `optimizer.step()`
 stays as it is. Before each micro-batch, two public attributes of the accelerator are set:
@@ -25,8 +25,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
-from stretto.data import move_batch
+from stretto.data import MicroBatch, Step, count_target_tokens, move_batch
 from stretto.data.weights import Units, check_units, units_of
+from stretto.errors import DataError
+from stretto.integrations.contract import FirstStep, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
@@ -41,14 +43,14 @@ from stretto.timing import TimeLike, Trigger
 
 def attach(
     accelerator: Accelerator,
-    data: Any,
-    optimizer: Optimizer | Sequence[Optimizer],
     batch_size: PolicyLike,
     schedules: Mapping[str, Any] | None = None,
     *,
+    data: Any,
+    optimizer: Optimizer | Sequence[Optimizer],
     max_duration: TimeLike,
     rule: RuleLike | None = None,
-    units: Units = "samples",
+    units: Units | None = None,
     every: Mapping[str, Trigger | TimeLike] | None = None,
     micro_batch_size: int | None = None,
     loading: Loading | None = None,
@@ -60,13 +62,14 @@ def attach(
 
     Args:
         accelerator: the accelerator.
-        data: a `DataLoader` that is not prepared, or what else `StepLoader` takes.
-        optimizer: the prepared one; or several, of which the last to step in the loop is the last.
         batch_size: samples of one step over all ranks: a number, a text, a policy.
         schedules: by hyper-parameter.
+        data: a `DataLoader` that is not prepared, or what else `StepLoader` takes.
+        optimizer: the prepared one; or several, of which the last to step in the loop is the last.
         max_duration: how long the run is.
         rule: how learning rates follow the batch size.
-        units: what the loss is a mean over: samples, target tokens, or a function that counts them.
+        units: what the loss is a mean over: "samples", "tokens" (targets), or a function that
+            counts them. None: samples; refused if micro-batches have other targets per sample.
         every: by a name of yours, when `loader.due` has that name.
         micro_batch_size: the most samples of a micro-batch; None: the batch size of a `DataLoader`.
         loading: how data are loaded.
@@ -75,15 +78,32 @@ def attach(
     Raises:
         StrettoError: the arguments do not fit; the message says what to write instead.
     """
+    each: Any = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    is_other = not isinstance(each, Sequence) or not all(isinstance(one, Optimizer) for one in each)
+    host, what = type(accelerator).__name__, f"follow optimizer={type(optimizer).__name__}"
+    refuse(
+        (
+            not isinstance(accelerator, Accelerator),
+            f"attach to {host}",
+            "it is none",
+            "pass an Accelerator",
+        ),
+        (is_other, what, "it is no optimizer", "pass what accelerator.prepare returned"),
+    )
     steps, kind = accelerator.gradient_accumulation_steps, accelerator.distributed_type
     engines = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     prepared = isinstance(data, (DataLoaderShard, DataLoaderDispatcher))
     refuse(
         (kind in engines, f"use {kind.value}", "it accumulates by itself", "use DDP or FSDP2"),
-        (steps != 1, f"use gradient_accumulation_steps={steps}", BY_SIZE, "leave it out"),
+        (
+            steps != 1 and type(steps) is not _Share,
+            f"use gradient_accumulation_steps={steps}",
+            BY_SIZE,
+            "leave it out",
+        ),
         (prepared, f"read {type(data).__name__}", "it is cut for ranks", "do not prepare the data"),
     )
-    check_units(units)
+    check_units("samples" if units is None else units)
     if micro_batch_size is None and isinstance(data, DataLoader):
         micro_batch_size = data.batch_size
     run = prepare(
@@ -96,7 +116,6 @@ def attach(
         micro_batch_size=micro_batch_size,
         loading=loading,
     )
-    each = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     run.bind(each, rank=accelerator.process_index, world_size=accelerator.num_processes)
     loader = MicroBatches(accelerator, run, units, model)
     inner = getattr(each[-1], "optimizer", each[-1])
@@ -109,12 +128,34 @@ class _NotAdded(float):
     """`accelerator.step` as the loader sets it; `accelerator.accumulate` adds 1, a plain float."""
 
 
+def _check_targets(step: Step) -> None:
+    """Refuse micro-batches of other targets per sample if nobody said what the loss is over.
+
+    Raises:
+        TrainingError: they have.
+    """
+    try:
+        each = [
+            (count_target_tokens(one.batch), one.num_samples) for one in step if one.num_samples
+        ]
+    except DataError:
+        return
+    is_other = any(count * each[0][1] != each[0][0] * size for count, size in each)
+    why = f"they have {[count for count, _ in each]} targets that are not -100"
+    instead = "pass units='tokens' if the loss is a mean over these, else units='samples'"
+    refuse((is_other, "weigh the losses of micro-batches", why, instead))
+
+
+class _Share(float):
+    """`accelerator.gradient_accumulation_steps` as the loader sets it."""
+
+
 @final
 class MicroBatches:
     """The micro-batches of an epoch, on the device; made by `attach`."""
 
     def __init__(
-        self, accelerator: Accelerator, run: Run, units: Units, model: nn.Module | None
+        self, accelerator: Accelerator, run: Run, units: Units | None, model: nn.Module | None
     ) -> None:
         self.run = run
         self._accelerator, self._units = accelerator, units
@@ -127,8 +168,13 @@ class MicroBatches:
         """Whether the present micro-batch is the last of its step."""
         self._has_stepped = False
         """Whether the optimizer has stepped before, so the loop trains."""
-        if run.loader.reads:
-            accelerator.backward = self._measured
+        self._first: FirstStep | None = FirstStep(run)
+        """Checks the first step of several micro-batches; None: done."""
+        self._checks: FirstStep | None = None
+        """The same, during that step."""
+        self._micro: MicroBatch | None = None
+        """The present micro-batch."""
+        accelerator.backward = self._measured
         if self._meter.averages_each:
             accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
@@ -152,21 +198,35 @@ class MicroBatches:
         accelerator, world_size = self._accelerator, self.run.loader.world_size
         for step in self.run.steps():
             step.micro_batches = list(self._meter.micro_batches(step))
-            own, total = units_of(step, self._units, world_size=world_size)
+            units = "samples" if self._units is None else self._units
+            own, total = units_of(step, units, world_size=world_size)
+            if self._units is None:
+                _check_targets(step)
+            self._checks = self._first if len(own) > 1 else None
+            if self._checks is not None:
+                self._checks.begin()
+                warn_of_batch_norm(*accelerator._models)
             self._loss, self._signals = 0.0, NO_SIGNALS
-            for number, (micro, units) in enumerate(zip(step, own, strict=True), 1):
-                self._is_last = is_last = number == len(own)
+            for number, (micro, count) in enumerate(zip(step, own, strict=True), 1):
+                self._micro, self._is_last = micro, number == len(own)
+                is_last = self._is_last
                 # accumulate() adds 1 and looks for a multiple of the steps; nan never is one.
                 accelerator.step = _NotAdded(-1 if is_last else math.nan)
-                accelerator.gradient_accumulation_steps = (
-                    total / (units * world_size) if units else math.inf
+                accelerator.gradient_accumulation_steps = _Share(
+                    total / (count * world_size) if count else math.inf
                 )
-                self._watch = self._meter.watch(micro, is_last=is_last, units=units, divisor=total)
+                self._watch = self._meter.watch(micro, is_last=is_last, units=count, divisor=total)
                 yield move_batch(micro.batch, accelerator.device)
             if self.run.is_open:  # the optimizer has not stepped, as after an overflow
                 is_outside = type(accelerator.step) is _NotAdded and accelerator.scaler is None
                 self._check(self._has_stepped and is_outside, "no optimizer step after some")
-                self.run.finish(self._signals)
+                self._finish()
+
+    def _finish(self) -> None:
+        if self._checks is not None:
+            self._checks.end()
+            self._first = self._checks = None
+        self.run.finish(self._signals)
 
     def note_update(self) -> None:
         """Count the step; the optimizer calls it.
@@ -177,17 +237,23 @@ class MicroBatches:
         self._check(self.run.is_open and not self._is_last, "an optimizer step inside a step")
         self._has_stepped = True
         if self.run.is_open:
-            self.run.finish(self._signals)
+            self._finish()
 
     def _check(self, is_wrong: object, why: str) -> None:
         instead = "run passes, step() and zero_grad() in 'with accelerator.accumulate(model):'"
         refuse((is_wrong, "accumulate the gradient of a step", f"there is {why}", instead))
 
     def _measured(self, loss: Tensor, **options: Any) -> None:
-        """Replace `accelerator.backward` if the policy reads what a step measures."""
+        """Replace `accelerator.backward`: check it, and measure what the policy reads."""
+        accelerator, checks = self._accelerator, self._checks
+        if checks is not None and self._micro is not None:
+            checks.before_pass(loss, self._micro.num_samples)
         with self._watch:
             self._backward(loss, **options)
-        accelerator = self._accelerator
+        if checks is not None:
+            checks.after_pass()
+        if not self.run.loader.reads:
+            return
         self._loss = self._loss + loss.detach() / accelerator.gradient_accumulation_steps
         if accelerator.sync_gradients:  # now, before the gradient is clipped
             self._signals = self._meter.signals(self._loss, accelerator.scaler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,6 +17,7 @@ from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import DataSpec, MicroBatch, Step
 from stretto.errors import DataError, TrainingError
 from stretto.noise import NoiseMeter
+from stretto.planning.bind import steps_between
 from stretto.run import Run
 from stretto.timing import Timer
 
@@ -161,6 +163,37 @@ def counted_steps(run: Run) -> Iterator[Step]:
         yield step
     if is_empty and run.is_open:
         yield from run.steps()
+
+
+def ends_epoch(run: Run) -> bool:
+    """Return whether a run is at the end of an epoch, also if its last samples are dropped."""
+    now, num_samples = run.timer.timestamp, run.horizon.dataset_num_samples
+    if now.batch_in_epoch == 0 or num_samples is None:
+        return now.batch_in_epoch == 0
+    return steps_between(run.prepared, now.sample, (now.epoch + 1) * num_samples).most == 0
+
+
+def is_over(run: Run) -> bool:
+    """Return whether no step is left; a run notes dropped samples when it is asked for the next."""
+    return run.is_done or (run.loading.last_batch == "drop" and run.steps_left.most == 0)
+
+
+def warn_of_end(run: Run, framework: str, resume: str) -> None:
+    """Warn if a framework ends a run before its own end, as early stopping does.
+
+    Args:
+        run: the run.
+        framework: its name.
+        resume: what continues the run.
+    """
+    if run.is_bound and not is_over(run):
+        now, length = run.timer.get("sp"), run.horizon.max_duration
+        warnings.warn(
+            f"{framework} ended the run at {now}, before its end at {length}; to train the rest, "
+            f"save a checkpoint and resume it: {resume}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def is_shuffled(dataloader: Any) -> bool:

@@ -161,7 +161,7 @@ def smallest_step(run: Prepared) -> int | None:
     """Return the samples of the smallest step, as far as that is known before the run."""
     if run.sizes is None:
         return run.bound_policy.bounds[0] if run.bound_policy.bounds else None
-    return min(min(stage.size, *stage.cut_sizes) for stage in run.sizes.stages)
+    return min(min((stage.size, *stage.cut_sizes)) for stage in run.sizes.stages)
 
 
 _LIMIT = 10 ** (MAX_DIGITS - 2)

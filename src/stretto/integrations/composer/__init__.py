@@ -34,10 +34,9 @@ from stretto.integrations.composer.batches import (
     check_run,
     check_size,
     check_trainer,
-    ends_epoch,
     plain,
 )
-from stretto.integrations.shared import StepMeter, refuse
+from stretto.integrations.shared import StepMeter, ends_epoch, refuse, warn_of_end
 from stretto.planning.bind import UNKNOWN, smallest_step
 from stretto.run import Run, prepare
 from stretto.settings import Loading
@@ -174,6 +173,10 @@ class FollowRun(Callback):
         for name, value in state.eval_metric_values.items():
             if f"{state.dataloader_label}/{name}" in reads:
                 self.run.loader.note_metric(float(value))
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Warn if the run has not reached its end."""
+        warn_of_end(self.run, "Composer", "Trainer(load_path=...)")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run."""

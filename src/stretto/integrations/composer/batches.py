@@ -16,7 +16,7 @@ from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import MicroBatch, Step
 from stretto.data.containers import join_samples
 from stretto.integrations.shared import StepMeter, counted_steps, refuse
-from stretto.planning.bind import end_of, steps_between
+from stretto.planning.bind import end_of
 from stretto.run import Run
 
 _NOISE, _PLAN = "follow the noise of the gradient", "plan the sizes, such as '0ep:32 1ep:64'"
@@ -62,14 +62,6 @@ class Steps:
             check_size(step.num_samples, self._run.loader.world_size)
             own = [micro for micro in step if micro.num_samples]
             yield join_samples([one.batch for one in own], [one.num_samples for one in own])
-
-
-def ends_epoch(run: Run) -> bool:
-    """Return whether a run is at the end of an epoch, also if its last samples are dropped."""
-    now, num_samples = run.timer.timestamp, run.horizon.dataset_num_samples
-    if now.batch_in_epoch == 0 or num_samples is None:
-        return now.batch_in_epoch == 0
-    return steps_between(run.prepared, now.sample, (now.epoch + 1) * num_samples).most == 0
 
 
 def plain(dataloader: Any) -> Any:

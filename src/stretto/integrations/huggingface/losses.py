@@ -1,15 +1,18 @@
-"""What the loss of a trainer is a mean over, measured before the first step.
+"""What the loss of a trainer is a mean over, measured first and checked later.
 
 Whether a loss is divided by `num_items_in_batch` does not follow from any signature: BERT accepts
 it among its `**kwargs` and returns a mean all the same. So the loss of a few samples is computed
 without gradients: with `num_items_in_batch`, with twice as many, and for each half of the samples.
+By chance, other losses look alike on a few samples (that of DETR, if both halves have as many
+boxes). So steps 1, 2, 4, 8, ... and those of a new size are measured on their own micro-batches.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -20,10 +23,11 @@ from stretto.data.containers import join_samples, take_samples
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units
 from stretto.errors import DataError
+from stretto.integrations.contract import cut_pair
 from stretto.integrations.shared import refuse
 from stretto.run import Run
-from stretto.runtime.gradients import all_gather_rows, is_started
-from stretto.runtime.random_state import RandomState
+from stretto.runtime.gradients import all_gather_rows, all_sum, is_started
+from stretto.runtime.loss_measure import is_close, only_looking, tolerance_for
 
 Kind: TypeAlias = Literal["divided", "divided on its rank", "targets", "shifted", "samples"]
 """`divided`: by `num_items_in_batch`, times the number of ranks, as transformers does it; `divided
@@ -45,8 +49,12 @@ def ignored_pixel(model: Any) -> int:
     return getattr(config, "semantic_loss_ignore_index", IGNORED_LABEL)
 
 
-def measure(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: Any) -> Kind | None:
-    """Return what the loss is a mean over; None: no known kind. All ranks must call it.
+def measure(
+    trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: Any
+) -> tuple[Kind | None, Kind | None]:
+    """Return what the loss is a mean over, and what counts the number that it is divided by.
+
+    None: no known kind; and the number of the trainer. All ranks must call it.
 
     Args:
         trainer: the trainer, whose `compute_loss` returns losses without weights now.
@@ -57,74 +65,110 @@ def measure(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: A
     Raises:
         TrainingError: the loss is finite on no rank.
     """
-    model = getattr(model, "_orig_mod", model)  # not compiled for this
-    logs = {name: copy.deepcopy(getattr(trainer, name)) for name in _LOGS if hasattr(trainer, name)}
-    modes, random = [(one, one.training) for one in model.modules()], RandomState.now()
-    model.eval()
-    try:
-        fits = _fits(trainer, model, micros, random, divides=num_items is not None)
-    finally:
-        for one, mode in modes:
-            one.training = mode
-        random.restore()
-        vars(trainer).update(logs)
+    with _looking(trainer, model) as at:
+        fits = _fits(trainer, at, micros, divides=num_items is not None)
     rows = all_gather_rows(fits) if is_started() else [fits]
     known = [row.tolist() for row in rows if row[-1]]
     why = "the loss of the samples that it is measured with is not finite"
     refuse((not known, "weigh the losses of micro-batches", why, "check the data and the labels"))
-    return next((one for at, one in enumerate(KINDS) if all(row[at] for row in known)), None)
+    *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(KINDS) + 2))
+    kind = next((one for one, fits_all in zip(KINDS, kinds, strict=True) if fits_all), None)
+    return kind, "targets" if targets else "shifted" if shifted else None
 
 
-def _fits(
-    trainer: Any,
-    model: Any,
-    micros: Sequence[MicroBatch],
-    random: RandomState,
-    *,
-    divides: bool,
-) -> Tensor:
-    """Return a flag for each kind that fits this rank's samples, and whether they can tell."""
+def keeps(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: Any) -> bool:
+    """Return whether the micro-batches of a step have the loss that was measured before.
+
+    All ranks must call it. Two micro-batches are compared with both as one, or the first of them
+    with its halves. Each pair takes three passes, as those of a model on several ranks must meet.
+    """
+    kind, ignored = trainer.stretto.kind, ignored_pixel(trainer.model)
+    is_divided = kind in ("divided", "divided on its rank")
+    counted: Any = units("samples" if is_divided else kind, ignored)
+    number, tolerance, wrong = num_items if is_divided else None, _tolerance(trainer, model), 0
+    with _looking(trainer, model) as at:
+        for pair in (micros[start : start + 2] for start in range(0, len(micros), 2)):
+            whole, parts, sizes = cut_pair([(one.batch, one.num_samples) for one in pair])
+            mean, means = at(whole, number), [at(one, number) for one in parts]
+            shares = sizes if counted == "samples" else [counted(one) for one in parts]
+            if all(sizes) and all(shares) and all(map(math.isfinite, (mean, *means))):
+                fits = _close_to_sum if is_divided else _is_mean
+                wrong += not fits(mean, means, shares, tolerance)
+    return not (all_sum([float(wrong)])[0] if is_started() else wrong)
+
+
+@contextmanager
+def _looking(trainer: Any, model: Any) -> Iterator[Callable[[Any, Any], float]]:
+    """While open, nothing that is computed is noted; yield a function that returns a loss."""
+    model = getattr(model, "_orig_mod", model)  # not compiled for this
+    logs = {name: copy.deepcopy(getattr(trainer, name)) for name in _LOGS if hasattr(trainer, name)}
+    with only_looking(model) as random:
+
+        def at(batch: Any, num_items: Any) -> float:
+            random.restore()
+            inputs = trainer._prepare_inputs(copy.copy(batch))
+            if num_items is not None:
+                num_items = torch.as_tensor(num_items, device=trainer.args.device)
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+            return float(loss.detach().mean())
+
+        try:
+            yield at
+        finally:
+            vars(trainer).update(logs)
+
+
+def _tolerance(trainer: Any, model: Any) -> float:
+    args = trainer.args
+    return tolerance_for(model.parameters(), is_coarse=bool(args.bf16 or args.fp16 or args.tf32))
+
+
+def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool) -> Tensor:
+    """Return flags for this rank's samples: a kind fits, a count is its divisor, they can tell."""
     ignored = ignored_pixel(trainer.model)
     whole, halves, counts = _halves(micros, trainer.stretto.run, ignored)
 
-    def at(batch: Any, num_items: float | None) -> float:
-        random.restore()
-        inputs = trainer._prepare_inputs(copy.copy(batch))
-        number = None if num_items is None else torch.tensor(num_items, device=trainer.args.device)
-        with torch.no_grad(), trainer.compute_loss_context_manager():
-            try:
-                loss = trainer.compute_loss(model, inputs, num_items_in_batch=number)
-            except Exception:
-                if num_items is not None or not divides:
-                    raise
-                return math.nan  # it always needs the number
-            return float(loss.detach().mean())
+    def mean_of(batch: Any) -> float:
+        try:
+            return float(at(batch, None))
+        except Exception:
+            if not divides:
+                raise
+            return math.nan  # it always needs the number
 
     labels, items = _classes(whole), _targets(whole, ignored)
     # Only sequences of labels can be shifted.
     both: tuple[tuple[Kind, bool], ...] = (("targets", False), ("shifted", True))
     kinds = both[: 0 if labels is None else labels.ndim]
-    mean, means = at(whole, None), [at(one, None) for one in halves]
-    args, types = trainer.args, {one.dtype for one in model.parameters()}
-    is_coarse = args.bf16 or args.fp16 or args.tf32 or types & {torch.bfloat16, torch.float16}
-    tolerance = 3e-3 if is_coarse else 3e-6
+    mean, means, world_size = (
+        mean_of(whole),
+        [mean_of(one) for one in halves],
+        trainer.args.world_size,
+    )
+    tolerance = _tolerance(trainer, trainer.model)
     found, is_known = dict.fromkeys(KINDS, False), math.isfinite(mean)
+    divisors = [False, False]
     if divides:
         once, twice = at(whole, items), at(whole, 2 * items)
         parts = sum(at(one, items) for one in halves)
         is_known = math.isfinite(once)
-        if _close(2 * twice, once, 1e-5) and _close(parts, once, tolerance):
+        if is_close(2 * twice, once, 1e-5) and is_close(parts, once, tolerance):
             totals = [_targets(whole, ignored, is_shifted) for _, is_shifted in kinds] or [1]
-            is_own = any(_close(once * items, mean * total, tolerance) for total in totals)
-            is_own = is_own and args.world_size > 1
+            divisors = [is_close(once * items, mean * one, tolerance) for one in totals]
+            is_own = any(divisors) and world_size > 1
             found["divided on its rank" if is_own else "divided"] = True
-        divides = not _close(twice, once, 1e-5)
+            if not is_own:
+                each = [world_size * one for one in totals]
+                divisors = [is_close(once * items, mean * one, tolerance) for one in each]
+            divisors = [*divisors, False][:2] if kinds else [False, False]
+        divides = not is_close(twice, once, 1e-5)
     if not divides:
         found["samples"] = _is_mean(mean, means, counts, tolerance)
         for kind, is_shifted in kinds:
             shares = [_targets(one, ignored, is_shifted) for one in halves]
             found[kind] = _is_mean(mean, means, shares, tolerance)
-    return torch.tensor([*found.values(), is_known], dtype=torch.int64)
+    return torch.tensor([*found.values(), *divisors, is_known], dtype=torch.int64)
 
 
 def _halves(
@@ -203,10 +247,10 @@ def _targets(batch: Any, ignored: int, shifted: bool = False) -> int:
     return int(_is_target(labels[..., 1:] if shifted else labels, ignored).count_nonzero())
 
 
+def _close_to_sum(whole: float, parts: Sequence[float], _: Sequence[int], tolerance: float) -> bool:
+    return is_close(whole, sum(parts), tolerance)
+
+
 def _is_mean(mean: float, parts: Sequence[float], counts: Sequence[int], tolerance: float) -> bool:
     pairs = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
-    return _close(mean * sum(counts), sum(part * count for part, count in pairs), tolerance)
-
-
-def _close(one: float, other: float, tolerance: float) -> bool:
-    return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-12)
+    return is_close(mean * sum(counts), sum(part * count for part, count in pairs), tolerance)

@@ -22,7 +22,8 @@ from stretto.data import DataSpec, Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import units_of
 from stretto.errors import CheckpointError
-from stretto.integrations.huggingface.losses import Kind, ignored_pixel, measure, units
+from stretto.integrations.contract import warn_of_batch_norm
+from stretto.integrations.huggingface.losses import Kind, ignored_pixel, keeps, measure, units
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
@@ -30,6 +31,7 @@ from stretto.integrations.shared import (
     counted_as_collated,
     is_shuffled,
     refuse,
+    warn_of_end,
 )
 from stretto.planning.bind import end_of
 from stretto.run import Run, prepare
@@ -37,6 +39,8 @@ from stretto.settings import Loading
 
 _EVENTS = ("evaluate", "save", "log")
 """What a trainer can do during a run."""
+MOST_SIZES = 32
+"""Sizes at which the loss is measured: a policy that follows the noise may have one each step."""
 _MEANS = frozenset(
     {
         "BinaryCrossEntropyLoss", "ContrastiveLoss", "CosineSimilarityLoss", "CrossEntropyLoss",
@@ -148,6 +152,14 @@ class StrettoCallback(TrainerCallback, ExportableState):
     """None before the first step."""
     kind: Kind | None
     """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
+    divisor: Kind | None
+    """What counts the number that a loss is divided by; None: the trainer does."""
+    num_steps: int
+    """Steps of this call of `trainer.train()`."""
+    sizes: set[int]
+    """Sizes of steps that the loss was measured at."""
+    is_warned: bool
+    """Whether a step had several micro-batches before."""
     is_counted: bool
     """Whether the number of steps that are left is known."""
 
@@ -187,6 +199,10 @@ class StrettoCallback(TrainerCallback, ExportableState):
                 left = -(-(end - run.timer.sample) // run.batch_size)
             state.max_steps = state.global_step + max(1, left)
         return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Warn if the run has not reached its end."""
+        warn_of_end(self.run, "The trainer", "trainer.train(resume_from_checkpoint=True)")
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
@@ -304,10 +320,8 @@ class Follows(Trainer):
     def training_step(self, model: Any, inputs: Step, num_items_in_batch: Any = None) -> Any:
         """Run the micro-batches of a step; return its loss."""
         own, accelerator, world_size = self.stretto, self.accelerator, self.args.world_size
-        if own.meter is None:  # the first step
-            own.meter = StepMeter(own.run, model)
-            own.kind = measure(self, model, inputs.micro_batches, num_items_in_batch)
-            check_loss(self, own.run, own.kind)
+        num_items_in_batch = self._measured(model, inputs, num_items_in_batch)
+        assert own.meter is not None, "made"
         meter, losses = own.meter, []
         micros = list(meter.micro_batches(inputs))
         counts, total = None, num_items_in_batch
@@ -338,6 +352,34 @@ class Follows(Trainer):
         own.weight, loss = None, losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         own.signals = meter.signals(loss, accelerator.scaler)
         return loss
+
+    def _measured(self, model: Any, step: Step, num_items: Any) -> Any:
+        """Measure what the loss is a mean over; return the number that it is divided by.
+
+        Raises:
+            TrainingError: it cannot be computed in micro-batches, or is not what it was.
+        """
+        own, size = self.stretto, step.num_samples
+        if own.meter is None:  # the first step
+            own.meter = StepMeter(own.run, model)
+            own.kind, own.divisor = measure(self, model, step.micro_batches, num_items)
+            check_loss(self, own.run, own.kind)
+            own.num_steps, own.sizes, own.is_warned = 0, set(), False
+        if len(step) > 1 and not own.is_warned:
+            own.is_warned = True
+            warn_of_batch_norm(model)
+        if num_items is not None and own.divisor is not None:
+            counted = units(own.divisor, ignored_pixel(self.model))
+            found = units_of(step, counted, world_size=self.args.world_size)[1]
+            num_items = torch.as_tensor(found, device=self.args.device).to(torch.int64)
+        own.num_steps += 1
+        is_due = own.num_steps.bit_count() == 1
+        if size not in own.sizes and len(own.sizes) < MOST_SIZES:
+            is_due, own.sizes = True, own.sizes | {size}
+        if is_due and own.kind is not None:
+            is_kept = keeps(self, model, step.micro_batches, num_items)
+            check_loss(self, own.run, own.kind if is_kept else None)
+        return num_items
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -1,4 +1,4 @@
-"""`attach(trainer, dataloader, batch_size, schedules)`: stretto in the `Trainer` of Lightning.
+"""`attach(trainer, batch_size, schedules, data=...)`: stretto in the `Trainer` of Lightning.
 
 One element of the train dataloader is one micro-batch. Automatic optimization stays: Lightning
 accumulates over the micro-batches of a step, clips, steps and logs as before.
@@ -25,11 +25,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.data import DataSpec
 from stretto.data.weights import Units, check_units
+from stretto.errors import DataError
 from stretto.integrations.lightning.callback import (
     FollowRun,
     MicroBatches,
@@ -46,10 +48,10 @@ __all__ = ["MicroBatches", "attach"]
 
 def attach(
     trainer: Trainer,
-    dataloader: Any,
     batch_size: PolicyLike,
     schedules: Mapping[str, Any] | None = None,
     *,
+    data: Any,
     rule: RuleLike | None = None,
     every: Mapping[str, Trigger | TimeLike] | None = None,
     max_duration: TimeLike | None = None,
@@ -64,10 +66,10 @@ def attach(
 
     Args:
         trainer: the trainer.
-        dataloader: a `DataLoader`, a `LightningDataModule`, a data set, an iterable of batches, or
-            a `DataSpec`.
         batch_size: samples of one step over all ranks: a number, a text, a policy.
         schedules: by hyper-parameter; None, without a `rule`: the module's own schedulers stay.
+        data: a `DataLoader`, a `LightningDataModule`, a data set, an iterable of batches, or a
+            `DataSpec`.
         rule: how learning rates follow the batch size.
         every: when to "evaluate" and to "save". Without "evaluate", as `val_check_interval` and
             `check_val_every_n_epoch` say.
@@ -85,18 +87,28 @@ def attach(
     check_trainer(trainer, when)
     check_units(units)
     FollowRun.leave(trainer)  # one that was attached before
-    module = dataloader if isinstance(dataloader, LightningDataModule) else None
+    module = data if isinstance(data, LightningDataModule) else None
     if module is not None:
-        dataloader = _opened(module)
+        data = _opened(module, trainer)
+    some = [*data.values()] if isinstance(data, dict) else data
+    is_many = isinstance(some, (list, tuple)) and any(
+        isinstance(one, DataLoader) for one in some[:1]
+    )
+    if is_many or isinstance(data, CombinedLoader):
+        raise DataError.cannot(
+            f"follow a {type(data).__name__} of dataloaders",
+            why="a run has one order of samples",
+            instead="give one DataLoader, such as of torch.utils.data.StackDataset",
+        )
     evaluate = when["evaluate"] if "evaluate" in when else own_interval(trainer)
     run = prepare(
-        DataSpec.of(dataloader),
+        DataSpec.of(data),
         batch_size,
         max_duration=own_length(trainer) if max_duration is None else max_duration,
         schedules=schedules,
         rule=rule,
         every={**when, "evaluate": evaluate},
-        micro_batch_size=dataloader.batch_size if isinstance(dataloader, DataLoader) else None,
+        micro_batch_size=data.batch_size if isinstance(data, DataLoader) else None,
         loading=loading,
     )
     batches = MicroBatches(run, units)
@@ -107,12 +119,12 @@ def attach(
     return batches
 
 
-def _opened(module: LightningDataModule) -> Any:
+def _opened(module: LightningDataModule, trainer: Trainer) -> Any:
     """Set a data module up to train and return its own dataloader.
 
     Lightning does not set it up again, since that might split the data anew.
     """
-    kind = type(module)
+    kind, module.trainer = type(module), trainer  # it may read it, as when Lightning calls it
     if os.environ.get("LOCAL_RANK", "0") == "0":
         module.prepare_data()
     kind.setup(module, "fit")

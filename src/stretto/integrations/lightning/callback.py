@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -22,11 +23,25 @@ from torch import Tensor
 from stretto.batching import NO_SIGNALS
 from stretto.data.weights import Units
 from stretto.errors import CheckpointError
-from stretto.integrations.shared import BY_SIZE, StepMeter, counted_steps, refuse
+from stretto.integrations.contract import FirstStep, check_module, warn_of_batch_norm
+from stretto.integrations.shared import (
+    BY_SIZE,
+    StepMeter,
+    counted_steps,
+    ends_epoch,
+    is_over,
+    refuse,
+    warn_of_end,
+)
 from stretto.planning.bind import UNKNOWN, end_of, planned_micro_batches
 from stretto.run import Run
 
-_CHANGE_BATCHES = (BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging)
+_CHANGE_BATCHES = (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 
 
 def check_trainer(trainer: Trainer, every: Iterable[str]) -> None:
@@ -83,8 +98,7 @@ class MicroBatches:
     def __init__(self, run: Run, units: Units) -> None:
         self.run = run
         """The run: its clock is `run.timer`."""
-        self.weight = 1.0
-        """The factor of the loss of the present micro-batch."""
+        self._weight, self.is_weighed = 1.0, False
         self.is_first = self.is_last = True
         """Whether a step begins with the present micro-batch, or ends with it."""
         self.units: Units = units
@@ -92,8 +106,14 @@ class MicroBatches:
         """Measures the steps of a fit."""
         self.watch: AbstractContextManager[None] = nullcontext()
         """Measures the noise of the present backward pass."""
-        self._trainer: Trainer
+        self._trainer: Trainer | None = None
         self._accumulation: Accumulation
+
+    @property
+    def weight(self) -> float:
+        """The factor of the loss of the present micro-batch, for manual optimization."""
+        self.is_weighed = True
+        return self._weight
 
     def follow(self, trainer: Trainer, meter: StepMeter, *, is_open: bool) -> None:
         """Begin to set where in a step `trainer` is.
@@ -119,30 +139,38 @@ class MicroBatches:
         return UNKNOWN if exact is None else exact
 
     def __iter__(self) -> Iterator[Any]:
+        trainer = self._trainer
+        is_led = trainer is not None and any(type(one) is FollowRun for one in trainer.callbacks)
+        why = "the trainer does not have the callback of attach(), as in Tuner.lr_find"
+        instead = "do that with your own DataLoader, before attach()"
+        refuse((not is_led, "train on what attach() returned", why, instead))
         for step in counted_steps(self.run):
             step.micro_batches = list(self.meter.micro_batches(step))
             last = len(step) - 1
             weights = self.run.weights(step, self.units)
             for number, (micro, weight) in enumerate(zip(step, weights, strict=True)):
-                self.weight, self.is_first, self.is_last = weight, number == 0, number == last
+                self._weight, self.is_first, self.is_last = weight, number == 0, number == last
                 self.watch = self.meter.watch(micro, is_last=number == last)
                 self._begin()
                 yield micro.batch
 
     def _begin(self) -> None:
         """Set the weight of the next micro-batch, and where in its step it is."""
-        trainer, progress = self._trainer, self._trainer.fit_loop.epoch_loop.batch_progress
+        trainer = self._trainer
+        assert trainer is not None, "iterated over in a fit"
+        progress = trainer.fit_loop.epoch_loop.batch_progress
         is_other = trainer.accumulate_grad_batches is not self._accumulation
         refuse((is_other, "set accumulate_grad_batches", BY_SIZE, "remove the callback that does"))
         number = progress.current.ready + 1
         self._set(
-            Accumulation.of(self.weight, number, is_first=self.is_first, is_last=self.is_last)
+            Accumulation.of(self._weight, number, is_first=self.is_first, is_last=self.is_last)
         )
         trainer.val_check_batch = UNKNOWN
         if self.is_last and self._ends_epoch:
             trainer.fit_loop.max_batches = number
 
     def _set(self, accumulation: Accumulation) -> None:
+        assert self._trainer is not None, "followed"
         self._accumulation = self._trainer.accumulate_grad_batches = accumulation
 
     @property
@@ -188,6 +216,13 @@ class Accumulation(float):
         return int, (1,)
 
 
+class _NeverReached(int):
+    """`trainer.max_epochs` for those who read it; Lightning asks `epochs >= it`: the run ends."""
+
+    def __le__(self, _: object) -> bool:
+        return False
+
+
 @final
 class FollowRun(Callback):
     """Weighs the losses, moves the clock, and says when to evaluate and to save."""
@@ -201,6 +236,12 @@ class FollowRun(Callback):
         self._is_fit = True
         self._signals = NO_SIGNALS
         self._loss: Tensor | None = None
+        self._first: FirstStep | None = None
+        """Checks manual optimization."""
+        self._checks: FirstStep | None = None
+        """The same, in the first step of several micro-batches."""
+        self._seen: list[tuple[Any, int]]
+        """The micro-batches of the step that is checked, and their samples."""
         self._kept: tuple[Any, Any, Any] | None = None
         """The settings of the trainer that are changed during a fit."""
 
@@ -284,7 +325,10 @@ class FollowRun(Callback):
             (others, "follow two schedules", twice, "return no schedulers, or pass schedules=None"),
             (is_hidden, "follow the noise of the gradient", where, "plan the batch sizes"),
         )
-        if run.loader.reads & {"noise", "loss"}:
+        is_manual = not pl_module.automatic_optimization
+        self._first, self._seen = FirstStep(run) if is_manual else None, []
+        self.on_train_batch_start = self._on_train_batch_start
+        if run.loader.reads & {"noise", "loss"} or is_manual:
             self.on_before_backward = self._on_before_backward
             self.on_after_backward = self._on_after_backward
             self.on_before_optimizer_step = self._on_before_optimizer_step
@@ -293,7 +337,8 @@ class FollowRun(Callback):
         self._is_open = False
         end, num_samples = end_of(self._run.prepared), self._run.horizon.dataset_num_samples
         trainer.fit_loop.epoch_loop.max_steps = -1
-        trainer.fit_loop.max_epochs = math.ceil(end / num_samples) if end and num_samples else -1
+        num_epochs = math.ceil(end / num_samples) if end and num_samples else -1
+        trainer.fit_loop.max_epochs = _NeverReached(num_epochs)
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Set the progress in the epoch to that of the run.
@@ -305,22 +350,44 @@ class FollowRun(Callback):
         refuse((is_other, "train on another dataloader", "a run is attached", instead))
         self._global_step = trainer.global_step
         trainer.val_check_batch = UNKNOWN
-        run, loop = self._run, trainer.fit_loop.epoch_loop
-        num_samples = run.horizon.dataset_num_samples
-        if not loop.restarting or num_samples is None or len(self._batches) == UNKNOWN:
-            return
-        now = run.timer.timestamp
-        done = planned_micro_batches(
-            run.prepared,
-            now.epoch * num_samples,
-            now.sample,
-            world_size=run.loader.world_size,
-            micro_batch_size=run.loader.micro_batch_size,
-        )
-        progress = loop.batch_progress.current
-        progress.ready = progress.started = progress.processed = done
-        # Lightning counts the batch after which it was saved when it restarts.
-        progress.completed = done - int(loop.restarted_on_train_batch_end)
+        self._set_progress(trainer)
+
+    def _set_progress(self, trainer: Trainer) -> None:
+        """Set Lightning's counters of epochs and batches to where the run is.
+
+        They count a stopped epoch as a whole one, and other ranks or micro-batches than those of a
+        checkpoint change the number of batches.
+        """
+        run, loop = self._run, trainer.fit_loop
+        now, num_samples = run.timer.timestamp, run.horizon.dataset_num_samples
+        epoch, is_inside = now.epoch, not ends_epoch(run)
+        if now.batch_in_epoch and not is_inside:
+            epoch += 1
+        for one in (loop.epoch_progress.total, loop.epoch_progress.current):
+            one.ready = one.started = epoch + is_inside
+            one.processed = one.completed = epoch
+        inner, progress = loop.epoch_loop, loop.epoch_loop.batch_progress
+        done = progress.current.processed
+        if is_inside and num_samples is not None and len(self._batches) != UNKNOWN:
+            done = planned_micro_batches(
+                run.prepared,
+                now.epoch * num_samples,
+                now.sample,
+                world_size=run.loader.world_size,
+                micro_batch_size=run.loader.micro_batch_size,
+            )
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress.current, name, done)
+        progress.is_last_batch = False
+        inner._batches_that_stepped = now.batch
+        # `restarted_on_last`: no batch is counted once more.
+        loop.restarting = is_inside
+        loop._restart_stage = "restarted_mid_epoch" if is_inside else "none"
+        inner._restart_stage = "restarted_on_last" if is_inside else "none"
+
+    def on_train_end(self, *_: Any) -> None:
+        """Warn if the run has not reached its end."""
+        warn_of_end(self._run, "Lightning", "fit(..., ckpt_path=...)")
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         """Keep the dataloaders during the epoch."""
@@ -344,18 +411,46 @@ class FollowRun(Callback):
     on_after_backward: Any = None
     on_before_optimizer_step: Any = None
 
+    def _on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Check what the loss is over, in the first step of several micro-batches."""
+        step, batches = self._run.step, self._batches
+        assert step is not None, "drawn"
+        self._checks = self._first if len(step) > 1 else None
+        if len(step) == 1:
+            return
+        if batches.is_first:
+            self._seen, batches.is_weighed = [], False
+            if self._checks is not None:
+                self._checks.begin()
+        self._seen.append((batch, step.micro_batches[len(self._seen)].num_samples))
+        if not batches.is_last:
+            return
+        self.on_train_batch_start = None
+        warn_of_batch_norm(pl_module)
+        if not pl_module.automatic_optimization:
+            why, instead = "its loss has no weight", "multiply it: dataloader.weight * loss"
+            refuse((not batches.is_weighed, "train in manual optimization", why, instead))
+        elif not isinstance(trainer.strategy, ModelParallelStrategy):
+            check_module(trainer, pl_module, self._seen[-2:], batches.units, batch_idx)
+
     def _on_before_backward(self, _: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Measure the loss, and the gradient if the policy reads its noise."""
         if self._batches.is_first:
             self._loss, self._signals = None, NO_SIGNALS
         if pl_module.automatic_optimization:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        elif self._checks is not None:
+            self._checks.before_pass(loss, self._seen[-1][1])
         self._batches.watch.__enter__()
 
     def _on_after_backward(self, *_: Any) -> None:
         """End the measurement of a pass."""
         self._batches.watch.__exit__(None, None, None)
         self._batches.watch = nullcontext()
+        if self._checks is not None:
+            self._checks.after_pass()
 
     def _on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         """Read what the step measured, before gradients are clipped."""
@@ -374,8 +469,10 @@ class FollowRun(Callback):
             refuse((is_early, "train in manual optimization", why, instead))
             return
         self._global_step = trainer.global_step
+        if self.on_train_batch_start is None:
+            self._checks = None
         due = self._run.finish(self._signals)
-        if self._run.is_done:
+        if is_over(self._run):
             trainer.should_stop = True
         if "evaluate" in due:
             trainer.val_check_batch = 1
