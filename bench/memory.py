@@ -3,7 +3,7 @@
 Run `python bench/memory.py` (an hour; `--quick`: three families). Three optimizer steps of each
 answer have run, and the next larger size ran out of memory. Results are added to
 `bench/results/memory.json` and `.txt` one by one, and what is there is not asked again.
-`--estimate` also asks for estimates. `phantomgpu setup` comes first.
+`phantomgpu setup` comes first.
 """
 
 from __future__ import annotations
@@ -29,40 +29,35 @@ from tests.families.cuda_more import MORE
 
 RESULTS = Path(__file__).parent / "results"
 QUICK = ("MLP, SGD, mse", "GPT, bf16, dropout, clipping", "LSTM")
-HEAD = f"{'':45} {'GiB':>4} {'fits':>9} {'does not':>9} {'trials':>6} {'CPU s':>6} estimate"
+HEAD = f"{'':45} {'GiB':>4} {'fits':>9} {'does not':>9} {'trials':>6} {'CPU s':>6}"
 
 
-def ask(family: CudaFamily, memory: int, methods: tuple[Any, ...]) -> dict[str, Any]:
-    """Return what the phantom, and the estimate, answer for so many GiB."""
-    row: dict[str, Any] = {}
-    for method in methods:
-        torch.manual_seed(0)
-        before, start = os.times(), time.perf_counter()
-        try:
-            answer = find_batch_size(
-                family.make_step("cpu"),
-                family.make_batch,
-                gpu="h100",
-                device_memory=f"{memory}GiB",
-                context=0,
-                margin=0,
-                method=method,
-            )
-        except (FitError, ImportError) as error:
-            row[method] = {"refused": str(error)[-400:]}
-            continue
-        if method == "phantom":
-            check(answer)
-        row[method] = {
-            "size": answer.size,
-            "too_large": answer.too_large,
-            "peak": answer.peak,
-            "trials": answer.cost.phantom_steps,
-            "out_of_memory": answer.cost.num_out_of_memory,
-            "processor_seconds": round(sum(os.times()[:4]) - sum(before[:4]), 1),
-            "seconds": round(time.perf_counter() - start, 1),
-        }
-    return row
+def ask(family: CudaFamily, memory: int) -> dict[str, Any]:
+    """Return what the phantom answers for so many GiB."""
+    torch.manual_seed(0)
+    before, start = os.times(), time.perf_counter()
+    try:
+        answer = find_batch_size(
+            family.make_step("cpu"),
+            family.make_batch,
+            gpu="h100",
+            device_memory=f"{memory}GiB",
+            context=0,
+            margin=0,
+        )
+    except (FitError, ImportError) as error:
+        return {"phantom": {"refused": str(error)[-400:]}}
+    check(answer)
+    found = {
+        "size": answer.size,
+        "too_large": answer.too_large,
+        "peak": answer.peak,
+        "trials": answer.cost.phantom_steps,
+        "out_of_memory": answer.cost.num_out_of_memory,
+        "processor_seconds": round(sum(os.times()[:4]) - sum(before[:4]), 1),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    return {"phantom": found}
 
 
 def check(answer: Answer) -> None:
@@ -75,15 +70,14 @@ def check(answer: Answer) -> None:
 
 def line(row: dict[str, Any]) -> str:
     """Return a row of the table."""
-    found, guess = row["phantom"], row.get("estimate", {})
+    found = row["phantom"]
     start = f"{row['name']:45} {row['memory']:>4}"
     if "refused" in found:
         return f"{start} refused: {found['refused'].splitlines()[-1]}"
-    ratio = f"{guess['size'] / found['size']:.2f}" if "size" in guess else ""
     return (
         f"{start} {found['size']:>9,} {found['too_large']:>9,} {found['trials']:>6} "
-        f"{found['processor_seconds']:>6} {ratio:>8}"
-    ).rstrip()
+        f"{found['processor_seconds']:>6}"
+    )
 
 
 def known() -> list[dict[str, Any]]:
@@ -105,12 +99,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="", help="names with this pattern")
-    parser.add_argument("--estimate", action="store_true")
     options = parser.parse_args()
     missing = phantom.missing()
     if missing is not None:
         parser.exit(0, f"skipped: {missing}\n")
-    methods = ("phantom", "estimate") if options.estimate else ("phantom",)
     families = {**FAMILIES, **MORE}
     order = [(name, memory) for name, one in families.items() for memory in one.memories]
     asked = sorted(order, key=lambda one: families[one[0]].memories.index(one[1]))
@@ -121,7 +113,7 @@ def main() -> None:
         there = [(one["name"], one["memory"]) for one in known()]
         if not options.quick and (name, memory) in there:
             continue
-        row = {"name": name, "memory": memory, **ask(families[name], memory, methods)}
+        row = {"name": name, "memory": memory, **ask(families[name], memory)}
         print(line(row), flush=True)
         if not options.quick:
             save(row, order)

@@ -8,7 +8,9 @@ import pickle
 import sys
 import time
 from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def analyse(run: Run) -> dict[str, Any]:
     traces = snapshot["device_traces"]
     device = max(range(len(traces)), key=lambda index: peak(traces[index])[0], default=0)
     trace = traces[device] if traces else []
+    run.backward = backward_ends(run, trace)
     allocated, at, reserved = peak(trace)
     ends, now = lives(trace), time.time_ns() // 1000
     owned = tensors_now() if trace else []
@@ -66,6 +69,8 @@ def analyse(run: Run) -> dict[str, Any]:
         "host_managed": ctypes.c_size_t.in_dll(run.library, "phantom_most_managed").value,
         "torch": torch.__version__,
         "computes": run.computes,
+        "stopped": run.stopped,
+        "unknown": unknown(),
         "compiled": "torch._inductor.compile_fx" in sys.modules,
         "cudnn": torch.backends.cudnn.enabled,
         "distributed": is_distributed(),
@@ -73,6 +78,26 @@ def analyse(run: Run) -> dict[str, Any]:
         "nccl": ctypes.c_size_t.in_dll(run.library, "phantom_nccl").value,
         "timeline": timeline(run, trace, at, named) if trace else {},
     }
+
+
+def line_of(frame: FrameType | None) -> tuple[str, str]:
+    """Return the line of the script that runs, and the line of torch that it has called."""
+    inner = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        line = f"{Path(file).name}:{frame.f_lineno}"
+        if "/torch/" not in file and not file.startswith((str(Path(__file__).parent), "<")):
+            return line, inner
+        if "/torch/" in file and not file.endswith(("/_ops.py", "/_tensor.py", "_contextlib.py")):
+            inner = inner or line
+        frame = frame.f_back
+    return "", inner
+
+
+def unknown() -> list[str]:
+    """Return where the script read what hangs on unknown numbers, the most frequent first."""
+    values = sys.modules.get("phantomgpu.values")
+    return [place for place, _ in values.UNKNOWN.most_common()] if values else []
 
 
 def peak(trace: list[Event]) -> tuple[int, int, int]:
@@ -219,19 +244,38 @@ def is_loss(event: Event) -> bool:
 
 def phase_of(run: Run, event: Event) -> tuple[str, int]:
     """Return the phase and the step in which something was allocated."""
-    what, step = "start", 0
+    when, what, step = 0, "start", 0
     for began, name, number in run.phases:
         if began > event["time_us"]:
             break
-        what, step = name, number
+        when, what, step = began, name, number
     if what != "step":
         return what, step
     frames = event["frames"]
+    if any(f["filename"].endswith("clip_grad.py") for f in frames):
+        return "clipping", step
     if any(f["filename"].endswith("checkpoint.py") and "recompute" in f["name"] for f in frames):
         return "recomputation", step
     if not frames or any("autograd/graph.py" in f["filename"] for f in frames[:30]):
         return "backward", step
+    if event["time_us"] > run.backward.get(when, 1 << 62):
+        return "after the backward pass", step
     return "forward", step
+
+
+def backward_ends(run: Run, trace: list[Event]) -> dict[int, int]:
+    """Return when the last backward pass before each step of an optimizer ended."""
+    ends: dict[int, int] = {}
+    follows = {
+        began: over
+        for (began, what, _), (over, following, _) in pairwise(run.phases)
+        if (what, following) == ("step", "optimizer")
+    }
+    for event in trace:
+        began = max((one for one in follows if one <= event["time_us"] < follows[one]), default=0)
+        if began and phase_of(run, event)[0] == "backward":
+            ends[began] = event["time_us"]
+    return ends
 
 
 def place(run: Run, event: Event) -> str:

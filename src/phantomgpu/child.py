@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import importlib.machinery
+import importlib.util
 import json
 import os
 import re
@@ -32,7 +34,9 @@ class Settings:
     """What the run that started this process wants; travels as JSON in the environment."""
 
     folder: str
-    steps: int = 3
+    process: int = 0
+    """The process that waits for this one."""
+    steps: int | None = 3
     ranks: int = 1
     cudnn: bool = False
     modules: bool = False
@@ -43,10 +47,19 @@ class Settings:
 
 
 def install() -> None:
-    """Wait for the import of torch."""
+    """Wait for the import of torch, unless the run is over and only its environment was kept."""
     settings = Settings(**json.loads(os.environ["PHANTOMGPU_RUN"]))
+    if not Path(settings.folder).is_dir():
+        return
+    if os.getppid() == settings.process:
+        end_with_parent()
     sys.path += [entry for entry in settings.path if entry not in sys.path]
     sys.meta_path.insert(0, _TorchFinder(settings))
+
+
+def end_with_parent() -> None:
+    """Let the system end this process when its parent ends, whatever ends that one."""
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
 
 
 class _TorchFinder(MetaPathFinder):
@@ -75,11 +88,11 @@ def _find_cuda_torch() -> importlib.machinery.ModuleSpec | None:
         return None
     folder = Path(spec.origin).parent
     version, cuda = _versions(folder)
-    if cuda.startswith("13") and (folder / "lib" / "libtorch_cuda.so").exists():
+    if cuda.startswith("13") and standins.has_cuda(folder.parent):
         return spec
     standins.check_system()
     made = standins.setup_folder(version)
-    if not (made / "torch" / "lib" / "libtorch_cuda.so").exists():
+    if not standins.has_cuda(made):
         raise SetupNeededError(
             f"cannot run: torch {version} is installed {f'for CUDA {cuda}' * bool(cuda)}"
             f"{'without CUDA code' * (not cuda)}, and the stand-ins are for CUDA 13; run "
@@ -142,6 +155,9 @@ class Run:
         self.spans: list[tuple[int, str]] = []
         self.problem: dict[str, Any] = {}
         self.finished = self.computes = False
+        self.stopped = ""
+        self.backward: dict[int, int] = {}
+        """When the last backward pass before an optimizer's step ended, by when the step began."""
         self.process = os.getpid()
         self.began = time.perf_counter()
 
@@ -161,12 +177,16 @@ class Run:
             from phantomgpu import names
 
             names.follow(self.spans)
+        self.join()
+        sys.excepthook = self.failed
+        atexit.register(self.ended)
+
+    def join(self) -> None:
+        """Play the other ranks."""
         if self.settings.ranks > 1:
             from phantomgpu import ranks
 
             ranks.start()
-        sys.excepthook = self.failed
-        atexit.register(self.ended)
 
     def begin(self) -> None:
         """Record allocations, once CUDA starts."""
@@ -197,7 +217,15 @@ class Run:
         self.phases.append((_now(), "step", done + 1))
         if is_distributed():
             time.sleep(WATCHDOG_SECONDS)
-        if done >= self.settings.steps and threading.current_thread() is threading.main_thread():
+        most = self.settings.steps
+        if (
+            most is not None
+            and done >= most
+            and threading.current_thread() is threading.main_thread()
+        ):
+            from phantomgpu import analysis
+
+            self.stopped = analysis.line_of(sys._getframe())[0]
             self.finish("fits", 0)
 
     def failed(
@@ -207,7 +235,10 @@ class Run:
         import torch
 
         sys.__excepthook__(kind, error, trace)
-        self.problem = {"problem": f"{kind.__name__}: {error}"}
+        problem = f"{kind.__name__}: {error}"
+        if "triton" in problem.lower() and importlib.util.find_spec("triton") is None:
+            problem = f"Triton is not here; run `phantomgpu setup --triton` once ({problem})"
+        self.problem = {"problem": problem}
         cause: BaseException | None = error
         while cause is not None:  # frameworks wrap it
             if isinstance(cause, torch.OutOfMemoryError) or "no room for NCCL" in str(cause):
@@ -247,6 +278,8 @@ def start_trial(name: str, *, details: bool) -> None:
     """Watch this process anew, after a fork."""
     run = Run.current
     assert run
+    end_with_parent()
+    run.join()
     run.settings.details = details
     run.process, run.name, run.began = os.getpid(), name, time.perf_counter()
 

@@ -15,6 +15,7 @@ from phantomgpu.child import CANNOT_RUN, DOES_NOT_FIT
 from phantomgpu.errors import PhantomError, SetupNeededError
 from phantomgpu.gpus import GIB, GPUS, UNMEASURED_CONTEXT, find_gpu, parse_memory
 from phantomgpu.report import Report, draw
+from phantomgpu.searching import TRIAL_SECONDS
 
 app = typer.Typer(
     help="Run any CUDA script without a GPU and see what memory it takes.",
@@ -29,6 +30,8 @@ Kind = Annotated[str, typer.Option("--gpu", help="Kind of GPU; `phantomgpu gpus`
 Memory = Annotated[str | None, typer.Option(help="Another size than that kind's, such as 40GiB.")]
 Ranks = Annotated[int, typer.Option(min=1, help="Run rank 0 of so many.")]
 Steps = Annotated[int, typer.Option(min=1, help="End after so many optimizer steps.")]
+Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end.")]
+Timeout = Annotated[float | None, typer.Option(min=0, help="Seconds that the script may take.")]
 
 
 @app.command()
@@ -39,6 +42,8 @@ def run(
     memory: Memory = None,
     ranks: Ranks = 1,
     steps: Steps = 3,
+    whole: Whole = False,
+    timeout: Timeout = None,
     devices: Annotated[int | None, typer.Option(help="GPUs that the process sees.")] = None,
     modules: Annotated[
         bool, typer.Option("--modules", help="Run a second time for the names of modules.")
@@ -63,7 +68,8 @@ def run(
         gpu=gpu,
         memory=memory,
         ranks=ranks,
-        steps=steps,
+        steps=None if whole else steps,
+        timeout_seconds=timeout,
         devices=devices,
         modules=modules,
         cudnn=cudnn,
@@ -87,6 +93,8 @@ def search(
     memory: Memory = None,
     ranks: Ranks = 1,
     steps: Steps = 3,
+    whole: Whole = False,
+    timeout: Timeout = TRIAL_SECONDS,
     smallest: Annotated[int, typer.Option(min=1, help="The first number to try.")] = 1,
     largest: Annotated[int, typer.Option(min=1, help="The last number to try.")] = 1 << 20,
     multiple: Annotated[int, typer.Option(min=1, help="Try only multiples of this.")] = 1,
@@ -98,7 +106,8 @@ def search(
 
     def show(number: int, report: Report) -> None:
         reserved = report.peak_reserved / GIB
-        typer.echo(f"  {argument} {number}: {report.status}, reserved {reserved:.2f} GiB", err=True)
+        said = "no optimizer step" if report.fits and not (report.steps or whole) else report.status
+        typer.echo(f"  {argument} {number}: {said}, reserved {reserved:.2f} GiB", err=True)
 
     answer = search_script(
         command,
@@ -106,13 +115,15 @@ def search(
         argument=argument,
         memory=memory,
         ranks=ranks,
-        steps=steps,
+        steps=None if whole else steps,
+        timeout_seconds=TRIAL_SECONDS if timeout is None else timeout,
         smallest=smallest,
         largest=largest,
         multiple=multiple,
         seen=show,
     )
     typer.echo(f"largest that fits: {answer.largest}")
+    typer.echo(f"  {answer.bound}", err=True)
     typer.echo(str(answer.report))
     raise typer.Exit(0 if answer.largest is not None else DOES_NOT_FIT)
 
@@ -141,29 +152,52 @@ def setup(
     standins.check_system()
     version = version or metadata.version("torch").partition("+")[0]
     folder = standins.setup_folder(version)
-    library = folder / "torch" / "lib" / "libtorch_cuda.so"
-    # === takes no local version such as 2.13.0+cpu.
-    wanted = [] if library.exists() else [f"torch==={version}"]
-    if wanted:
+    wanted = {"torch", "triton"} if triton else {"torch"}
+    there = wanted & {one.name for one in folder.glob("*")}
+    if "torch" not in there or trouble(folder, there):
         typer.echo(f"downloading the CUDA build of torch {version} (about 530 MB) into {folder}")
-        install(folder, wanted)
-    if not library.exists():
-        raise SetupNeededError(
-            f"cannot set up: pip found no CUDA build of torch {version}; pip's configuration "
-            "decides where packages come from (pip config list)"
-        )
-    if triton and not (folder / "triton").exists():
+        install(folder, [f"torch==={version}"])  # === takes no local version such as 2.13.0+cpu
+    if triton and "triton" not in there:
         found = [one.requires or [] for one in metadata.distributions(path=[str(folder)])]
         needs = [need.partition(";")[0] for needs in found for need in needs]
         install(folder, [need for need in needs if need.startswith("triton")])
-    standins.build(folder / "torch")
+    problem = trouble(folder, wanted)
+    if problem:
+        raise SetupNeededError(f"cannot set up: {problem}; delete {folder} and try again")
     typer.echo("ready: phantomgpu run --gpu h100 -- python train.py")
 
 
 def install(folder: Path, packages: list[str]) -> None:
-    """Install packages into a folder, without what they need."""
-    pip = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", "--target", str(folder)]
-    subprocess.run([*pip, *packages], check=False)  # noqa: S603
+    """Install packages into a folder, without what they need; all of them or nothing."""
+    with standins.beside(folder) as scratch:
+        new, old = scratch / "new", scratch / "old"
+        pip = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", "--target", str(new)]
+        done = subprocess.run([*pip, *packages], check=False)  # noqa: S603
+        is_torch = packages[0].startswith("torch")
+        if done.returncode or (is_torch and not standins.has_cuda(new)):
+            raise SetupNeededError(
+                f"cannot set up: pip found no {'CUDA build of ' * is_torch}{packages[0]}; pip's "
+                "configuration decides where packages come from (pip config list)"
+            )
+        old.mkdir()
+        folder.mkdir(exist_ok=True)
+        for one in new.iterdir():
+            if (folder / one.name).exists():
+                (folder / one.name).rename(old / one.name)
+            one.rename(folder / one.name)
+
+
+def trouble(folder: Path, names: set[str]) -> str | None:
+    """Import what is installed in a folder; return what fails."""
+    from phantomgpu.running import run as run_script
+
+    lines = [f"import sys; sys.path.insert(0, {str(folder)!r})", "import torch; torch.cuda.init()"]
+    code = "\n".join([*lines, *(f"import {name}" for name in sorted(names))])
+    try:
+        report = run_script([sys.executable, "-c", code], gpu="h100", steps=None)
+    except PhantomError as error:
+        return str(error)
+    return None if report.fits else report.problem
 
 
 def warn(gpu: str, memory: str | None) -> None:

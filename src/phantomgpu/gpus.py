@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import final
 
 from phantomgpu.errors import UnknownGPUError
@@ -89,12 +90,14 @@ def parse_memory(text: str) -> int:
     >>> parse_memory("16GiB")
     17179869184
     """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    found = re.fullmatch(
+        r"\s*(\d{1,12}(?:\.\d{1,9})?)\s*([KMGT])(i?)B?\s*", text, re.IGNORECASE | re.ASCII
+    )
     if not found:
-        raise ValueError(f"cannot read {text!r} as an amount of memory; write '24GiB'")
+        raise ValueError(f"cannot read {text[:40]!r} as an amount of memory; write '24GiB'")
     number, unit, binary = found.groups()
     base = 1024 if binary else 1000
-    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+    return int(Fraction(number) * base ** " KMGT".index(unit.upper()))
 
 
 def context_bytes(gpu: GPU) -> int:

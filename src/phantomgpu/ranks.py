@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
+from phantomgpu.child import is_distributed
 from phantomgpu.values import leaves
 
 _KEPT: list[object] = []
@@ -33,12 +34,14 @@ def start() -> None:
     store = distributed.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
-    ours = torch.library.Library("c10d", "IMPL")
-    _KEPT.extend((store, ours))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is overridden
-        for name in _COLLECTIVES.split():
-            ours.impl(name, _answer(getattr(torch.ops.c10d, name).default), "CPU")
+    if not _KEPT:
+        ours = torch.library.Library("c10d", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is overridden
+            for name in _COLLECTIVES.split():
+                ours.impl(name, _answer(getattr(torch.ops.c10d, name).default), "CPU")
+        _KEPT.append(ours)
+    _KEPT[1:] = [store]
     os.environ |= {
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -47,6 +50,13 @@ def start() -> None:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCH_GLOO_LAZY_INIT": "1",
     }
+
+
+def stop() -> None:
+    """End the store and its thread, before a fork; each fork starts its own."""
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    if not is_distributed():
+        del _KEPT[1:]
 
 
 def _answer(operation: Any) -> Callable[..., Any]:

@@ -32,6 +32,8 @@ class Report:
         nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu.md.
         ranks: The number of ranks; the report is that of rank 0.
         timeline: Bytes of each category over the step of the peak: see docs/phantomgpu.md.
+        unknown: The lines of the script that read what hangs on floating-point numbers that were
+            not computed: a branch or a size there may be another on a real GPU.
         problem: The error that ended the script, if one did.
         notes: What the figures do not contain.
     """
@@ -51,6 +53,7 @@ class Report:
     host_managed: int = 0
     nccl: int = 0
     ranks: int = 1
+    unknown: tuple[str, ...] = ()
     problem: str | None = None
     notes: tuple[str, ...] = ()
     torch: str = ""
@@ -120,6 +123,12 @@ def build_report(result: dict[str, Any], **known: Any) -> Report:
 
 def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
     notes: list[str] = []
+    if places := result.get("unknown"):
+        more = f" and {len(places) - 12} more (--json)" if len(places) > 12 else ""
+        notes.append(
+            "numbers that hang on large floating-point tensors are random; they were read at "
+            f"{', '.join(places[:12])}{more}: branches and sizes there may differ on a GPU"
+        )
     if result["status"] in ("failed", "cannot run"):
         return notes
     if not result.get("cudnn"):
@@ -131,6 +140,11 @@ def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
         )
     if result.get("compiled"):
         notes.append("whole numbers that compiled code computes are zero, like other results")
+    if stopped := result.get("stopped"):
+        notes.append(
+            f"it was ended after step {result['steps']}, at {stopped}: evaluation, longer batches "
+            "and all else that comes later were not seen; --whole runs the script to its end"
+        )
     if not result.get("steps"):
         notes.append("no optimizer step ended")
     if result["status"] == "fits" and result.get("out_of_memory"):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from phantomgpu import standins
 from phantomgpu.child import CANNOT_RUN, Settings
@@ -21,7 +23,9 @@ from phantomgpu.gpus import GIB, context_bytes, driver_facts, find_gpu, parse_me
 from phantomgpu.report import Report, build_report
 
 BOOT = Path(__file__).parent / "boot"
-LOCAL_RANKS = 8
+LOCAL_RANKS, MOST_DEVICES = 8, 16
+GRACE_SECONDS = 5
+"""How long a process has to end by itself."""
 
 
 def run(
@@ -30,7 +34,7 @@ def run(
     gpu: str,
     memory: int | str | None = None,
     ranks: int = 1,
-    steps: int = 3,
+    steps: int | None = 3,
     devices: int | None = None,
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
@@ -49,7 +53,7 @@ def run(
         gpu: The kind of GPU, one of `phantomgpu.GPUS`.
         memory: Another size than that kind's, in bytes or as '40GiB'.
         ranks: The number of ranks; rank 0 runs.
-        steps: After how many optimizer steps the script ends.
+        steps: After how many optimizer steps the script ends; None: it runs to its end.
         devices: The number of GPUs that the process sees; 1, or up to 8 with ranks.
         args: Arguments of the function, or of the script.
         kwargs: Keyword arguments of the function.
@@ -104,6 +108,50 @@ def command_of(
             yield [sys.executable, str(BOOT / "call.py"), str(file)]
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this process as an error does: what was started ends before."""
+    numbers = []
+    if threading.current_thread() is threading.main_thread():
+        both = (signal.SIGTERM, signal.SIGHUP)
+        numbers = [one for one in both if signal.getsignal(one) is signal.SIG_DFL]
+
+    def leave(number: int, frame: object) -> NoReturn:
+        del frame
+        for one in numbers:
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for one in numbers:
+        signal.signal(one, leave)
+    try:
+        yield
+    finally:
+        for one in numbers:
+            signal.signal(one, signal.SIG_DFL)
+
+
+@contextmanager
+def started(command: list[str], **how: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a command in a group of processes, and end all that is left of the group."""
+    with subprocess.Popen(command, start_new_session=True, **how) as process:  # noqa: S603
+        try:
+            yield process
+        finally:
+            for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(seconds)
+
+
+def too_long(what: str, seconds: float | None) -> RunFailedError:
+    """Return the error of a process that took too long."""
+    return RunFailedError(
+        f"{what} did not end within {seconds:g} seconds; if it needs more, write --timeout "
+        f"{2 * (seconds or 0):g} (timeout_seconds in Python)"
+    )
+
+
 class Session:
     """A kind of GPU, and how processes that see it are started."""
 
@@ -113,15 +161,24 @@ class Session:
         kind = find_gpu(gpu)
         if isinstance(memory, str):
             memory = parse_memory(memory)
+        count = min(ranks, LOCAL_RANKS) if devices is None else devices
+        for name, value, least, most in (
+            ("memory", int(kind.memory * GIB) if memory is None else memory, 1 << 20, 1 << 40),
+            ("ranks", ranks, 1, 1 << 20),
+            ("devices", count, 1, MOST_DEVICES),
+        ):
+            if not least <= value <= most:
+                unit = " bytes, such as '24GiB'" if name == "memory" else ""
+                raise ValueError(f"{name} is {str(value)[:40]}; write {least} to {most}{unit}")
         self.name = f"an {kind.name}" if kind.name[0] == "N" else f"a {kind.name}"
         self.ranks = ranks
         self.memory = int(kind.memory * GIB) if memory is None else memory
         self.context = min(context_bytes(kind), self.memory)
-        count = devices or min(ranks, LOCAL_RANKS)
         self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
 
     def environment(self, settings: Settings) -> dict[str, str]:
         """Return the environment of a process with a phantom."""
+        settings.process = os.getpid()
         settings.path = [entry for entry in sys.path if entry and entry != str(BOOT)]
         path = [str(BOOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = {
@@ -155,27 +212,22 @@ class Session:
         """Run a command until it ends, and return its report."""
         if shutil.which(command[0]) is None:
             raise RunFailedError(f"cannot run {command[0]!r}: no such command")
-        with tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder:
+        with (
+            ended_by_signals(),
+            tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder,
+            Path(folder, "output.log").open("wb") as output,
+        ):
             settings.folder = folder
-            log = Path(folder, "output.log")
-            with log.open("wb") as output:
+            quietly = {"stdout": output, "stderr": subprocess.STDOUT} if quiet else {}
+            with started(command, env=self.environment(settings), **quietly) as process:
                 try:
-                    done = subprocess.run(  # noqa: S603
-                        command,
-                        env=self.environment(settings),
-                        stdout=output if quiet else None,
-                        stderr=subprocess.STDOUT if quiet else None,
-                        timeout=timeout_seconds,
-                        check=False,
-                    )
-                except subprocess.TimeoutExpired as error:
-                    raise RunFailedError(
-                        f"the script did not end within {timeout_seconds} seconds"
-                    ) from error
+                    code = process.wait(timeout_seconds)
+                except subprocess.TimeoutExpired:
+                    raise too_long("the script", timeout_seconds) from None
             if snapshot is not None:
                 for made in sorted(Path(folder).glob("*.pickle"))[:1]:
                     shutil.copyfile(made, snapshot)
-            return self.report(Path(folder), "run", done.returncode, log)
+            return self.report(Path(folder), "run", code, Path(folder, "output.log"))
 
     def report(self, folder: Path, name: str, code: int, log: Path | None = None) -> Report:
         """Return the report that the processes of a run left.

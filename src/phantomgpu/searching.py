@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import select
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,13 @@ from phantomgpu import standins
 from phantomgpu.child import Settings
 from phantomgpu.errors import RunFailedError
 from phantomgpu.report import Report
-from phantomgpu.running import Session, command_of
+from phantomgpu.running import Session, command_of, ended_by_signals, started, too_long
 
 Trial = Callable[[int], Report]
+TRIAL_SECONDS = 600.0
+"""How long a trial may take."""
+MOST_BEYOND = 16
+"""Indices that are tried above the first that does not fit."""
 
 
 @final
@@ -38,6 +43,14 @@ class Answer:
         """The report of the largest that fits, or of the smallest."""
         return self.trials[min(self.trials) if self.largest is None else self.largest]
 
+    @property
+    def bound(self) -> str:
+        """What ends the range: memory, or a number with which nothing was trained."""
+        above = [number for number in self.trials if number > (self.largest or 0)]
+        if above and self.trials[min(above)].fits:
+            return f"with {min(above)}, no optimizer step ended: are there fewer samples?"
+        return f"{min(above)} does not fit" if above else "no larger one was asked for"
+
 
 def search(
     script: Callable[..., Any] | Sequence[str],
@@ -45,7 +58,7 @@ def search(
     gpu: str,
     memory: int | str | None = None,
     ranks: int = 1,
-    steps: int = 3,
+    steps: int | None = 3,
     argument: str | None = None,
     smallest: int = 1,
     largest: int = 1 << 20,
@@ -54,18 +67,21 @@ def search(
     details: bool = True,
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
+    timeout_seconds: float = TRIAL_SECONDS,
     seen: Callable[[int, Report], None] | None = None,
 ) -> Answer:
     """Find the largest number, such as a batch size, with which a script or a function fits.
 
-    Every number that is tried is run; the answer fits, and the next larger one does not.
+    Every number that is tried is run; the answer fits, and the next larger one does not, or it
+    trains nothing. Fitting is not monotone: larger ones that may fit are tried, too.
 
     Args:
         script: A function that takes the number first, or a command.
         gpu: The kind of GPU.
         memory: Another size than that kind's.
         ranks: The number of ranks.
-        steps: After how many optimizer steps a trial ends.
+        steps: After how many optimizer steps a trial ends; None: with the script, which need not
+            train.
         argument: The option of the command that takes the number, such as "--batch-size".
         smallest: The first number that is tried.
         largest: The last one.
@@ -74,26 +90,22 @@ def search(
         details: Run the number that `Answer.report` is of once more, for what took the memory.
         args: Further arguments of the function.
         kwargs: Keyword arguments of the function.
+        timeout_seconds: How long a trial may take.
         seen: Called with each number and its report.
 
     Raises:
-        RunFailedError: A trial failed, but not for lack of memory.
+        RunFailedError: A trial failed, but not for lack of memory, or it took too long.
+        ValueError: No number is in the range.
     """
     standins.check_system()
     session = Session(gpu, memory, ranks)
     settings = Settings("", steps=steps, ranks=ranks, details=False)
-    trials: dict[int, Report] = {}
+    first, last = _indices(smallest, largest, multiple, powers=powers)
+    tried = _Tried(seen, trains=steps is not None)
+    trials = tried.reports
 
     def number_of(index: int) -> int:
         return 1 << index if powers else index * multiple
-
-    def fits(number: int, trial: Trial) -> bool:
-        trials[number] = trial(number)
-        if seen is not None:
-            seen(number, trials[number])
-        if trials[number].status == "failed":
-            raise RunFailedError(f"the run with {number} failed: {trials[number].problem}")
-        return trials[number].fits
 
     def peaks(index: int) -> tuple[int, int]:
         report = trials[number_of(index)]
@@ -102,21 +114,21 @@ def search(
     with ExitStack() as stack:
         command = stack.enter_context(command_of(script, args, kwargs))
         if callable(script):
-            trial = stack.enter_context(_served(session, settings, command))
+            trial = stack.enter_context(_served(session, settings, command, timeout_seconds))
         elif argument is None:
             raise ValueError("a command needs the option that takes the number: argument='--size'")
         else:
 
             def trial(number: int) -> Report:
                 numbered = [*command, argument, str(number)]
-                return session.start(numbered, settings, None, None, quiet=True)
+                return session.start(numbered, settings, None, timeout_seconds, quiet=True)
 
         found = bisect(
-            lambda index: fits(number_of(index), trial),
+            lambda index: tried.fits(number_of(index), trial),
             peaks,
             session.memory - session.context,
-            first=(smallest - 1).bit_length() if powers else -(-smallest // multiple),
-            last=largest.bit_length() - 1 if powers else largest // multiple,
+            first=first,
+            last=last,
             farthest=(lambda index: index + 5) if powers else (lambda index: 32 * index),
         )
         answer = Answer(None if found is None else number_of(found), trials)
@@ -127,6 +139,45 @@ def search(
     return answer
 
 
+def _indices(smallest: int, largest: int, multiple: int, *, powers: bool) -> tuple[int, int]:
+    """Return the indices of the first and the last number of a range."""
+    first = (smallest - 1).bit_length() if powers else -(-smallest // max(multiple, 1))
+    last = largest.bit_length() - 1 if powers else largest // max(multiple, 1)
+    if smallest < 1 or multiple < 1 or first > last:
+        kind = "a power of two" if powers else f"a multiple of {multiple}"
+        raise ValueError(f"no number from {smallest} to {largest} is {kind}; widen the range")
+    return first, last
+
+
+class _Tried:
+    """The reports of the numbers that were run."""
+
+    def __init__(self, seen: Callable[[int, Report], None] | None, *, trains: bool) -> None:
+        self.seen, self.trains = seen, trains
+        self.reports: dict[int, Report] = {}
+        self.idle: int | None = None
+        """A number with which nothing was trained, while others trained something."""
+
+    def fits(self, number: int, trial: Trial) -> bool:
+        """Run a number."""
+        if self.idle is not None and number > self.idle:
+            return False
+        report = self.reports[number] = trial(number)
+        if self.seen is not None:
+            self.seen(number, report)
+        if report.status == "failed":
+            raise RunFailedError(f"the run with {number} failed: {report.problem}")
+        if report.steps or not report.fits or not self.trains:
+            return report.fits
+        if not any(one.steps for one in self.reports.values()):
+            raise RunFailedError(
+                f"the run with {number} ended without an optimizer step; if the script does not "
+                "train, run it to its end (--whole, or steps=None)"
+            )
+        self.idle = number
+        return False
+
+
 def bisect(
     fits: Callable[[int], bool],
     used: Callable[[int], tuple[int, int]],
@@ -135,10 +186,13 @@ def bisect(
     first: int,
     last: int,
     farthest: Callable[[int], int] = lambda index: 32 * index,
+    within: float = 0.0,
 ) -> int | None:
-    """Return the largest index that fits, or None. It was tried, and so was the next one.
+    """Return the largest index that was tried and fits, or None. The next one does not fit.
 
-    Peaks are nearly a line of the index. So two small indices say where to look.
+    Peaks are nearly a line of the index. So two small indices say where to look. Fitting is not
+    monotone: the allocator may find room for 32 samples and none for 21. So indices above the first
+    that does not fit are tried, up to where the line of the allocated bytes reaches the limit.
 
     >>> bisect(lambda n: n <= 37, lambda n: (10 + n, 10 + n), 47, first=1, last=1000)
     37
@@ -150,19 +204,57 @@ def bisect(
         first: The smallest index.
         last: The largest index.
         farthest: Returns the largest that may be tried after an index that fits.
+        within: End so near below the first that does not fit, as a fraction.
     """
     start = max(first, min(2, last))  # batch normalisation refuses a single sample
     if not fits(start):
         return next((index for index in range(start - 1, first - 1, -1) if fits(index)), None)
-    good, high = [start], last + 1
-    while high - good[-1] > 1:
-        most = min(high - 1, farthest(good[-1]))
-        guess = _guess(good, most, used, available, is_open=high > last)
-        if fits(guess):
-            good.append(guess)
+    good, bad, left = [start], set[int](), MOST_BEYOND
+    while True:
+        high = min((index for index in bad if index > good[-1]), default=last + 1)
+        while high - good[-1] > max(1, within * good[-1]):
+            most = min(high - 1, farthest(good[-1]))
+            guess = _guess(good, most, used, available, is_open=high > last)
+            if fits(guess):
+                good.append(guess)
+            else:
+                high = guess
+                bad.add(guess)
+        top = min(last, farthest(good[-1]), _line(good, used, available, 0) or 0)
+        for index in _beyond(good[-1], bad, top, left):
+            left -= 1
+            if fits(index):
+                good.append(index)
+                break
+            bad.add(index)
         else:
-            high = guess
-    return good[-1]
+            return good[-1]
+
+
+def _beyond(low: int, bad: set[int], top: int, most: int) -> list[int]:
+    """Return indices above `low`, up to the top, that were not tried; the largest first.
+
+    Of many, those that powers of two divide: their blocks leave the fewest fragments.
+    """
+    stride = 1 << max(0, (top - low).bit_length() - 10)
+    every = range(-(-(low + 2) // stride) * stride, top + 1, stride)
+    untried = sorted(set(every) - bad, key=lambda index: (-(index & -index), -index))
+    return sorted(untried[:most], reverse=True)
+
+
+def _line(
+    good: list[int], used: Callable[[int], tuple[int, int]], available: int, which: int
+) -> int | None:
+    """Return where the line of the allocated (0) or reserved (1) bytes reaches the limit.
+
+    None: there are no two indices that far enough apart, or no more bytes in the larger.
+    """
+    low = good[-1]
+    base = next((index for index in reversed(good) if 2 * index <= low), None)
+    if base is None:
+        return None
+    now, then = used(low)[which], used(base)[which]
+    return low + (available - now) * (low - base) // (now - then) if now > then else None
 
 
 def _guess(
@@ -186,12 +278,11 @@ def _guess(
         is_open: Whether none was tried that does not fit.
     """
     low = good[-1]
-    base = next((index for index in reversed(good) if 2 * index <= low), None)
-    if base is None:
+    if 2 * good[0] > low:
         return min(2 * low, most) if is_open else (low + most + 1) // 2
     allocated, reserved = (
-        low + (available - now) * (low - base) // (now - then) if now > then else most
-        for now, then in zip(used(low), used(base), strict=True)
+        most if line is None else line
+        for line in (_line(good, used, available, which) for which in (0, 1))
     )
     if is_open and reserved > low + low // 50:
         return min(reserved, most)
@@ -205,38 +296,46 @@ def _guess(
 
 
 @contextmanager
-def _served(session: Session, settings: Settings, command: list[str]) -> Iterator[Trial]:
+def _served(
+    session: Session, settings: Settings, command: list[str], timeout_seconds: float = TRIAL_SECONDS
+) -> Iterator[Trial]:
     """Keep a process that has imported torch, and fork it for each trial."""
-    with tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder:
+    with (
+        ended_by_signals(),
+        tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder,
+        Path(folder, "output.log").open("wb") as output,
+    ):
         settings.folder = folder
-        log = Path(folder, "output.log")
-        with log.open("wb") as output:
-            server = subprocess.Popen(  # noqa: S603
-                [*command, "--serve"],
-                env=session.environment(settings),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-            )
-        asked, answered = server.stdin, server.stdout
-        assert asked is not None
-        assert answered is not None
+        # numpy's threads begin with its import; a process that is forked must have none.
+        environment = {**session.environment(settings), "OPENBLAS_NUM_THREADS": "1"}
+        with started(
+            [*command, "--serve"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+        ) as server:
+            asked, answered = server.stdin, server.stdout
+            assert asked is not None
+            assert answered is not None
 
-        def trial(number: int) -> Report:
-            name = f"{number}-details" if settings.details else str(number)
-            line = ""
-            with suppress(BrokenPipeError):
-                asked.write(f"{name}\n")
-                asked.flush()
-                line = answered.readline()
-            if not line:
-                return session.report(Path(folder), "run", server.wait(), log)
-            return session.report(Path(folder), name, int(line), log)
+            def trial(number: int) -> Report:
+                name = f"{number}-details" if settings.details else str(number)
+                line = ""
+                with suppress(BrokenPipeError):
+                    asked.write(f"{name}\n")
+                    asked.flush()
+                    if not select.select([answered], [], [], timeout_seconds)[0]:
+                        raise too_long(f"the run with {number}", timeout_seconds)
+                    line = answered.readline()
+                log = Path(folder, "output.log")
+                if not line:
+                    return session.report(Path(folder), "run", server.wait(), log)
+                return session.report(Path(folder), name, int(line), log)
 
-        try:
-            yield trial
-        finally:
-            asked.close()
-            server.wait()
-            answered.close()
+            try:
+                yield trial
+            finally:
+                asked.close()
+                answered.close()

@@ -10,12 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from phantomgpu.errors import NotSupportedError
+from phantomgpu.errors import NotSupportedError, PhantomError
 
 NATIVE = Path(__file__).parent / "native"
 _SAME = "cublas cublasLt cudnn cufft cupti curand cusolver cusparse cusparseLt nccl nvrtc"
@@ -34,6 +35,16 @@ SOURCES = {
     "libnccl": ["nccl.c"],
 }
 UNSUPPORTED = {"libcudnn": 3000, "libcusolver": 9, "libcusparse": 10}
+_SIZES = (
+    "gesvd:3 sytrf:4 geqrf:5 potrf:5 getrf:5 orgqr:7 ungqr:7 syevd:7 heevd:7 syevjBatched:7 "
+    "heevjBatched:7 ormqr:11 unmqr:11 gesvdjBatched:11 gesvdj:12 gesvdaStridedBatched:16 "
+    "Xpotrf:8,9 Xgeqrf:10,11 Xsytrs:11,12 Xsyevd:11,12 XsyevBatched:11,12 Xgeev:17,18"
+)
+SOLVER_SIZES = {
+    name: [int(at) for at in ats.split(",")]
+    for name, _, ats in (one.partition(":") for one in _SIZES.split())
+}
+"""Which arguments of cuSOLVER's `_bufferSize` take the sizes of workspaces: they are not known."""
 """The number of "not supported" where it is not 801."""
 FUNCTION = re.compile(r"(?:__)?(?:cu|nccl|nvrtc|nvshmem|nvml)\w")
 DEFINED = re.compile(r"^[\w *]*?\b(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
@@ -57,6 +68,7 @@ def check_system() -> None:
 
     Raises:
         NotSupportedError: This is not Linux on x86-64 or arm64, or a tool is missing.
+        PhantomError: There is no folder for what is built once.
     """
     if sys.platform != "linux":
         system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
@@ -70,14 +82,25 @@ def check_system() -> None:
             f"cannot build the stand-ins: {', '.join(missing)} not found; install a C compiler "
             "(on Debian and Ubuntu: apt-get install gcc)"
         )
+    cache_folder()
 
 
 def cache_folder() -> Path:
-    """Return the folder for what is built or downloaded once (`PHANTOMGPU_CACHE`)."""
+    """Return the folder for what is built or downloaded once (`PHANTOMGPU_CACHE`).
+
+    Raises:
+        PhantomError: There is none.
+    """
     given = os.environ.get("PHANTOMGPU_CACHE")
     if given:
         return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # the user of a container may have no HOME and no entry in /etc/passwd
+        raise PhantomError(
+            "cannot keep what is built once: this user has no home folder; set PHANTOMGPU_CACHE to "
+            "a folder of this user"
+        ) from None
     return Path(base) / "phantomgpu"
 
 
@@ -90,9 +113,8 @@ def build(torch: Path) -> Path:
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = cache_folder() / "standins" / name
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            new = Path(scratch) / "new"
+        with beside(folder) as scratch:
+            new = scratch / "new"
             new.mkdir()
             compile_all(wanted(torch), new)
             try:
@@ -101,6 +123,22 @@ def build(torch: Path) -> Path:
                 if not folder.exists():
                     raise
     return folder
+
+
+@contextmanager
+def beside(folder: Path) -> Iterator[Path]:
+    """Make a folder beside another one for a while: what is in it can be renamed to that one.
+
+    Raises:
+        PhantomError: That is not possible.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=folder.parent)
+    except OSError as error:
+        raise PhantomError(f"{error}; set PHANTOMGPU_CACHE to a folder of this user") from None
+    with scratch as name:
+        yield Path(name)
 
 
 def load(folder: Path) -> ctypes.CDLL:
@@ -224,6 +262,12 @@ def _default(name: str, stem: str, *, called: bool) -> str:
     if does == ">":
         arguments = "void *to, const void *from, size_t bytes"
         return f"int {name}({arguments}) {{ phantom_copy(to, from, bytes); return 0; }}"
+    solver = re.fullmatch(r"cusolverDn(?:[SDCZ](?=[a-z]))?(\w+)_bufferSize", name)
+    if called and solver and solver[1] in SOLVER_SIZES:
+        at, kind = SOLVER_SIZES[solver[1]], "size_t" if solver[1][0] == "X" else "int"
+        arguments = ", ".join(f"void *a{number}" for number in range(max(at) + 1))
+        sizes = " ".join(f"*({kind} *)a{number} = 0;" for number in at)
+        return f"int {name}({arguments}) {{ {sizes} return 0; }}"
     refused = not called or "bufferSize" in name or stem == "libcudnn"
     if does == "+" or name.startswith(("cudnnDestroy", "__cuda")):
         refused = False
@@ -238,3 +282,8 @@ def setup_folder(version: str) -> Path:
     """Return the folder for a CUDA build of torch beside a CPU build of that version."""
     python = f"{sys.version_info.major}{sys.version_info.minor}"
     return cache_folder() / "torch" / f"{version}-py{python}"
+
+
+def has_cuda(folder: Path) -> bool:
+    """Return whether a folder has a torch with CUDA code."""
+    return (folder / "torch" / "lib" / "libtorch_cuda.so").exists()

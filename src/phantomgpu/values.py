@@ -1,59 +1,43 @@
-"""Small whole numbers are computed for real: masks, indices, lengths, counts.
+"""Small tensors are computed for real: masks, indices, lengths, probabilities, losses.
 
 A device's bytes lie in this process' memory (native/device.c), so a tensor on the device can be
-read as one on the CPU. Some CUDA kernels are overridden through `torch.library`: first torch's own
+read as one on the CPU. CUDA kernels are overridden through `torch.library`: first torch's own
 kernel runs, whose allocations are the true ones; then the same operation runs on the CPU, and its
-result is written to the device. Floating-point results are zero.
+result is written to the device. What is larger is unknown: where the script reads such a number, it
+gets a random one between 0 and 1, and the report names the place.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections import Counter
 from contextlib import suppress
-from itertools import repeat
 from typing import Any
 
 import torch
 
+from phantomgpu.analysis import line_of
+
 MOST = 4 << 20
-"""Elements, and bytes, of tensors that are computed. The device keeps no larger copies."""
-FEW = 4096
-"""Elements of floating-point tensors that are filled or copied for real."""
-# Operations with a kernel for CUDA, in torch 2.13 and 2.14.
-_BINARY = (
-    "add.Tensor sub.Tensor mul.Tensor div.Tensor div.Tensor_mode floor_divide remainder.Tensor "
-    "fmod.Tensor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_left_shift.Tensor "
-    "bitwise_right_shift.Tensor eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar "
-    "le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar pow.Tensor_Scalar "
-    "pow.Tensor_Tensor"
+"""Elements, and bytes, of whole numbers that are computed. The device keeps no larger copies."""
+FEW = 1 << 16
+"""Elements of floating-point numbers that are computed."""
+UNKNOWN: Counter[str] = Counter()
+"""The places where the script read what hangs on unknown numbers."""
+_SIZED = (
+    "equal nonzero masked_select _unique2 unique_consecutive unique_dim repeat_interleave bincount"
 )
-_UNARY = "bitwise_not neg sign clamp clamp.Tensor clamp_min clamp_max cumsum cumprod tril triu"
-_OTHERS = (
-    "abs.out logical_and.out logical_or.out logical_xor.out logical_not.out maximum minimum isnan "
-    "isposinf isneginf rsub.Tensor pow.Scalar remainder.Scalar_Tensor copy_ fill_.Scalar "
-    "fill_.Tensor zero_ cat index.Tensor _index_put_impl_ gather scatter.src scatter.value "
-    "scatter_.src scatter_.value scatter_add scatter_add_ scatter_reduce_.two index_select "
-    "index_add index_add_ index_fill_.int_Scalar masked_fill_.Scalar masked_fill_.Tensor "
-    "masked_scatter_ where.self where.self_out flip roll arange.start_out eye.m_out "
-    "randperm.generator_out tril_indices triu_indices sum.dim_IntList prod prod.dim_int max "
-    "max.dim min min.dim amax amin aminmax any any.dim any.dims all all.dim all.dims argmax argmin "
-    "sort.stable topk searchsorted.Tensor bucketize.Tensor isin.Tensor_Tensor isin.Tensor_Scalar "
-    "equal count_nonzero.dim_IntList take add.out sub.out mul.out eq.Tensor_out eq.Scalar_out "
-    "ne.Scalar_out lt.Scalar_out gt.Scalar_out le.Scalar_out ge.Scalar_out sum.IntList_out "
-    "any.out all.out cat.out max.unary_out cumsum.out linspace.out bitwise_and.Tensor_out "
-    "bitwise_or.Tensor_out index_select.out gather.out"
-)
-SIZED = (
-    "nonzero masked_select _unique2 unique_consecutive unique_dim repeat_interleave.Tensor bincount"
-)
-"""Operations whose values decide how large their output is."""
-_PLAIN = ("fill_", "zero_", "copy_", "cat", "arange", "eye", "linspace")
+"""Operations whose values decide how large their output is, or a branch."""
+_LEFT = "empty set_ resize record_stream is_set_to _assert _amp_foreach _sdp_choice cudnn _use_"
+"""Parts of names of what makes no values, or would make a scaler skip a step."""
 _REFUSED = (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError)
 """The CPU has no such kernel or type, or indices that came from zeros lie outside."""
 _KEPT: list[torch.library.Library] = []
+_LOST, _DERIVED, _KNOWN = range(3)
+"""What the bytes of a storage are: unknown, computed from unknown ones, or true."""
 
 
 def start(library: ctypes.CDLL) -> bool:
@@ -63,96 +47,195 @@ def start(library: ctypes.CDLL) -> bool:
     bytes_of = Bytes(library)
     ours = torch.library.Library("aten", "IMPL")
     _KEPT.append(ours)
-    names = [*_BINARY.split(), *_UNARY.split(), *_OTHERS.split(), *SIZED.split()]
-    for name in (*_BINARY.split(), *_UNARY.split()):
-        base, dot, overload = name.partition(".")
-        names.append(f"{base}_{dot}{overload}")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is overridden
-        for name in names:
-            base, _, overload = name.partition(".")
-            packet = getattr(torch.ops.aten, base, None)
-            operation = getattr(packet, overload or "default", None)
-            if operation is not None:
-                kernel = _override(name, operation, bytes_of)
-                ours.impl(name, kernel, "CUDA", with_keyset=True)
+        for name in [*(one for one in names if has_kernel(one, "CUDA")), "aten::copy_"]:
+            base, _, overload = name.removeprefix("aten::").partition(".")
+            operation = getattr(getattr(torch.ops.aten, base), overload or "default")
+            if base == "_local_scalar_dense":
+                ours.impl(base, bytes_of.number, "CUDA")
+            elif _makes_values(operation):
+                kernel = Kernel(operation, bytes_of)
+                ours.impl(name.removeprefix("aten::"), kernel, "CUDA", with_keyset=True)
     return True
 
 
-def _override(name: str, operation: Any, bytes_of: Bytes) -> Callable[..., Any]:
-    boxed = torch.library.get_kernel(operation, "CUDA").call_boxed
-    base, _, overload = name.partition(".")
-    num_tensors = _num_tensors(base, overload)
+def _makes_values(operation: Any) -> bool:
+    schema = operation._schema
+    is_view = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
+    is_odd = any(str(one.type) in ("Storage", "Stream") for one in schema.arguments)
+    return not is_view and not is_odd and not any(part in schema.name for part in _LEFT.split())
 
-    def original(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not all(map(isinstance, args[:num_tensors], repeat(torch.Tensor))):
-            first = [
-                _tensor(one, args) if isinstance(one, int | float | complex) else one
-                for one in args[:num_tensors]
-            ]
-            args = (*first, *args[num_tensors:])
-        return boxed(keys, *args, **kwargs)
 
-    mutates = base.endswith("_") or overload.endswith("out")
-    plain, sized = base in _PLAIN, name in SIZED.split()
+class Kernel:
+    """Runs an operation on the device, and for real where it is small."""
 
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, operation: Any, bytes_of: Bytes) -> None:
+        self.operation, self.bytes = operation, bytes_of
+        self.boxed = torch.library.get_kernel(operation, "CUDA").call_boxed
+        schema = operation._schema
+        self.base = schema.name.removeprefix("aten::")
+        places = [(at, one) for at, one in enumerate(schema.arguments) if "Tensor" in str(one.type)]
+        self.numbers = [at for at, one in places if "List" not in str(one.type)]
+        self.written = [
+            (at, one.name) for at, one in places if one.alias_info and one.alias_info.is_write
+        ]
+        self.is_random = torch.Tag.nondeterministic_seeded in operation.tags
+        is_out = schema.overload_name.endswith("out")
+        self.overwrites = self.is_random or is_out or self.base in ("zero_", "fill_")
+        self.few = MOST // 4 if self.base.startswith("bernoulli") else FEW
+
+    def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        numbers = int | float | complex
+        if any(isinstance(args[at], numbers) for at in self.numbers if at < len(args)):
+            args = tuple(
+                _tensor(one, args) if at in self.numbers and isinstance(one, numbers) else one
+                for at, one in enumerate(args)
+            )
         tensors = leaves((args, kwargs))
-        if sized:
-            original(keys, *args, **kwargs)  # for what it allocates
-            device = next(t for t in tensors if t.is_cuda).device
-            return _map(operation(*_cpu(args, zeros=True), **_cpu(kwargs, zeros=True)), device)
-        if not all(t.numel() <= MOST and t.layout is torch.strided for t in tensors):
-            return original(keys, *args, **kwargs)  # the device keeps no such copies either
-        before = None
-        with suppress(*_REFUSED):
-            if mutates and any(_computed(t, plain=plain) for t in tensors):
-                before = _cpu(args, clone=True), _cpu(kwargs, clone=True)
-        out = original(keys, *args, **kwargs)
-        if base == "copy_":
-            bytes_of.mind(args[0])
-        if base == "equal":
-            return operation(*_cpu(args))
-        outputs = leaves(out)
-        if any(_computed(t, plain=plain) for t in outputs):
-            with suppress(*_REFUSED):
-                cpu_args, cpu_kwargs = before or (_cpu(args), _cpu(kwargs))
-                results = leaves(operation(*cpu_args, **cpu_kwargs))
-                for to, result in zip(outputs, results, strict=True):
-                    if _computed(to, plain=plain) and to.is_cuda:
-                        bytes_of.write(to, result)
+        if not all(one.layout is torch.strided for one in tensors):
+            return self.boxed(keys, *args, **kwargs)
+        if self.base == "copy_":
+            return self.copied(keys, *args, **kwargs)
+        if self.base in _SIZED.split():
+            return self.sized(keys, args, kwargs, tensors)
+        targets = [
+            one
+            for at, name in self.written
+            for one in leaves(args[at] if at < len(args) else kwargs.get(name))
+        ]
+        most = max((one.numel() for one in tensors), default=0)
+        host = self.on_host(args, kwargs, targets) if self.is_worth(targets, most) else None
+        out = self.boxed(keys, *args, **kwargs)
+        fresh = [one for one in leaves(out) if not _among(one, targets)]
+        most = max([most, *(one.numel() for one in fresh)])
+        if host is None and not targets and self.is_worth(fresh, most):
+            host = self.on_host(args, kwargs, targets)
+        if host is None or most > MOST or not self.computed(host, targets, fresh, most):
+            for one in targets:
+                self.bytes.note(one, _KNOWN if self.base == "zero_" else _LOST)
+            if self.base == "all":  # what is checked is finite
+                self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)
         return out
 
-    return kernel
+    def is_worth(self, outputs: list[torch.Tensor], most: int) -> bool:
+        """Return whether outputs are computed, if tensors have so many elements."""
+        return bool(outputs) and (
+            most <= self.few or (most <= MOST and any(map(_is_whole, outputs)))
+        )
 
+    def on_host(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[torch.Tensor]
+    ) -> tuple[Any, Any, list[torch.Tensor], bool]:
+        """Return the arguments on the CPU, the copies of the targets, and whether they are true."""
+        read = [one for one in leaves((args, kwargs)) if not _among(one, targets)]
+        read += [] if self.overwrites else targets
+        known = all(map(self.bytes.is_known, read))
+        copies = {
+            id(one): (
+                host(one) if self.overwrites and one.is_cuda else self.bytes.read(one)
+            ).clone()
+            for one in targets
+        }
+        here = self.moved(args, copies), self.moved(kwargs, copies)
+        return (*here, [copies[id(one)] for one in targets], known)
 
-def _num_tensors(base: str, overload: str) -> int:
-    """Return how many of the first arguments are tensors that may come as numbers."""
-    if base in ("where", "clamp", "clamp_", "masked_fill_") and overload not in ("", "Scalar"):
-        return 3
-    of_tensors = overload.startswith("Tensor") and not overload.endswith("Scalar")
-    named = base.removesuffix("_") in (
-        *("floor_divide", "maximum", "minimum", "copy", "add", "sub", "mul"),
-        *("logical_and", "logical_or", "logical_xor"),
-    )
-    return 2 if of_tensors or named else 0
+    def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
+        """Return arguments with tensors on the CPU."""
+        if isinstance(value, torch.Tensor):
+            return copies[id(value)] if id(value) in copies else self.bytes.read(value)
+        if isinstance(value, dict):
+            return {key: self.moved(one, copies) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)([self.moved(one, copies) for one in value])
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return None if isinstance(value, torch.Generator) else value
+
+    def computed(
+        self, here: Any, targets: list[torch.Tensor], fresh: list[torch.Tensor], most: int
+    ) -> bool:
+        """Compute on the CPU, and write to the device; return whether that was possible."""
+        args, kwargs, copies, known = here
+        if not known and ("linalg" in self.base or "cholesky" in self.base):
+            return False  # a random matrix may not be positive definite, which is an error
+        with suppress(*_REFUSED):
+            results = leaves(self.called(args, kwargs))
+            new = [one for one in results if not _among(one, copies)]
+            pairs = [*zip(targets, copies, strict=True), *zip(fresh, new, strict=True)]
+            for to, result in pairs:
+                if not to.is_cuda or (most > self.few and not _is_whole(to)):
+                    self.bytes.note(to, _LOST)
+                else:
+                    self.bytes.write(to, result, known=known)
+            return True
+        return False
+
+    def called(self, args: Any, kwargs: Any) -> Any:
+        """Call the operation on the CPU; chance there is not the script's."""
+        if not self.is_random:
+            return self.operation(*args, **kwargs)
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.bytes.chance)
+        try:
+            return self.operation(*args, **kwargs)
+        finally:
+            self.bytes.chance = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+    def sized(
+        self, keys: Any, args: tuple[Any, ...], kwargs: Any, tensors: list[torch.Tensor]
+    ) -> Any:
+        """Return what has a size, or is a branch, that hangs on values."""
+        here, there, _, known = self.on_host(args, kwargs, [])
+        if not known:
+            remember()
+        self.boxed(keys, *args, **kwargs)  # for what it allocates
+        device = next(one for one in tensors if one.is_cuda).device
+        result = _map(self.operation(*here, **there), device)
+        for one in leaves(result):
+            self.bytes.note(one, _KNOWN if known else _DERIVED)
+        return result
+
+    def copied(
+        self, keys: Any, to: torch.Tensor, source: torch.Tensor, *more: Any, **kwargs: Any
+    ) -> Any:
+        """Copy, between the devices too."""
+        known = self.bytes.is_known(source)
+        is_small = to.numel() <= (MOST if _is_whole(to) else self.few)
+        values = self.bytes.read(source) if is_small else source
+        if not to.is_cuda and not known:
+            remember()
+        out = self.boxed(keys, to, source, *more, **kwargs)
+        if is_small and to.is_cuda:
+            self.bytes.write(to, values.expand(to.shape), known=known)
+        elif is_small and not known:
+            to.copy_(values)
+        elif to.is_cuda:
+            kept = to.dtype == source.dtype and to.nbytes <= MOST
+            kept = kept and to.is_contiguous() and source.is_contiguous()
+            self.bytes.note(to, _KNOWN if known and kept else _LOST)
+        return out
 
 
 def _tensor(number: complex, args: tuple[Any, ...]) -> torch.Tensor:
     """Return a number as the tensor it was before it came to Python, with types promoted alike."""
-    like = next(one for one in args if isinstance(one, torch.Tensor))
     kind = torch.tensor(number).dtype
-    if like.dim() == 0 and torch.result_type(like, number) == like.dtype:
+    like = next((one for one in args if isinstance(one, torch.Tensor)), None)
+    if like is not None and like.dim() == 0 and torch.result_type(like, number) == like.dtype:
         kind = like.dtype
     return torch.tensor(number, dtype=kind)
 
 
-def _computed(tensor: torch.Tensor, *, plain: bool) -> bool:
-    """Return whether the values of a tensor are kept."""
-    if tensor.numel() * tensor.element_size() > MOST:
-        return False
-    whole = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
-    return whole or (plain and tensor.numel() <= FEW)
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
+def _among(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    return any(tensor is one for one in tensors)
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
@@ -166,26 +249,18 @@ def leaves(value: Any) -> list[torch.Tensor]:
     return [tensor for one in value for tensor in leaves(one)]
 
 
-def _cpu(value: Any, *, clone: bool = False, zeros: bool = False) -> Any:
-    """Return arguments with tensors on the CPU, over the bytes of the device."""
-    if isinstance(value, torch.Tensor):
-        if zeros and value.numel() > 4 * MOST:
-            return torch.zeros(value.shape, dtype=value.dtype)
-        tensor = host(value) if value.is_cuda else value
-        return tensor.clone() if clone else tensor
-    if isinstance(value, dict):
-        return {key: _cpu(one, clone=clone, zeros=zeros) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([_cpu(one, clone=clone, zeros=zeros) for one in value])
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    return None if isinstance(value, torch.Generator) else value
-
-
 def _map(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    return type(value)([_map(one, device) for one in value])
+    if isinstance(value, list | tuple):
+        return type(value)([_map(one, device) for one in value])
+    return value
+
+
+def remember() -> None:
+    """Note the line of the script that reads an unknown number, and that of torch in it."""
+    line, inner = line_of(sys._getframe())
+    UNKNOWN[f"{line} ({inner})" if inner else line] += 1
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,34 +276,74 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Bytes:
-    """Writes to the device; when a storage dies, its bytes are zero again."""
+    """The bytes of the device, and what is known of them; of dead storages, they are zero again."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.copy, self.set = library.phantom_copy, library.phantom_set
         self.copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
         self.set.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
         self.copy.restype = self.set.restype = None
-        self.minded: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.states: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.chance = torch.Generator().manual_seed(0).get_state()
+        self.pool = torch.empty(0)
 
-    def mind(self, tensor: torch.Tensor) -> None:
-        """Zero the bytes of a tensor on the device when nothing holds them any more.
+    def state(self, tensor: torch.Tensor) -> int | None:
+        """Return what its bytes are; None: nothing was noted."""
+        storage = tensor.untyped_storage()
+        known = self.states.get(storage.data_ptr())
+        return known[1] if known is not None and known[0]() is storage else None
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has its true values."""
+        return not tensor.is_cuda or not tensor.numel() or self.state(tensor) == _KNOWN
+
+    def note(self, tensor: torch.Tensor, state: int) -> None:
+        """Note what the bytes of a tensor are, until its storage dies.
 
         What an older block left behind must not be read from a new one.
         """
-        storage = tensor.untyped_storage()
+        if not tensor.is_cuda:
+            return
+        storage, old = tensor.untyped_storage(), self.state(tensor)
         address, size = storage.data_ptr(), storage.nbytes()
-        known = self.minded.get(address)
-        if not tensor.is_cuda or (known is not None and known() is storage):
+        if tensor.nbytes < size and old is not None:  # a part of it
+            state = _KNOWN if state == old == _KNOWN else _DERIVED
+        if old is None and state == _LOST:
             return
 
         def forget(dead: weakref.ref[torch.UntypedStorage]) -> None:
-            if self.minded.get(address) is dead:
-                del self.minded[address]
+            if self.states.get(address, (None,))[0] is dead:
+                del self.states[address]
                 self.set(address, 0, 1, size)
 
-        self.minded[address] = weakref.ref(storage, forget)
+        reference = weakref.ref(storage, forget) if old is None else self.states[address][0]
+        self.states[address] = reference, state
 
-    def write(self, to: torch.Tensor, result: torch.Tensor) -> None:
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return its values on the CPU: the true ones, or random ones between 0 and 1."""
+        if not tensor.is_cuda:
+            return tensor
+        count, is_noted = tensor.numel(), bool(self.state(tensor))
+        if is_noted or (_is_whole(tensor) and count <= 4 * MOST):
+            return host(tensor)
+        if count > MOST:
+            return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        if len(self.pool) < 2 * count:
+            generator = torch.Generator().manual_seed(0)
+            self.pool = 1 - torch.rand(max(2 * count, FEW), generator=generator)
+        offset = tensor.data_ptr() // 512 * 997 % (len(self.pool) - count)  # equal to itself
+        values = self.pool[offset : offset + count].view(tensor.shape).to(tensor.dtype)
+        if count <= FEW and tensor.nbytes == tensor.untyped_storage().nbytes():
+            self.write(tensor, values, known=False)  # the same when it is read again
+        return values
+
+    def number(self, tensor: torch.Tensor) -> Any:
+        """Return the value of a tensor with one element."""
+        if not self.is_known(tensor):
+            remember()
+        return self.read(tensor).item()
+
+    def write(self, to: torch.Tensor, result: torch.Tensor, *, known: bool) -> None:
         """Write values to the device, which then knows that these bytes are not zero."""
         if to.numel() == 0:
             return
@@ -240,4 +355,4 @@ class Bytes:
             values = view.as_strided((count,), (1,)).clone()
             values.as_strided(to.shape, to.stride()).copy_(result)
         self.copy(to.data_ptr(), values.data_ptr(), values.numel() * values.element_size())
-        self.mind(to)
+        self.note(to, _KNOWN if known else _DERIVED)

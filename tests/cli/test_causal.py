@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from stretto.memory import phantom
+from stretto.memory import Answer, phantom
+from stretto.memory.answer import Cost
+from stretto.memory.limits import MemoryLimit
+from stretto.memory.step import WholeStep
 
 Stretto = Callable[..., Any]
 
@@ -26,13 +29,24 @@ LLAMA = {
 
 
 @pytest.fixture
-def ask(tmp_path: Path, stretto: Stretto) -> Callable[..., Any]:
+def ask(tmp_path: Path, stretto: Stretto, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Ask without the phantom: the step is built, and the answer is the largest size."""
     pytest.importorskip("transformers")
+
+    def answer(step: Any, batch: Any, *, maximum: int, **_: Any) -> Answer:
+        whole = WholeStep.of(step)
+        assert whole.device.type == "meta"
+        peak = batch.numel() - whole.model.is_activation_checkpointing
+        return Answer(
+            maximum, "phantom", None, MemoryLimit(1, ""), 0, Cost(), peaks={maximum: peak}
+        )
+
+    monkeypatch.setattr("stretto.cli.finding.find_batch_size", answer)
 
     def ask(*options: str, **changes: Any) -> Any:
         file = tmp_path / "config.json"
         file.write_text(json.dumps({**LLAMA, **changes}))
-        fixed = ("--gpu", "l4", "--method", "estimate", "--maximum", "64")
+        fixed = ("--gpu", "l4", "--maximum", "64")
         return stretto("find-batch-size", "--model", str(file), *fixed, *options)
 
     return ask
@@ -42,7 +56,7 @@ def test_a_row_for_each_length_and_for_checkpointing(ask: Callable[..., Any]) ->
     said = ask("--sequence-length", "32,64", "--json")
     assert said.code == 0, said.err
     found = json.loads(said.out)
-    assert "bf16 autocast" in found["model"]
+    assert "computed in bf16" in found["model"]
     rows = [(row["tokens"], row["checkpointing"], row["size"]) for row in found["rows"]]
     assert rows == [(32, "off", 64), (32, "on", 64), (64, "off", 64), (64, "on", 64)]
     peaks = [row["peak_bytes"] for row in found["rows"]]

@@ -10,6 +10,12 @@ from typing import Any
 
 import pytest
 
+from stretto.memory import Answer, RanksAnswer
+from stretto.memory.answer import Cost
+from stretto.memory.limits import MemoryLimit
+from stretto.memory.step import WholeStep
+
+FOUND = Answer(8, "phantom", None, MemoryLimit(1000, "as stated"), 10, Cost())
 Stretto = Callable[..., Any]
 
 WIDE = """
@@ -51,18 +57,38 @@ def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-CPU = ("--maximum", "1000000")
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Answer without a GPU and without a phantom; return what was asked."""
+    questions: list[dict[str, Any]] = []
+
+    def answer(step: Any, batch: Any, **how: Any) -> Answer:
+        questions.append({**how, "step": WholeStep.of(step), "batch": batch})
+        limit = MemoryLimit(1000, "as stated")
+        peaks = {how["maximum"]: 900}
+        return Answer(how["maximum"], "phantom", None, limit, 10, Cost(), peaks=peaks)
+
+    monkeypatch.setattr("stretto.cli.finding.find_batch_size", answer)
+    return questions
 
 
-def test_for_a_device_that_is_not_here(wide: Path, stretto: Stretto) -> None:
-    said = stretto("find-batch-size", "run.yaml", "--device-memory", "1GiB", *CPU)
+def test_a_gpu_that_is_not_here(wide: Path, stretto: Stretto, asked: list[dict[str, Any]]) -> None:
+    said = stretto("find-batch-size", "run.yaml", "model.width=200000000", "--gpu", "h100")
     assert said.code == 0, said.err
     lines = said.out.splitlines()
     assert lines[0].split() == ["batch", "size", "peak", "headroom"]
-    (chosen,) = [line for line in lines if "the largest that fits" in line]
-    answer = next(line for line in lines if line.startswith("largest micro-batch that fits: "))
-    assert f" {chosen.split()[0]} samples (estimate)" in answer
-    assert "0 real ones" in said.out
+    assert "micro-batch: 64 samples (phantom), all there are; more would fit" in lines
+    assert asked[0]["gpu"] == "h100"
+    assert asked[0]["step"].device.type == "meta"  # 820 GB of weights
+
+
+def test_without_the_phantom_its_setup_is_named(
+    wide: Path, stretto: Stretto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.memory.phantom.missing", lambda: "run 'phantomgpu setup' once")
+    said = stretto("find-batch-size", "run.yaml", "--gpu", "h100")
+    assert (said.code, said.out) == (2, "")
+    assert "phantomgpu setup" in said.err
 
 
 NOISY = """
@@ -92,14 +118,13 @@ class Noisy(BatchSizePolicy):
     ids=["policy", "period", "callback", "policy of yours"],
 )
 def test_a_run_that_measures_noise_keeps_one_more_gradient(
-    wide: Path, stretto: Stretto, measured: str
+    wide: Path, stretto: Stretto, measured: str, asked: list[dict[str, Any]]
 ) -> None:
     (wide / "cli_wide.py").write_text(WIDE + NOISY)
     (wide / "measured.yaml").write_text(measured)
-    arguments = ("--device-memory", "25MB", *CPU, "--json")
-    plain = json.loads(stretto("find-batch-size", "run.yaml", *arguments).out)
-    found = json.loads(stretto("find-batch-size", "measured.yaml", *arguments).out)
-    assert found["size"] < plain["size"]
+    stretto("find-batch-size", "run.yaml")
+    stretto("find-batch-size", "measured.yaml")
+    assert [one["measures_noise"] for one in asked] == [False, True]
 
 
 def test_callbacks_are_neither_made_nor_missed(wide: Path, stretto: Stretto) -> None:
@@ -111,52 +136,32 @@ def test_callbacks_are_neither_made_nor_missed(wide: Path, stretto: Stretto) -> 
     )
     elsewhere = "[{target: cli_wide:Loud}, {target: only_where_it_trains:Other}]"
     (wide / "run.yaml").write_text(RUN + f"callbacks: {elsewhere}")
-    said = stretto("find-batch-size", "run.yaml", "--device-memory", "1GiB", *CPU)
+    said = stretto("find-batch-size", "run.yaml", "--maximum", "8")
     assert (said.code, said.err) == (0, "")
     assert not (wide / "log.txt").exists()
 
 
 def test_as_json(wide: Path, stretto: Stretto) -> None:
-    arguments = ("run.yaml", "--device-memory", "1GiB", *CPU, "--multiple-of", "64", "--json")
-    found = json.loads(stretto("find-batch-size", *arguments).out)
-    assert found["size"] % 64 == 0
-    assert found["too_large"] == found["size"] + 64
-    assert found["certainty"] == "estimate"
-    assert found["peak_bytes"] <= found["limit_bytes"] - found["reserve_bytes"]
-    assert found["cost"]["fake_steps"] <= 20
-    assert {row["size"] for row in found["peaks"]} >= {found["size"], found["too_large"]}
-
-
-def test_a_model_larger_than_this_machine(wide: Path, stretto: Stretto) -> None:
-    # 200 million times 1,024 weights: 820 GB, and four times that to train them.
-    arguments = ("run.yaml", "model.width=200000000", "--device-memory", "8TiB", *CPU, "--json")
-    found = json.loads(stretto("find-batch-size", *arguments).out)
-    assert found["size"] > 1_000
-    said = stretto("find-batch-size", *arguments[:2], "--device-memory", "1TiB", *CPU)
-    assert (said.code, said.out) == (2, "")
-    assert "cannot fit 1 sample into 1.00 TiB (as stated): a step needs" in said.err
-
-
-def test_a_gpu_that_is_not_here(wide: Path, stretto: Stretto) -> None:
-    said = stretto("find-batch-size", "run.yaml", "--gpu", "l4", "--method", "estimate")
-    assert "(estimate)" in said.out
-    assert "CUDA" in said.out
+    found = json.loads(stretto("find-batch-size", "run.yaml", "--multiple-of", "24", "--json").out)
+    assert (found["size"], found["too_large"], found["certainty"]) == (48, None, "tried")
+    assert 0 < found["cost"]["real_steps"] <= 5
 
 
 def test_all_samples_there_are_is_the_most(wide: Path, stretto: Stretto) -> None:
-    said = stretto("find-batch-size", "run.yaml", "--device-memory", "1GiB", "--power-of-two")
-    assert "\nmicro-batch: 64 samples (estimate), all there are; more would fit\n" in said.out
+    said = stretto("find-batch-size", "run.yaml", "--power-of-two")
+    assert "micro-batch: 64 samples (tried), all there are; more would fit\n" in said.out
 
 
-def test_a_model_that_reads_values_while_it_is_built(wide: Path, stretto: Stretto) -> None:
-    arguments = ("run.yaml", "model.reads=true", "--device-memory", "1GiB", *CPU)
-    assert "(estimate)" in stretto("find-batch-size", *arguments).out
+def test_a_model_that_reads_values_while_it_is_built(
+    wide: Path, stretto: Stretto, asked: list[dict[str, Any]]
+) -> None:
+    assert stretto("find-batch-size", "run.yaml", "model.reads=true", "--gpu", "l4").code == 0
+    assert asked[0]["step"].device.type == "cpu"
 
 
-def test_the_picture(wide: Path, stretto: Stretto) -> None:
+def test_the_picture(wide: Path, stretto: Stretto, asked: list[dict[str, Any]]) -> None:
     pytest.importorskip("matplotlib")
-    arguments = ("run.yaml", "--device-memory", "1GiB", *CPU, "--plot", "memory.svg")
-    said = stretto("find-batch-size", *arguments)
+    said = stretto("find-batch-size", "run.yaml", "--gpu", "l4", "--plot", "memory.svg")
     assert (said.code, said.err) == (0, "drew memory.svg\n")
     assert Path("memory.svg").read_text().startswith("<?xml")
 
@@ -168,8 +173,8 @@ def test_the_picture(wide: Path, stretto: Stretto) -> None:
         ("--method guess", "method='guess'"),
         ("--gpu abacus", "gpu='abacus'"),
         ("--world-size 8", "--gpu h100"),
-        ("--margin all --device-memory 1GiB", "read 'all' as memory"),
-        ("--device-memory 1GiB --method try", "device_memory is for an estimate"),
+        ("--margin all", "read 'all' as memory"),
+        ("--device-memory 1GiB", "add gpu='h100'"),
         ("--plot memory.doc", "does not say what kind of picture"),
         ("optimizer=null", "there is no 'optimizer'"),
         ("device=nonsense", "device='nonsense'"),
@@ -199,16 +204,21 @@ def test_here_under_a_real_limit(wide: Path, limited: Callable[..., str]) -> Non
         assert found["size"] > 2_000
 
 
-def test_ranks_of_gpus_that_are_not_here(wide: Path, stretto: Stretto) -> None:
-    asked = ("find-batch-size", "run.yaml", "--gpu", "a100", "--method", "estimate")
-    table = stretto(*asked, "--world-size", "2,4", "--maximum", "64")
+def test_ranks_of_gpus_that_are_not_here(
+    wide: Path, stretto: Stretto, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ("find-batch-size", "run.yaml", "--gpu", "a100")
+    table = stretto(*ask, "--world-size", "2,4", "--maximum", "64")
     assert table.code == 0, table.err
     assert [line.split()[:3] for line in table.out.splitlines()[1:]] == [
         ["2", "64", "128"],
         ["4", "64", "256"],
     ]
-    one = stretto(*asked, "--world-size", "4", "--maximum", "64", "--json")
+    one = stretto(*ask, "--world-size", "4", "--maximum", "64", "--json")
     assert (json.loads(one.out)["size"], json.loads(one.out)["ranks"]) == (64, 4)
-    fewest = stretto(*asked, "--micro-batch-size", "8", "--json")
+    monkeypatch.setattr(
+        "stretto.cli.finding.find_num_ranks", lambda *about, **_: RanksAnswer(1, FOUND)
+    )
+    fewest = stretto(*ask, "--micro-batch-size", "8", "--json")
     assert json.loads(fewest.out)["num_ranks"] == 1
-    assert stretto(*asked, "--world-size", "many").code != 0
+    assert stretto(*ask, "--world-size", "many").code != 0

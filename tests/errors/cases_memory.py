@@ -11,7 +11,8 @@ from torch import nn
 from stretto.memory import find_batch_size, sandbox
 from stretto.memory.amounts import margin_of, parse_bytes
 from stretto.memory.limits import free_memory
-from stretto.memory.search import CandidateSizes, search
+from stretto.memory.search import CandidateSizes
+from stretto.memory.sharding import least_ranks
 from stretto.runtime import SupervisedStep
 
 
@@ -37,19 +38,17 @@ CASES = [
     ("memory-minimum", lambda: CandidateSizes(minimum=0)),
     ("memory-no-power-of-two", lambda: CandidateSizes(power_of_two=True, multiple_of=3)),
     ("memory-no-size", lambda: CandidateSizes(minimum=5, maximum=7, multiple_of=4)),
-    ("memory-nothing-fits", lambda: search(lambda size: False, CandidateSizes())),
     ("memory-method", lambda: find(method="guess")),
-    ("memory-device", lambda: find(device_memory="1GiB", method="try")),
+    ("memory-device", lambda: find(device_memory="1GiB")),
     ("memory-gpu-method", lambda: find(gpu="h100", method="try")),
     ("memory-gpu", lambda: find(gpu="abacus")),
     ("memory-ranks", lambda: find(world_size=8)),
-    ("memory-shard", lambda: find(gpu="h100", world_size=8, shard="zero", method="estimate")),
+    ("memory-shard", lambda: least_ranks("zero")),
     ("memory-context", lambda: find(gpu="h100", device_memory="16MiB", context="1GiB")),
     ("memory-meta", lambda: find("meta")),
     ("memory-zero", lambda: find(device_memory="0")),
-    ("memory-too-little", lambda: find(device_memory="16B", margin=0)),
     ("memory-sandbox-lazy", lambda: enter(nn.LazyLinear(3))),
     ("memory-sandbox-other", lambda: enter(nn.Linear(1, 1), object())),
     ("memory-unknown", lambda: free_memory(torch.device("cpu"), root=Path("nowhere"))),
-    ("memory-other-rank", lambda: find(method="estimate", agree_minimum=lambda number: -1)),
+    ("memory-other-rank", lambda: find(method="try", agree_minimum=lambda number: -1)),
 ]

@@ -4,15 +4,96 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import pytest
 import torch
+from torch import Tensor, nn
 
+from stretto.memory import find_batch_size, phantom
 from stretto.memory.phantom import _Copied
-from stretto.memory.step import WholeStep
+from stretto.memory.search import NothingFitsError
+from stretto.memory.sharding import apply
+from stretto.memory.step import WholeStep, read, written
 from stretto.runtime import SupervisedStep
+
+
+def fully_shard_all(model: nn.Module, mesh: Any) -> None:
+    """Shard as a user does."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=mesh)
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[None]:
+    """Rank 0 of 8, of which the others are not there."""
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield
+    distributed.destroy_process_group()
+
+
+class Blocks(nn.Module):
+    """Blocks with weights, and a buffer whose values decide something."""
+
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.register_buffer("order", torch.tensor([2, 0, 1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def step_of(model: nn.Module, precision: Any = "bf16") -> SupervisedStep:
+    optimizer = torch.optim.AdamW(model.parameters())
+    return SupervisedStep(model, optimizer, lambda m, x: m(x).mean(), precision=precision)
+
+
+@pytest.mark.parametrize("shard", ["fsdp", "hsdp:4", fully_shard_all])
+def test_a_model_is_sharded_before_it_has_memory(eight_ranks: None, shard: Any) -> None:
+    data = written(WholeStep.of(step_of(Blocks())))
+    step: WholeStep = read(data, "cpu", parameters="meta")
+    assert all(one.is_meta for one in step.model.parameters())
+    apply(step.step, shard, 8, device="cpu")
+    parts = 4 if shard == "hsdp:4" else 8
+    for parameter in step.model.parameters():
+        assert not parameter.is_meta
+        assert parameter.to_local().numel() == parameter.numel() // parts  # type: ignore[attr-defined]
+    assert {id(one) for one in step.step.parameters} == {id(p) for p in step.model.parameters()}
+    assert step.model.get_buffer("order").tolist() == [2, 0, 1]
+    # By FSDP2's own mixed precision, as in a run of ours; a function shards as it likes.
+    with step.step.autocast():
+        assert torch.is_autocast_enabled("cpu") == callable(shard)
+        assert torch.is_autocast_cache_enabled() != callable(shard)
+    step.run(torch.ones(2, 64))
+
+
+def test_without_ranks_autocast_keeps_its_cache() -> None:
+    with step_of(Blocks()).autocast():
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_cache_enabled()
+
+
+def test_a_model_larger_than_the_device_fits_on_ranks() -> None:
+    missing = phantom.missing()
+    if missing is not None:
+        pytest.skip(missing)
+    with torch.device("meta"):
+        step = step_of(Blocks(4096, 24))  # 1.5 GiB of weights, 6 GiB with all that AdamW has
+    how: dict[str, Any] = {"gpu": "t4", "device_memory": "1.75GiB", "maximum": 8}
+    with pytest.raises(NothingFitsError):
+        find_batch_size(step, torch.ones(2, 4096), **how)
+    assert find_batch_size(step, torch.ones(2, 4096), world_size=16, **how).size == 8
+
 
 READ = """
 import sys

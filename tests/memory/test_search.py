@@ -1,4 +1,4 @@
-"""The largest size that fits: against brute force, and never one that was not tried."""
+"""The sizes that are candidates, against brute force."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import FitError
-from stretto.memory.search import CandidateSizes, Found, search
+from stretto.memory.finder import _halves
+from stretto.memory.search import CandidateSizes
 
 COUNTS = st.integers(1, 3_000)
 
@@ -40,95 +41,19 @@ def test_sizes(sizes: CandidateSizes, size: int) -> None:
     assert sizes.above(size) == min((one for one in every if one > size), default=None)
 
 
-class Trials:
-    """Remembers what was tried."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.sizes: list[int] = []
-
-    def __call__(self, size: int) -> bool:
-        self.sizes.append(size)
-        return size <= self.limit
+@given(wanted())
+def test_indices_count_the_sizes(sizes: CandidateSizes) -> None:
+    first, last = sizes.indices
+    assert [sizes.number(index) for index in range(first, last + 1)] == brute(sizes)
 
 
-def checked(found: Found, sizes: CandidateSizes, tried: Trials) -> Found:
-    assert found.size in tried.sizes
-    assert found.size <= tried.limit
-    assert len(set(tried.sizes)) == len(tried.sizes)
-    assert set(tried.sizes) <= set(brute(sizes))
-    failed = [size for size in tried.sizes if size > tried.limit]
-    assert found.too_large == min(failed, default=None)
-    return found
-
-
-@given(wanted(), COUNTS, st.none() | COUNTS)
-def test_bisection_finds_the_largest(sizes: CandidateSizes, limit: int, guess: int | None) -> None:
-    truth = max((size for size in brute(sizes) if size <= limit), default=None)
-    if truth is None:
-        with pytest.raises(FitError, match=str(sizes.smallest)):
-            search(lambda size: size <= limit, sizes, guess=guess)
-        return
-    tried = Trials(limit)
-    found = checked(search(tried, sizes, guess=guess), sizes, tried)
-    assert found.size == truth
-    assert found.too_large == sizes.above(truth)
-    assert len(tried.sizes) <= 2 * len(brute(sizes)).bit_length() + 8
-
-
-@given(wanted(), COUNTS, st.none() | COUNTS)
-def test_halving_finds_one_that_fits(sizes: CandidateSizes, limit: int, guess: int | None) -> None:
-    if sizes.smallest > limit:
-        with pytest.raises(FitError, match="not"):
-            search(lambda size: size <= limit, sizes, guess=guess, halves=True)
-        return
-    tried = Trials(limit)
-    found = checked(search(tried, sizes, guess=guess, halves=True), sizes, tried)
-    truth = max(size for size in brute(sizes) if size <= limit)
-    begin = (sizes.at_most(guess) if guess else None) or max(brute(sizes))
-    # At most half is lost, and what rounding down to a wanted size costs.
-    assert found.size >= min(truth, begin) // 2 - sizes.multiple_of or sizes.power_of_two
-    assert sum(size <= limit for size in tried.sizes) == 1
-
-
-@given(COUNTS, st.floats(0.01, 0.5))
-def test_near_enough(limit: int, within: float) -> None:
-    sizes = CandidateSizes(maximum=100_000)
-    tried = Trials(limit)
-    found = checked(search(tried, sizes, within=within), sizes, tried)
-    assert found.size >= limit / (1 + within) - 1
-
-
-def test_a_right_guess_takes_two_trials() -> None:
-    tried = Trials(1_000)
-    assert search(tried, CandidateSizes(), guess=1_000) == Found(1_000, 1_001)
-    assert tried.sizes == [1_000, 1_001]
-
-
-@pytest.mark.parametrize("guess", [990, 1_010])
-def test_a_near_guess_takes_few(guess: int) -> None:
-    tried = Trials(1_000)
-    assert search(tried, CandidateSizes(), guess=guess).size == 1_000
-    assert len(tried.sizes) <= 10
-
-
-def test_what_does_not_end_is_bounded() -> None:
-    found = search(lambda size: True, CandidateSizes(maximum=100))
-    assert (found.size, found.too_large) == (100, None)
-
-
-def test_a_size_is_never_returned_that_was_not_tried() -> None:
-    # Not even where sizes fit or not without any order.
-    tried = {}
-
-    def fits(size: int) -> bool:
-        tried[size] = size % 3 != 0
-        return tried[size]
-
-    for maximum in range(1, 60):
-        for guess in (None, 7, 30):
-            tried.clear()
-            assert tried[search(fits, CandidateSizes(maximum=maximum), guess=guess).size]
+@given(wanted())
+def test_halves_end_at_the_smallest(sizes: CandidateSizes) -> None:
+    first, last = sizes.indices
+    tried = [sizes.number(one) for one in _halves(first, last, powers=sizes.power_of_two)]
+    assert (tried[0], tried[-1]) == (brute(sizes)[-1], brute(sizes)[0])
+    assert len(tried) == len(set(tried)) <= 13
+    assert set(tried) <= set(brute(sizes))
 
 
 @pytest.mark.parametrize(

@@ -57,14 +57,6 @@ def test_its_weights_are_those_of_a_step_of_the_trainer(
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_phases() -> None:
-    model = nn.Linear(3, 1)
-    step = SupervisedStep(model, torch.optim.SGD(model.parameters()), loss)
-    phases: list[str] = []
-    WholeStep.of(step, accumulation=2).run(torch.ones(2, 3), enter=phases.append)
-    assert phases == ["forward", "forward", "optimizer"]
-
-
 def test_a_sum_is_not_divided() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import pickle
 import sys
 from collections.abc import Callable
@@ -147,6 +148,58 @@ def train_after_cuda(batch_size: int, started: StartsCuda) -> None:
     train(batch_size)
 
 
+class StartsThreads:
+    """A script that normalises its data when it is imported."""
+
+    def __setstate__(self, state: object) -> None:
+        import threading
+
+        import torch
+
+        torch.set_num_threads(2)
+        values = torch.rand(1 << 20)
+        values.sub_(values.mean())
+        self.thread = threading.Thread(target=threading.Event().wait, daemon=True)
+        self.thread.start()
+
+
+def train_after_threads(batch_size: int, started: StartsThreads) -> None:
+    import torch
+
+    assert isinstance(started, StartsThreads)
+    torch.rand(1 << 20).sub_(0.5)
+    train(batch_size)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_search_where_an_import_starts_threads(ranks: int) -> None:
+    """After a fork, OpenMP waits for threads that are not there."""
+    started = StartsThreads()
+    started.there = True  # type: ignore[attr-defined]  # without attributes, nothing is called
+    answer = phantomgpu.search(
+        train_after_threads, args=[started], gpu="h100", largest=2, ranks=ranks, details=False
+    )
+    assert answer.largest == 2
+
+
+def train_a_little(batch_size: int) -> None:
+    import torch
+
+    data = torch.utils.data.TensorDataset(torch.randn(200, 64))
+    model = torch.nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for (batch,) in torch.utils.data.DataLoader(data, batch_size, drop_last=True):
+        model(batch.cuda()).sum().backward()
+        optimizer.step()
+
+
+def test_a_search_ends_with_the_data() -> None:
+    answer = phantomgpu.search(train_a_little, gpu="h100")
+    assert answer.largest == 200
+    assert "201" in answer.bound
+    assert len(answer.trials) < 20
+
+
 def test_a_search_where_an_import_starts_cuda() -> None:
     how = {"gpu": "h100", "memory": "2GiB", "largest": 128, "multiple": 64}
     started = StartsCuda()
@@ -194,6 +247,112 @@ def whole_numbers() -> None:
 
 def test_whole_numbers_are_computed() -> None:
     assert run(whole_numbers).fits
+
+
+def floats() -> None:
+    """Numbers that decide sizes and branches: right if small, random between 0 and 1 if not."""
+    import math
+
+    import torch
+    from torch import distributions
+
+    mask = torch.bernoulli(torch.full((64, 256), 0.15, device="cuda")).bool()
+    assert 0.1 < mask.sum().item() / mask.numel() < 0.2
+    assert mask.nonzero().shape[0] == mask.sum().item()
+    boxes = torch.tensor([[0.0, 0.0, 2.0, 3.0]], device="cuda") * 1.5
+    assert not (boxes[:, 2:] <= boxes[:, :2]).any()
+    policy = distributions.Categorical(logits=torch.randn(32, 6, device="cuda"))
+    assert policy.log_prob(policy.sample()).exp().max().item() <= 1
+    assert (torch.arange(8, device="cuda") % 3).tolist() == [0, 1, 2] * 2 + [0, 1]
+    square = torch.nn.init.orthogonal_(torch.empty(64, 64, device="cuda"))
+    assert torch.allclose((square @ square.T).cpu(), torch.eye(64), atol=1e-4)
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0], device="cuda"))
+    optimizer = torch.optim.SGD([parameter], lr=0.25)
+    before = torch.get_rng_state()
+    (parameter * torch.rand(2, device="cuda").mul(0).add(2)).sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+    optimizer.step()
+    assert parameter.tolist() == [0.5, 1.5]
+    large = torch.randn(3000, 1000, device="cuda")
+    assert torch.linalg.qr(large[:300, :300])[0].shape == (300, 300)
+    assert torch.isfinite(large).all()
+    loss = large.square().mean()
+    assert math.log10(1 / loss.item()) >= 0
+    assert loss.item() == loss.item() > 0
+    kept = large > 0.5
+    assert 0.4 < kept.nonzero().shape[0] / kept.numel() < 0.6
+
+
+def test_floats_that_decide_are_computed_or_named() -> None:
+    report = run(floats)
+    assert report.fits, report.problem
+    lines, first = inspect.getsourcelines(floats)
+    read = {first + number for number, line in enumerate(lines) if number > 26 and "assert" in line}
+    assert {f"test_runs.py:{number}" for number in read} == {
+        place.partition(" ")[0] for place in report.unknown
+    }
+    assert "test_runs.py" in str(report)
+
+
+def fits_line(size: int) -> None:
+    """Neural style, in short: L-BFGS with its history."""
+    import torch
+
+    weights = torch.nn.Parameter(torch.randn(size, device="cuda"))
+    optimizer = torch.optim.LBFGS([weights], history_size=10, max_iter=2)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = weights.square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(20):
+        optimizer.step(closure)
+
+
+def test_lbfgs_keeps_its_history() -> None:
+    for size in (1 << 10, 1 << 20):
+        report = run(fits_line, size, steps=None)
+        assert report.steps == 20
+        assert report.peak_allocated > 20 * 4 * size
+        assert report.unknown if size > 1 << 16 else not report.unknown
+        assert any("lbfgs.py" in place for place in report.unknown) or size < 1 << 16
+
+
+def clipped(by_hand: bool) -> None:
+    import torch
+
+    model = torch.nn.Linear(2048, 2048).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(9):
+        model(torch.ones(1, 2048, device="cuda")).sum().backward()
+        if by_hand:
+            _ = [
+                torch.stack([p.grad.float()] * 9) for p in model.parameters() if p.grad is not None
+            ]
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_happens_between_backward_and_the_step_is_no_forward_pass() -> None:
+    assert run(clipped, True).phase == "after the backward pass"
+    assert run(clipped, False).phase in ("clipping", "after the backward pass")
+
+
+def test_the_report_says_where_the_run_was_ended() -> None:
+    def notes(**options: Any) -> str:
+        return " ".join(run(train, 8, **options).notes)
+
+    line = next(n for n, one in enumerate(inspect.getsourcelines(train)[0]) if ".step()" in one)
+    place = f"test_runs.py:{inspect.getsourcelines(train)[1] + line}"
+    assert f"ended after step 3, at {place}" in notes()
+    assert "--whole" in notes(steps=2)
+    whole = run(train, 8, steps=None)
+    assert whole.steps == 100
+    assert "ended after" not in str(whole)
 
 
 def scaled() -> None:

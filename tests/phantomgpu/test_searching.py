@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phantomgpu.searching import bisect
+from phantomgpu import Report, RunFailedError
+from phantomgpu.report import Status
+from phantomgpu.searching import Answer, _indices, _Tried, bisect
 
 
 @given(
@@ -59,7 +62,90 @@ def test_a_straight_line_takes_few_trials() -> None:
         return 10**6 + 4999 * index // 10, 10**6 + 500 * index
 
     assert bisect(fits, used, 10**6 + 500 * 29_184, first=1, last=1 << 20) == 29_184
-    assert len(tried) <= 7
+    assert len(tried) <= 12
+
+
+@given(st.integers(100, 5000), st.sets(st.integers(0, 15)), st.integers(0, 3))
+def test_an_answer_is_not_in_front_of_a_hole(limit: int, holes: set[int], grid: int) -> None:
+    """The allocator may find room for a number, and none for a smaller one."""
+
+    def fits(index: int) -> bool:
+        return index <= limit and (limit - index not in holes or index % (1 << grid) == 0)
+
+    def used(index: int) -> tuple[int, int]:
+        return 1000 + 100 * index, 1000 + 101 * index
+
+    found = bisect(fits, used, 1000 + 100 * limit, first=1, last=1 << 20)
+    assert found == max(filter(fits, range(1, limit + 1)))
+
+
+def test_more_memory_gives_no_less() -> None:
+    """Only multiples of 4 fit near the limit, and few trials are spent above it."""
+    answers = []
+    for limit in range(20, 60):
+        tried: list[int] = []
+
+        def fits(index: int, limit: int = limit, tried: list[int] = tried) -> bool:
+            tried.append(index)
+            return index <= limit and (index % 4 == 0 or index < limit - 12)
+
+        answers.append(bisect(fits, lambda n: (n, n), limit, first=1, last=1000) or 0)
+        assert len(tried) == len(set(tried)) <= 40
+    assert answers == sorted(answers)
+
+
+@pytest.mark.parametrize(
+    ("smallest", "largest", "multiple", "powers"),
+    [(10, 5, 1, False), (1, 4, 8, False), (9, 15, 8, False), (0, 4, 1, False), (5, 7, 1, True)],
+)
+def test_a_range_without_a_number_is_refused(
+    smallest: int, largest: int, multiple: int, powers: bool
+) -> None:
+    with pytest.raises(ValueError, match="range"):
+        _indices(smallest, largest, multiple, powers=powers)
+
+
+@given(st.integers(1, 99), st.integers(1, 99), st.integers(1, 20), st.booleans())
+def test_a_range_is_the_numbers_in_it(a: int, b: int, multiple: int, powers: bool) -> None:
+    inside = [
+        one for one in range(a, b + 1) if (one & (one - 1) == 0 if powers else one % multiple == 0)
+    ]
+    if not inside:
+        with pytest.raises(ValueError, match="range"):
+            _indices(a, b, multiple, powers=powers)
+        return
+    first, last = _indices(a, b, multiple, powers=powers)
+    numbers = [1 << index if powers else index * multiple for index in (first, last)]
+    assert numbers == [inside[0], inside[-1]]
+
+
+def report(*, steps: int, status: Status = "fits") -> Report:
+    return Report(status=status, gpu="a GPU", memory=1, context=0, steps=steps)
+
+
+def test_a_number_that_trains_nothing_does_not_fit() -> None:
+    """A data set of 2,000 samples, and a loader that drops the last batch."""
+    tried = _Tried(None, trains=True)
+    runs: list[int] = []
+
+    def trial(number: int) -> Report:
+        runs.append(number)
+        return report(steps=3 if number <= 2000 else 0)
+
+    def fits(number: int) -> bool:
+        return tried.fits(number, trial)
+
+    found = bisect(fits, lambda n: (n, n), 1 << 20, first=1, last=1 << 20)
+    assert found == 2000
+    assert len(runs) <= 20
+    assert "2001" in Answer(found, tried.reports).bound
+    assert "optimizer step" in Answer(found, tried.reports).bound
+
+
+def test_a_script_that_never_trains_is_asked_for_its_end() -> None:
+    with pytest.raises(RunFailedError, match="--whole"):
+        _Tried(None, trains=True).fits(2, lambda _: report(steps=0))
+    assert _Tried(None, trains=False).fits(2, lambda _: report(steps=0))
 
 
 def test_a_single_sample_is_tried_last() -> None:

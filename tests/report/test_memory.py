@@ -15,7 +15,7 @@ from stretto.report.memory import answers_table, draw_memory, memory_table
 
 FOUND = Answer(
     size=100,
-    certainty="estimate",
+    certainty="phantom",
     too_large=101,
     limit=MemoryLimit(2050, "as stated"),
     reserve=50,
@@ -32,7 +32,7 @@ def test_the_table_has_the_headroom_of_each_size() -> None:
 
 def test_where_all_there_are_fit_that_is_said() -> None:
     found = replace(FOUND, too_large=None, peaks={100: 2000})
-    assert "100 samples (estimate), all there are; more would fit" in str(found)
+    assert "100 samples (phantom), all there are; more would fit" in str(found)
     assert memory_table(found).endswith("  all there are; more would fit")
 
 
@@ -40,7 +40,7 @@ def test_the_table_of_ranks_has_the_whole_batch() -> None:
     rows = [({"ranks": 8}, replace(FOUND, notes=("a note",))), ({"ranks": 4}, None)]
     head, eight, four, note = answers_table(rows).splitlines()
     assert head.split()[:3] == ["ranks", "micro-batch", "batch"]
-    assert eight.split() == ["8", "100", "800", "1.95", "KiB", "estimate"]
+    assert eight.split() == ["8", "100", "800", "1.95", "KiB", "phantom"]
     assert four.split() == ["4", "none", "fits"]
     assert note == "a note"
 

@@ -19,6 +19,9 @@ def main() -> None:
 
     import cloudpickle  # isort: skip
 
+    threads = torch.get_num_threads()
+    if trial == ["--serve"]:
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: a trial would wait
     function, args, kwargs = cloudpickle.loads(Path(file).read_bytes())
     assert torch.version.cuda
     if not trial:
@@ -29,21 +32,27 @@ def main() -> None:
         from phantomgpu import child as inside
 
         number, _, details = name.partition("-")
+        torch.set_num_threads(threads)
         inside.start_trial(name, details=bool(details))
         function(int(number), *args, **kwargs)
         sys.exit(0)
 
     if trial != ["--serve"]:
         call(*trial)
+    from phantomgpu import ranks
+
+    ranks.stop()
     import torch._dynamo  # optimizers import it: 2.4 seconds, here once for all
 
     answers = os.dup(1)
     os.dup2(2, 1)  # what the function prints is no answer
     for line in sys.stdin:
         name = line.strip()
-        if torch.cuda.is_initialized():  # by an import: then torch refuses CUDA in a fork
+        # After a fork, torch refuses a CUDA that was started, and threads are gone with their locks
+        # held. An import may have started both.
+        if torch.cuda.is_initialized() or len([*Path("/proc/self/task").iterdir()]) > 1:
             settings = {**json.loads(os.environ["PHANTOMGPU_RUN"]), "details": "-" in name}
-            os.environ["PHANTOMGPU_RUN"] = json.dumps(settings)
+            os.environ["PHANTOMGPU_RUN"] = json.dumps({**settings, "process": os.getpid()})
             command = [sys.executable, __file__, file, name]
             code = subprocess.run(command, check=False).returncode  # noqa: S603
         else:

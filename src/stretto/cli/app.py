@@ -238,13 +238,13 @@ def find_batch_size(
     *,
     device_memory: Annotated[
         str | None,
-        _option("Memory of the device, such as 80GiB; by default what is free here.", "AMOUNT"),
+        _option("Memory of that GPU, such as 40GiB; by default that of its kind.", "AMOUNT"),
     ] = None,
     method: Annotated[
         str,
         typer.Option(
-            metavar="auto|estimate|phantom|try|halve",
-            help="Fake tensors, torch's CUDA code without a GPU, real trials, or halving.",
+            metavar="auto|phantom|try|halve",
+            help="torch's CUDA code without a GPU (with --gpu), real trials, or halving.",
         ),
     ] = "auto",
     gpu: Annotated[
@@ -268,8 +268,7 @@ def find_batch_size(
     margin: Annotated[
         str | None,
         _option(
-            "Memory to keep free: 3% or 512MiB; by default 1.5%, 1% with the phantom, and 10% for "
-            "an estimate (40% on a CPU).",
+            "Memory to keep free: 3% or 512MiB; by default 1.5%, and 1% with the phantom.",
             "PERCENT|AMOUNT",
         ),
     ] = None,
@@ -296,7 +295,7 @@ def find_batch_size(
     ] = None,
     weights: Annotated[
         str | None,
-        _option("Of --model: fp32 with bf16 autocast (the default), or all in bf16.", "fp32|bf16"),
+        _option("Of --model: fp32, computed in bf16 (the default), or all in bf16.", "fp32|bf16"),
     ] = None,
     plot: _Plot = None,
     as_json: _AsJson = False,

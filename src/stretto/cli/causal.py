@@ -25,7 +25,7 @@ class CausalModel(NamedTuple):
     """A `config.json`, or the folder that holds it."""
     optimizer: str = "adamw"
     weights: str = "fp32"
-    """`fp32`: 32-bit weights and bf16 autocast. `bf16`: weights, gradients and state are bf16."""
+    """`fp32`: 32-bit weights, computed in bf16. `bf16`: weights, gradients and state are bf16."""
     lora: int | None = None
     """The rank of LoRA on all linear layers; None: all weights are trained."""
 
@@ -50,7 +50,7 @@ class CausalModel(NamedTuple):
                 "write a shorter length, or change the file",
             )
         in_bf16 = self.weights == "bf16"
-        numbers = "bf16 weights, no autocast" if in_bf16 else "fp32 weights, bf16 autocast"
+        numbers = "bf16 weights" if in_bf16 else "fp32 weights, computed in bf16"
         trained = "" if self.lora is None else f", LoRA of rank {self.lora} on all linear layers"
         name = (config.get("architectures") or [config["model_type"]])[0]
         return (

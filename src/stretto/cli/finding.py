@@ -64,8 +64,7 @@ def find(
     numbers = _numbers("--world-size", world_size or "1")
     _check_ranks(asked, world_size, micro_batch_size, shard)
     found = None
-    is_here = asked["gpu"] is None and asked["device_memory"] is None
-    if not is_here and asked["method"] not in REAL:
+    if asked["gpu"] is not None and asked["method"] not in REAL:
         # The model may be larger than this machine. If it reads values while it is built, or is
         # wrong, it is built again with them.
         with suppress(ConfigError, RuntimeError, NotImplementedError):

@@ -29,6 +29,7 @@ from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.gradients import is_fully_sharded
 from stretto.timing import Every
 from stretto.training import (
     Callback,
@@ -84,7 +85,14 @@ def build_trainer(
         given = (model,) if mesh is None else (model, mesh)
         model = _made(config, config.parallel, nn.Module, ("parallel",), *given)
     elif config.parallel == "fsdp":
-        model = shard_blocks(model, device=config.device, mesh=mesh)
+        model = shard_blocks(
+            model,
+            device=config.device,
+            mesh=mesh,
+            precision="bf16" if config.precision == "bf16" else "fp32",
+        )
+    # What we have sharded casts for itself.
+    casts = config.parallel == "fsdp" and is_fully_sharded(model) and config.precision == "bf16"
     step = make_step(config, model)
     evaluations = [make_evaluation(config, number, run) for number in range(len(config.evaluate))]
     checkpoint = config.checkpoint
@@ -101,7 +109,7 @@ def build_trainer(
         micro_batch_size=config.micro_batch_size,
         schedules=run.schedules,
         rule=run.rule,
-        precision=config.precision,
+        precision="fp32" if casts else config.precision,
         clip_norm=config.clip_norm,
         compile=config.compile,
         device=config.device,

@@ -269,7 +269,11 @@ def strategy_on(
 
 
 def shard_blocks(
-    model: nn.Module, *, device: str | None = None, mesh: DeviceMesh | Mesh | None = None
+    model: nn.Module,
+    *,
+    device: str | None = None,
+    mesh: DeviceMesh | Mesh | None = None,
+    precision: Literal["fp32", "bf16"] = "fp32",
 ) -> nn.Module:
     """Spread a model over the ranks with FSDP2: each block of a `ModuleList`, then the rest.
 
@@ -286,6 +290,8 @@ def shard_blocks(
             CPU.
         mesh: shard over its data-parallel dimensions; of two, the first holds copies. None: over
             all ranks.
+        precision: what it computes in, by the mixed precision of FSDP2: the trainer needs no
+            `precision` then, and no cast weights are kept.
 
     Returns:
         The model.
@@ -294,12 +300,13 @@ def shard_blocks(
         TrainingError: the dimensions of the mesh have another meaning.
     """
     ranks, named = Ranks.from_environment(device), as_mesh(mesh)
+    dtype = torch.bfloat16 if precision == "bf16" else None
     if ranks.world_size == 1:
         return model
     if named is None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        fully_shard_blocks(model, init_device_mesh(ranks.device.type, (ranks.world_size,)))
+        fully_shard_blocks(model, init_device_mesh(ranks.device.type, (ranks.world_size,)), dtype)
         return model
     data = named.data
     copies, parts = data[:-1], data[-1:]
@@ -310,7 +317,8 @@ def shard_blocks(
             why="its data-parallel dimensions are not copies and then parts",
             instead="name them 'dp', or 'dp_replicate' and then 'dp_shard'",
         )
-    fully_shard_blocks(model, named.mesh[data] if len(data) < named.mesh.ndim else named.mesh)
+    part = named.mesh[data] if len(data) < named.mesh.ndim else named.mesh
+    fully_shard_blocks(model, part, dtype)
     return model
 
 

@@ -1,7 +1,6 @@
 """Find the largest micro-batch that fits into memory, before anything runs out of it."""
 
 from stretto.memory.answer import Answer, Certainty
-from stretto.memory.estimate import Estimate, Estimator
 from stretto.memory.finder import RanksAnswer, find_batch_size, find_num_ranks
 from stretto.memory.sandbox import sandbox
 from stretto.memory.trial import Trials, trials
@@ -9,8 +8,6 @@ from stretto.memory.trial import Trials, trials
 __all__ = [
     "Answer",
     "Certainty",
-    "Estimate",
-    "Estimator",
     "RanksAnswer",
     "Trials",
     "find_batch_size",

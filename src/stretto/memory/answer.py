@@ -10,14 +10,12 @@ from stretto.errors import samples_text
 from stretto.memory.amounts import show_bytes
 from stretto.memory.limits import MemoryLimit
 
-Certainty: TypeAlias = Literal["estimate", "phantom", "tried"]
+Certainty: TypeAlias = Literal["phantom", "tried"]
 
 
 class Cost(NamedTuple):
     """What a search took."""
 
-    fake_steps: int = 0
-    """Sizes that were estimated."""
     phantom_steps: int = 0
     """Sizes that were run on the phantom, three steps each."""
     real_steps: int = 0
@@ -29,7 +27,7 @@ class Cost(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.fake_steps} estimates, {self.phantom_steps} sizes on the phantom, "
+            f"{self.phantom_steps} sizes on the phantom, "
             f"{self.real_steps} real ones with {samples_text(self.num_samples)}, "
             f"{self.num_out_of_memory} out of memory, {self.seconds:.2g} s"
         )
@@ -57,7 +55,6 @@ class Answer:
     certainty: Certainty
     """How the size was found.
 
-    - `estimate`: the bytes of its tensors were added up, with an allowance for everything else.
     - `phantom`: torch's CUDA build has run steps of this size without a GPU.
     - `tried`: a real step of this size has run.
     """
@@ -66,10 +63,10 @@ class Answer:
     limit: MemoryLimit
     """Bytes a step may use: free memory plus what the model and its optimizer occupy."""
     reserve: int
-    """Bytes of the limit that stay free on purpose, or for what an estimate leaves out."""
+    """Bytes of the limit that stay free on purpose."""
     cost: Cost
     peaks: Mapping[int, int] = field(default_factory=dict)
-    """Peak memory of the sizes that were estimated or run on the phantom."""
+    """Peak memory of the sizes that were run, as far as the device tells it."""
     notes: tuple[str, ...] = ()
     outside: Mapping[str, int] = field(default_factory=dict)
     """What takes memory of the device outside of the allocator, and how many bytes: the CUDA

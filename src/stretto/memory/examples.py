@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from stretto.data import DataSpec, StepLoader, count_samples
 from stretto.data.containers import nodes, opened
@@ -31,8 +30,7 @@ def example_batches(loader: StepLoader) -> Any:
         return batch
 
     def copies(index: int, size: int) -> Any:
-        with unset_fake_temporarily():  # collate functions read values
-            return loader.example_batch([index] * size)
+        return loader.example_batch([index] * size)
 
     def elements(index: int) -> int:
         return sum(one.numel() for one in nodes(copies(index, count)) if isinstance(one, Tensor))

@@ -78,6 +78,15 @@ def allocated_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     return sum(sizes.values())
 
 
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that tensors had since the last call; 0: the device does not tell."""
+    if device.type != "cuda":
+        return 0
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
 @contextlib.contextmanager
 def bounded(device: torch.device, reserve: int = 0) -> Iterator[None]:
     """Make a step fail if it needs more than the free memory of a device minus `reserve` bytes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import phantomgpu
 from phantomgpu import standins
-from phantomgpu.gpus import GPUS, context_bytes, find_gpu
+from phantomgpu.gpus import context_bytes, find_gpu
 from stretto.data import move_batch
 from stretto.errors import FitError
 from stretto.memory.amounts import parse_bytes, show_bytes
@@ -67,22 +67,14 @@ class Question:
 
 def missing() -> str | None:
     """Return what has to be done before the phantom can answer; None if it can."""
+    version, cuda = torch.__version__.partition("+")[0], torch.version.cuda or ""
     try:
         standins.check_system()
-    except phantomgpu.NotSupportedError as error:
+        if cuda.startswith("13") or standins.setup_folder(version).exists():
+            return None
+    except phantomgpu.PhantomError as error:
         return str(error)
-    version = torch.__version__.partition("+")[0]
-    if torch.version.cuda is None and not standins.setup_folder(version).exists():
-        return "run 'phantomgpu setup' once"
-    return None
-
-
-def kind_of(device: torch.device) -> str | None:
-    """Return the kind of a GPU that is here; None if the phantom cannot answer for it."""
-    if device.type != "cuda" or missing() is not None:
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((key for key, kind in GPUS.items() if kind.name == name), None)
+    return "run 'phantomgpu setup' once (about 530 MB)"
 
 
 def ask(
@@ -120,13 +112,13 @@ def ask(
             details=False,
             args=(_Copied(step), cloudpickle.dumps(batch), question.shard, question.ranks),
         )
-    except phantomgpu.RunFailedError as error:
+    except (phantomgpu.PhantomError, ValueError) as error:
         if callable(step):
             step()  # raises what is wrong with it
         raise FitError.cannot(
             "run the step on the phantom",
             why=str(error),
-            instead="use method='estimate', or run the script itself: phantomgpu run",
+            instead="find it with real steps on the GPU, or run the script: phantomgpu run",
         ) from error
     if answer.largest is None:
         raise NothingFitsError.cannot(
@@ -134,8 +126,9 @@ def ask(
             why=answer.report.lines()[0],
             instead="make the model or its samples smaller, or spread it over more ranks",
         )
-    too_large = min((size for size, one in answer.trials.items() if not one.fits), default=None)
-    return Found(answer.largest, too_large), answer.trials
+    largest = answer.largest
+    failed = [size for size, one in answer.trials.items() if size > largest and not one.fits]
+    return Found(largest, min(failed, default=None)), answer.trials
 
 
 @final
@@ -168,12 +161,25 @@ def _register(model: nn.Module) -> None:
             capturing._CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
+def _sharded(data: bytes, shard: Any, ranks: int) -> WholeStep:
+    """Return the step, spread over ranks; the device never has the whole model, if possible."""
+    if ranks > 1 and shard != "ddp":
+        # A function of the user's may want weights on the device.
+        with suppress(Exception) if callable(shard) else nullcontext():
+            step: WholeStep = read(data, "cuda", parameters="meta")
+            apply(step.step, shard, ranks, device="cuda")
+            return step
+    step = read(data, "cuda")
+    if ranks > 1:
+        apply(step.step, shard, ranks, device="cuda")
+    return step
+
+
 def _run(size: int, copied: _Copied, batch: bytes, shard: Any, ranks: int) -> None:
     """Run the steps of one size; called in the process that has the phantom."""
-    step: WholeStep = read(copied.data, "cuda")
     if ranks > 1:
         torch.distributed.init_process_group("nccl")
-        apply(step.step, shard, ranks)
+    step = _sharded(copied.data, shard, ranks)
     made = cloudpickle.loads(batch)
     one = made(size) if callable(made) else resize_batch(made, size)
     for _ in range(STEPS):

@@ -1,8 +1,7 @@
-"""Candidate batch sizes, and the search for the largest that fits."""
+"""Candidate batch sizes; `phantomgpu.searching.bisect` finds the largest of them that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -76,6 +75,19 @@ class CandidateSizes:
             return 1 << (max(self.minimum, self.multiple_of) - 1).bit_length()
         return -(-self.minimum // self.multiple_of) * self.multiple_of
 
+    def number(self, index: int) -> int:
+        """Return the candidate of an index, as `bisect` counts them."""
+        return 1 << index if self.power_of_two else index * self.multiple_of
+
+    @property
+    def indices(self) -> tuple[int, int]:
+        """The indices of the smallest and the largest candidate."""
+        first, last = self.smallest, self.at_most(self.maximum)
+        assert last is not None, "checked"
+        if self.power_of_two:
+            return first.bit_length() - 1, last.bit_length() - 1
+        return first // self.multiple_of, last // self.multiple_of
+
     def at_most(self, size: int) -> int | None:
         """Return the largest candidate up to `size`; None if all are larger."""
         size = min(size, self.maximum)
@@ -91,90 +103,3 @@ class CandidateSizes:
         found = 1 << size.bit_length() if self.power_of_two else (size // each + 1) * each
         found = max(found, self.smallest)
         return None if found > self.maximum else found
-
-
-def search(
-    fits: Callable[[int], bool],
-    sizes: CandidateSizes,
-    *,
-    halves: bool = False,
-    guess: int | None = None,
-    within: float = 0.0,
-) -> Found:
-    """Return the largest size that fits, among those that were tried.
-
-    The answer is first enclosed between a size that fits and one that does not: the size doubles
-    from two samples, or moves away from the guess in growing strides. Then the interval is halved.
-    With `halves`, the largest size, or the guess, is halved until it fits. That needs the fewest
-    trials, but the answer may be only half of what would fit.
-
-    Args:
-        fits: whether a size fits. If it does, all smaller sizes are assumed to fit.
-        sizes: the candidates.
-        halves: whether sizes are only halved.
-        guess: where to start.
-        within: stop when the interval is at most this fraction of the answer.
-
-    >>> search(lambda size: size <= 100, CandidateSizes(multiple_of=8))
-    Found(size=96, too_large=104)
-
-    Raises:
-        NothingFitsError: the smallest size does not fit.
-    """
-    failed: list[int] = []
-
-    def tried(size: int) -> bool:
-        is_small_enough = fits(size)
-        if not is_small_enough:
-            failed.append(size)
-        return is_small_enough
-
-    begin = None if guess is None else sizes.at_most(guess)
-    low: int | None
-    high: int | None = None
-    if halves:
-        low = begin or sizes.at_most(sizes.maximum)
-        while low is not None and not tried(low):
-            low = None if low == sizes.smallest else sizes.at_most(low // 2) or sizes.smallest
-    else:
-        low, high = _enclose(tried, sizes, begin)
-    if low is None:
-        raise NothingFitsError.cannot(
-            f"find a batch size from {sizes.minimum} to {sizes.maximum}",
-            why=f"{sizes.smallest} does not fit",
-            instead="make the model or its samples smaller, or give it more memory",
-        )
-    while high is not None and high - low > within * low:
-        middle = sizes.at_most((low + high) // 2)
-        if middle is None or middle == low:
-            break
-        low, high = (middle, high) if tried(middle) else (low, middle)
-    return Found(low, min(failed, default=None))
-
-
-def _enclose(
-    fits: Callable[[int], bool], sizes: CandidateSizes, begin: int | None
-) -> tuple[int | None, int | None]:
-    """Return a size that fits and one that does not; None if there is none."""
-    # Start at two samples if possible: batch normalisation refuses a single one.
-    two = sizes.at_most(2) or sizes.smallest
-    size = two if begin is None else begin
-    # With a guess, strides grow from its neighbour. Without one, each doubles the size.
-    stride = size if begin is None else 0
-    if fits(size):
-        low = size
-        while True:
-            following = sizes.above(low)
-            if following is None:
-                return low, None
-            high = max(following, sizes.at_most(low + stride) or 0)
-            if not fits(high):
-                return low, high
-            low, stride = high, max(2 * stride, low // 16, 1)
-    high = size
-    while high != sizes.smallest:
-        low = sizes.at_most(high - max(stride, 1)) or sizes.smallest
-        if fits(low):
-            return low, high
-        high, stride = low, max(2 * stride, low // 16, 1)
-    return None, high

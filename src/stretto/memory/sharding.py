@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import nn
 
 from stretto.errors import FitError
-from stretto.memory.estimate import Category, Estimate
-from stretto.runtime import TrainStep
+from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.gradients import fully_shard_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from stretto.memory.phantom import Question
-
 Shard: TypeAlias = Callable[[nn.Module, "DeviceMesh"], nn.Module | None]
 """Shards a model over the ranks of a mesh, in place or by returning another one."""
-_STATE: tuple[Category, ...] = ("parameters", "gradients", "optimizer")
 
 
 def least_ranks(shard: str | Shard) -> int:
@@ -41,49 +38,24 @@ def least_ranks(shard: str | Shard) -> int:
     return int(number)
 
 
-def share_of(question: Question, estimate: Estimate) -> int:
-    """Return what one rank needs of an estimate for one device.
-
-    Fully sharded, a rank has its part of the parameters, gradients and state, and whole blocks only
-    for a while; the allowance is for these.
-
-    Raises:
-        FitError: the model is spread in a way of its own.
-    """
-    if question.ranks == 1:
-        return estimate.bytes
-    if not isinstance(question.shard, str):
-        raise FitError.cannot(
-            "estimate what a rank needs",
-            why="the model is spread by a function",
-            instead="set up the phantom, which runs it: phantomgpu setup",
-        )
-    least = least_ranks(question.shard)
-    if question.shard == "ddp":
-        return estimate.bytes + estimate.by_category.get("parameters", 0)  # buckets of gradients
-    over = least if least > 1 else question.ranks
-    peaks = []
-    for phase, parts in estimate.by_phase.items():
-        kinds = (*_STATE, "temporaries") if phase == "optimizer" else _STATE
-        state = sum(parts.get(kind, 0) for kind in kinds)
-        peaks.append(sum(parts.values()) - state + -(-state // over))
-    return max(peaks)
-
-
-def apply(step: TrainStep, shard: str | Shard, ranks: int) -> None:
+def apply(step: TrainStep, shard: str | Shard, ranks: int, *, device: str) -> None:
     """Spread the model of a step over ranks, and let its optimizers update the shards.
+
+    Parameters on the meta device get memory when they are shards. What we shard computes in bf16
+    by FSDP2's mixed precision, as in a run, and not by autocast.
 
     Args:
         step: the step, which is changed.
         shard: how.
         ranks: all ranks of the process group.
+        device: where the shards are.
 
     Raises:
         FitError: the optimizers refer to parameters that the sharded model does not have.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    before, device = step.model, step.device.type
+    before = step.model
     names = {id(parameter): _plain(name) for name, parameter in before.named_parameters()}
     after: nn.Module | None
     if not isinstance(shard, str):
@@ -94,12 +66,17 @@ def apply(step: TrainStep, shard: str | Shard, ranks: int) -> None:
         least = least_ranks(shard)
         shape = (ranks // least, least) if least > 1 else (ranks,)
         dims = ("replicate", "shard")[-len(shape) :]
-        fully_shard_blocks(before, init_device_mesh(device, shape, mesh_dim_names=dims))
+        casts = isinstance(step, SupervisedStep) and step.dtype is torch.bfloat16
+        mesh = init_device_mesh(device, shape, mesh_dim_names=dims)
+        fully_shard_blocks(before, mesh, torch.bfloat16 if casts else None)
+        if isinstance(step, SupervisedStep) and casts:
+            step.dtype = None
         after = before
     after = before if after is None else after
     for name, value in list(vars(step).items()):
         if value is before and after is not before:
             setattr(step, name, after)
+    after._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one)
     found = {_plain(name): parameter for name, parameter in after.named_parameters()}
     for optimizer in step.optimizers:
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""One whole optimizer step, whose memory is estimated or tried, and its copy without memory."""
+"""One whole optimizer step, which is tried, and its copy without memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any, TypeGuard, final
 import cloudpickle
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from stretto.errors import FitError, first_line
@@ -30,10 +29,6 @@ _MOST_BYTES = 4 << 20
 def makes_step(given: object) -> TypeGuard[Callable[[], TrainStep]]:
     """Return whether something is a function that makes a step, instead of the step itself."""
     return callable(given) and not isinstance(given, (TrainStep, WholeStep, nn.Module))
-
-
-def _ignore(_phase: str) -> None:
-    """Do nothing."""
 
 
 @final
@@ -85,20 +80,13 @@ class WholeStep:
                 setattr(alone, name, value.module)
         return cls(alone, accumulation, measures_noise)
 
-    def run(self, batch: Any, *, enter: Callable[[str], object] = _ignore) -> None:
-        """Run the step, with `batch` as every micro-batch.
-
-        Args:
-            batch: a micro-batch, on the device of the model.
-            enter: called with `forward` before each micro-batch and with `optimizer` before the
-                update.
-        """
+    def run(self, batch: Any) -> None:
+        """Run the step, with `batch`, on the device of the model, as every micro-batch."""
         step = self.step
         weight = 1.0 if step.loss_reduction == "sum" else 1 / self.accumulation
         losses = []
         gradients = MicroGradients(self.step.parameters)
         for number in range(self.accumulation):
-            enter("forward")
             micro = batch
             for transform in step.transforms:
                 micro = transform(micro)
@@ -106,7 +94,6 @@ class WholeStep:
             with gradients.watch(is_last=is_last) if self.measures_noise else _NOTHING:
                 losses.append(detached(step.forward_backward(micro, weight)))
             del micro
-        enter("optimizer")
         step.update()
         step.clear()
 
@@ -192,10 +179,10 @@ class _Writer(cloudpickle.Pickler):  # type: ignore[misc]
 class _Reader(pickle.Unpickler):
     """Makes what was written, with new tensors of zeros."""
 
-    def __init__(self, file: io.BytesIO, device: str) -> None:
+    def __init__(self, file: io.BytesIO, device: str, parameters: str) -> None:
         super().__init__(file)
-        self._device = device
-        self._storages: dict[int, Tensor] = {}
+        self._device, self._parameters = device, parameters
+        self._storages: dict[tuple[int, str], Tensor] = {}
         self._tensors: dict[int, Tensor] = {}
 
     def persistent_load(self, pid: tuple[int, _Spec]) -> Tensor:
@@ -209,12 +196,12 @@ class _Reader(pickle.Unpickler):
             made = torch.frombuffer(bytearray(spec.elements), dtype=spec.dtype).reshape(spec.size)
             # A count of an optimizer stays on the host, whatever the device.
             return made if made.numel() == 1 else made.to(self._device)
-        if spec.key not in self._storages:
-            self._storages[spec.key] = torch.zeros(
-                spec.count, dtype=spec.dtype, device=self._device
-            )
+        device = self._parameters if spec.is_parameter else self._device
+        key = spec.key, device
+        if key not in self._storages:
+            self._storages[key] = torch.zeros(spec.count, dtype=spec.dtype, device=device)
         with torch.no_grad():
-            base = self._storages[spec.key]
+            base = self._storages[key]
             base = base if base.dtype == spec.dtype else base.view(spec.dtype)
             made = base.as_strided(spec.size, spec.stride, spec.offset).detach()
         if spec.is_parameter:
@@ -224,7 +211,7 @@ class _Reader(pickle.Unpickler):
 
 def _elements(tensor: Tensor) -> bytes | None:
     """Return what a tensor holds, if it is on the host and decides what is computed."""
-    if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+    if tensor.device.type != "cpu":
         return None
     is_count = tensor.numel() == 1 and not tensor.requires_grad
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
@@ -256,11 +243,11 @@ def written(thing: object) -> bytes:
     return file.getvalue()
 
 
-def read(data: bytes, device: str) -> Any:
-    """Return what was written, with tensors of zeros on a device.
+def read(data: bytes, device: str, *, parameters: str | None = None) -> Any:
+    """Return what was written, with tensors of zeros on a device, parameters on another.
 
     >>> layer = read(written(nn.Linear(2, 3)), "meta")
     >>> layer.weight.shape, layer.weight.device.type
     (torch.Size([3, 2]), 'meta')
     """
-    return _Reader(io.BytesIO(data), device).load()
+    return _Reader(io.BytesIO(data), device, parameters or device).load()

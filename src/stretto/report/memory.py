@@ -23,7 +23,7 @@ def memory_table(answer: Answer) -> str:
 
     >>> from stretto.memory.answer import Cost
     >>> from stretto.memory.limits import MemoryLimit
-    >>> answer = Answer(8, "estimate", 9, MemoryLimit(1024, "as stated"), 24, Cost(),
+    >>> answer = Answer(8, "phantom", 9, MemoryLimit(1024, "as stated"), 24, Cost(),
     ...                 peaks={4: 500, 8: 990, 9: 1110})
     >>> print(memory_table(answer))
     batch size      peak  headroom
@@ -85,7 +85,9 @@ def draw_memory(answer: Answer, path: Path) -> None:
     """
     if not answer.peaks:
         why = "it comes from trials, which only say what fits"
-        raise FitError.cannot("draw an answer", why=why, instead="use --method estimate")
+        raise FitError.cannot(
+            "draw an answer", why=why, instead="ask about a kind of GPU: --gpu h100"
+        )
     with drawn(path, [3.6], answer.headline) as (axes,):
         sizes = list(answer.peaks)
         axes.plot(sizes, list(answer.peaks.values()), "o-", color=BLUE, markersize=4, label="peak")

@@ -174,13 +174,23 @@ def sparse_tables(model: nn.Module) -> set[int]:
     return {id(one.weight) for one in tables if one.sparse}
 
 
-def fully_shard_blocks(model: nn.Module, mesh: Any) -> None:
-    """Shard each block of a `ModuleList`, then the rest, over a mesh with FSDP2."""
-    from torch.distributed.fsdp import fully_shard
+def fully_shard_blocks(model: nn.Module, mesh: Any, dtype: torch.dtype | None = None) -> None:
+    """Shard each block of a `ModuleList`, then the rest, over a mesh with FSDP2.
 
+    Args:
+        model: the model.
+        mesh: the mesh.
+        dtype: what it computes in, if not as it is; gradients are summed, and the output of the
+            model is, in 32 bits.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    wide = None if dtype is None else torch.float32
+    inner = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
+    outer = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, output_dtype=wide)
     for module in list(model.modules()):
         if isinstance(module, nn.ModuleList):
             for block in module:
                 if any(True for _ in block.parameters()):
-                    fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+                    fully_shard(block, mesh=mesh, mp_policy=inner)
+    fully_shard(model, mesh=mesh, mp_policy=outer)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.runtime.gradients import is_spread, scalar, touching_all
+from stretto.runtime.gradients import is_fully_sharded, is_spread, scalar, touching_all
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Info: TypeAlias = Mapping[str, float | Tensor]
@@ -180,7 +180,8 @@ class SupervisedStep(TrainStep):
         self.loss = loss
         self.loss_reduction = loss_reduction
         self._device_type = device
-        self._dtype = _DTYPES.get(precision)
+        self.dtype = _DTYPES.get(precision)
+        """What autocast computes in; None: there is no autocast."""
         self._clip_norm = clip_norm
         self._optimizer = optimizer
         self._clipped: dict[Any, list[nn.Parameter]] = {}
@@ -198,7 +199,7 @@ class SupervisedStep(TrainStep):
         Raises:
             TrainingError: the loss is no scalar.
         """
-        if self._dtype is None:
+        if self.dtype is None:
             loss = self.loss(self.forward_model, batch)
         else:
             with self.autocast():
@@ -225,9 +226,12 @@ class SupervisedStep(TrainStep):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the model runs, in training as in evaluation."""
-        if self._dtype is None:
+        if self.dtype is None:
             return _PLAIN
-        return torch.autocast(self._device_type or self.device.type, dtype=self._dtype)
+        kind = self._device_type or self.device.type
+        # The cache would keep the cast weights of every block that FSDP2 frees.
+        is_cached = not is_fully_sharded(self.model)
+        return torch.autocast(kind, dtype=self.dtype, cache_enabled=is_cached)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale."""

@@ -115,7 +115,7 @@ class Asked:
         **_: Any,
     ) -> Any:
         self.steps.append((accumulation, measures_noise, maximum))
-        return SimpleNamespace(size=next(self.sizes), certainty="estimate", peak=None)
+        return SimpleNamespace(size=next(self.sizes), certainty="tried", peak=None)
 
 
 @pytest.mark.parametrize(
