@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
-from stretto.batching.seesaw import Coupling, paired
+from stretto.batching.seesaw import Pair, paired
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.data.weights import MicroBatchView, Units, weights_of
 from stretto.distributed.logged import Logged, Reduce
@@ -54,7 +54,7 @@ _T = TypeVar("_T", float, Tensor)
 @knows_foreign
 def prepare(
     data: Any,
-    batch_size: PolicyLike | Coupling,
+    batch_size: PolicyLike | Pair,
     *,
     max_duration: TimeLike,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -116,7 +116,7 @@ def prepare(
     loading = Loading() if loading is None else read_settings(Loading, loading, "loading")
     check_names({} if schedules is None else schedules)
     spec = DataSpec.of(data)
-    sizes, read = paired(batch_size, schedules or {}, rule)
+    sizes, read, rule = paired(batch_size, schedules or {}, rule)
     prepared = bind_run(
         spec.horizon(max_duration, loading.last_batch),
         sizes,

@@ -17,8 +17,7 @@ from stretto.batching.policy import (
     Signals,
     inner_state,
 )
-from stretto.batching.steps import line
-from stretto.batching.wrappers import checked_policy
+from stretto.batching.steps import as_policy, line
 from stretto.errors import BatchSizeError
 from stretto.schedules.fields import fill, interval
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
@@ -260,7 +259,7 @@ def _pair(pair: object) -> tuple[Time | Rest, BatchSizePolicy]:
     length, policy = pair
     if length != "rest":
         length = interval(length, "length", BatchSizeError)
-    return length, checked_policy(policy)
+    return length, as_policy(policy)
 
 
 def _unknown_rest(instead: str) -> BatchSizeError:

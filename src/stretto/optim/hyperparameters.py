@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.batching import RuleLike, as_rule, check_pairs
+from stretto.batching import RuleLike, as_rule
 from stretto.errors import ScheduleError
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
 from stretto.schedules.fields import checked_factor, find_name, parse_name
@@ -279,7 +279,6 @@ class Hyperparameters:
         restore_base_values(optimizer)
         groups = optimizer.param_groups
         _part_tensors(groups)
-        check_pairs(factors, rule=self.rule)
         known = bound or {}
         each = {
             name: _Factor(factor, known[name] if name in known else factor.bind(horizon))
