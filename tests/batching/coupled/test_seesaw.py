@@ -23,6 +23,7 @@ from stretto.batching import (
     MultipleOf,
     Pair,
     PeriodSizes,
+    PolicyLike,
     PowerOfTwo,
     Seesaw,
     SquareRootRule,
@@ -313,15 +314,17 @@ def test_only_sizes_that_are_a_function_of_time_are_multiplied() -> None:
 
 def test_the_size_of_the_schedule_is_the_last_one_or_must_be_stated() -> None:
     """A rule must know what the learning rate is meant for before there is a run."""
-    for size, last in [
+    stated: list[tuple[PolicyLike, int]] = [
         (8, 8),
         ("0sp:8 20%:16", 16),
         (DoublingRamp(4, 16, "300sp"), 16),
         (StagedRamp([2, 6], "10%"), 6),
         (MultipleOf(Fixed(20), 8), 16),
-    ]:
+    ]
+    for size, last in stated:
         assert Seesaw(Cosine(), size).rule == SquareRootRule(last)
-    for unknown in (lambda timestamp, size: 8, PeriodSizes([("10%", 8), ("rest", 16)])):
+    periods = PeriodSizes([("10%", 8), ("rest", 16)])
+    for unknown in (lambda timestamp, size: 8, periods):
         with pytest.raises(BatchSizeError, match="reference=256"):
             Seesaw(Cosine(), unknown)
         assert Seesaw(Cosine(), unknown, reference=256).rule == SquareRootRule(256)
@@ -377,7 +380,7 @@ def test_sizes_are_those_of_the_exact_power_of_the_factor(factor: float) -> None
         bound = DecayGrowth(decay, size, factor, 10**6).bind(Horizon("60sp"))
         for steps in range(60):
             grown = bound.decide(Timestamp(sample=steps), {}, NO_SIGNALS)[0]
-            assert grown == math.floor(size * min(exact**steps, 10**6))
+            assert grown == math.floor(size * min(Fraction(exact**steps), Fraction(10**6)))
 
 
 def test_the_least_factor_grows_nearly_as_if_continuous() -> None:
