@@ -79,7 +79,7 @@ class Arm:
 def _seesaw(size: Any, maximum: int = LARGEST, **options: Any) -> Callable[[Schedule], Parts]:
     def parts(cosine: Schedule) -> Parts:
         pair = Seesaw(cosine, size, maximum=maximum, **options)
-        return Parts(pair.policy, pair.schedule)
+        return Parts(pair.policy, pair.schedule, pair.rule)
 
     return parts
 

@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import Tensor
 
 from stretto import Callback, Run, Step
-from stretto.batching import Signals, checked_size, couplings_in
+from stretto.batching import Signals, checked_size
 from stretto.errors import TrainingError
 from stretto.noise import NoiseEstimator, NoiseTerms
 
@@ -53,11 +53,7 @@ class AdaScale(Callback):
     def on_fit_start(self, run: Run) -> None:
         """Refuse other things that multiply the learning rate by the batch size."""
         rule = run.hyperparameters.rule
-        schedules = run.hyperparameters.schedules.values()
-        pairs = [pair for schedule in schedules for pair in couplings_in(schedule)]
         first = next((one for one in run.callbacks if isinstance(one, AdaScale)), self)
-        if pairs:
-            raise _scaled_already(pairs[0], "leave AdaScale out")
         if rule is not None:
             raise _scaled_already(rule, "leave rule out")
         if first is not self:

@@ -68,17 +68,19 @@ def test_auto_is_no_batch_size() -> None:
 def test_a_pair_sets_sizes_and_schedule() -> None:
     pair = Seesaw(Cosine(), 8, maximum=32)
     both = trainer(batch_size=pair)
-    apart = trainer(batch_size=pair.policy, schedules={"lr": pair.schedule})
+    schedules = {"lr": pair.schedule}
+    apart = trainer(batch_size=pair.policy, schedules=schedules, rule=pair.rule)
     assert both.plan is not None
     assert apart.plan is not None
     assert list(both.plan.batches()) == list(apart.plan.batches())
     assert both.run.hyperparameters.schedules == apart.run.hyperparameters.schedules
+    assert both.run.hyperparameters.rule == apart.run.hyperparameters.rule == pair.rule
     run = prepare(DATA, pair, max_duration="2ep")
-    assert run.prepared.schedules == {"lr": pair.schedule}
+    assert run.prepared.schedules == schedules
+    assert run.prepared.rule == pair.rule
     for wrong in (
         {"batch_size": pair, "schedules": {"lr": Cosine()}},
-        {"batch_size": pair.policy},
-        {"batch_size": pair.policy, "schedules": {"lr": Cosine()}},
+        {"batch_size": pair, "rule": pair.rule},
     ):
         with pytest.raises(StrettoError):
             trainer(**wrong)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
-from stretto.batching.seesaw import Coupling, paired
+from stretto.batching.seesaw import Pair, paired
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.data.mistakes import Mistakes, warn_of_peak
 from stretto.data.spec import check_workers
@@ -58,7 +58,7 @@ _T = TypeVar("_T", float, Tensor)
 @knows_foreign
 def prepare(
     data: Any,
-    batch_size: PolicyLike | Coupling,
+    batch_size: PolicyLike | Pair,
     *,
     max_duration: TimeLike,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -120,7 +120,7 @@ def prepare(
     loading = Loading() if loading is None else read_settings(Loading, loading, "loading")
     schedules = check_names(schedules)
     spec = DataSpec.of(data)
-    sizes, read = paired(batch_size, schedules, rule)
+    sizes, read, rule = paired(batch_size, schedules, rule)
     prepared = bind_run(
         spec.horizon(max_duration, loading.last_batch),
         sizes,
@@ -203,9 +203,7 @@ class Run:
         """Values logged since the last line of metrics; for the loop."""
         self.latest_loss: float | Tensor | Callable[[], float] = _NAN
         """What `loss` reads; for the loop."""
-        self._mesh = mesh
-        self._idle_ranks = idle_ranks
-        self._model = model
+        self._mesh, self._idle_ranks, self._model = mesh, idle_ranks, model
         self._base: list[list[GroupValues]] | None = None
         self._loader: StepLoader | None = None
         self._hyperparameters: Hyperparameters | None = None

@@ -9,21 +9,17 @@ import torch
 from torch import nn
 
 from stretto.batching import (
-    LinearRule,
     NoiseScale,
     NormTest,
     Plateau,
-    Seesaw,
     Signals,
 )
 from stretto.noise import NoiseEstimator, noise_terms
-from stretto.schedules import Cosine
 from stretto.training import Stepping, Trainer
 from stretto.training.algorithms import NoiseReport
 
 wrong: Any = None
 """A value that a type checker would refuse."""
-PAIR = Seesaw(Cosine(), 8)
 """A batch size and the schedule that goes with it."""
 
 
@@ -70,14 +66,4 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("noise-not-a-number", lambda: noise_terms([wrong, 2.0], [1, 3], 1.0)),
     ("noise-confidence-most", lambda: NoiseEstimator(confidence=0.99999)),
     ("noise-gain", lambda: NoiseEstimator().gain(0, 64)),
-    (
-        "seesaw-rule",
-        lambda: follows(
-            PAIR.policy,
-            schedules={"lr": PAIR.schedule},
-            rule=LinearRule(8),
-        ),
-    ),
-    ("seesaw-noise", lambda: follows(NoiseScale(8, 64), schedules={"lr": PAIR.schedule})),
-    ("seesaw-other-sizes", lambda: follows(8, schedules={"lr": PAIR.schedule})),
 ]

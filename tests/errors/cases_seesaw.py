@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stretto.batching import AtMost, PeriodSizes, Seesaw
+from stretto.batching import PeriodSizes, Seesaw
 from stretto.config import build_plan
 from stretto.config.run import RunConfig
 from stretto.planning import plan
@@ -14,6 +14,7 @@ from stretto.timing import Horizon
 
 RUN = Horizon("2ep", dataset_num_samples=100)
 DROPPING = Horizon("900ep", dataset_num_samples=100, last_batch="drop")
+PERIODS = PeriodSizes([("10%", 8), ("rest", 16)])
 
 
 def bind(decay: Schedule, size: Any = 8, run: Horizon = RUN, **options: Any) -> object:
@@ -39,7 +40,6 @@ def read(**values: Any) -> object:
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("seesaw-factor", lambda: Seesaw(Cosine(), 8, factor=1)),
     ("seesaw-factor-text", lambda: Seesaw(Cosine(), 8, factor="smooth")),  # type: ignore[arg-type]
-    ("seesaw-bounded", lambda: AtMost(Seesaw(Cosine(), 8).policy, 64)),
     ("seesaw-batches", lambda: bind(Linear(over="100ba"))),
     ("seesaw-wall-time", lambda: bind(Cosine(), run=Horizon("1h"))),
     ("seesaw-mixed", lambda: bind(Linear(over="9tok") * Cosine())),
@@ -47,8 +47,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("seesaw-constant", lambda: bind(Constant())),
     ("seesaw-restarts", lambda: bind(CosineRestarts("30%"))),
     ("seesaw-factor-large", lambda: Seesaw(Cosine(), 8, factor=10**400)),
-    ("seesaw-shrinking", lambda: bind(Cosine(), "0sp:64 20sp:4")),
-    ("seesaw-shrinking-beyond", lambda: bind(Cosine(), "0sp:64 20sp:4", reference=64, maximum=16)),
     ("seesaw-dropped", lambda: plan(DROPPING, Seesaw(Cosine(), 16).policy)),
     ("seesaw-ranks", lambda: plan(RUN, Seesaw(Cosine(), 4).policy, world_size=8)),
     (
@@ -56,7 +54,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         lambda: plan(RUN, Seesaw(Cosine(), 12).policy, world_size=8, micro_batch_size=2, even=True),
     ),
     ("seesaw-beyond", lambda: bind(Cosine(), maximum=4)),
-    ("seesaw-sizes", lambda: bind(Cosine(), PeriodSizes([("10%", 8), ("rest", 16)]))),
+    ("seesaw-sizes", lambda: bind(Cosine(), PERIODS, reference=16)),
+    ("seesaw-reference", lambda: Seesaw(Cosine(), PERIODS)),
     ("seesaw-period", lambda: in_a_period.bind(RUN)),
     ("seesaw-file-no-schedule", lambda: read(schedules={}, batch_size={"seesaw": 8})),
     (

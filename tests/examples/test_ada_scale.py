@@ -95,7 +95,7 @@ def test_other_things_that_scale_the_learning_rate_are_refused(case: str) -> Non
     pair = Seesaw(Cosine(), 8, maximum=32)
     cases: dict[str, dict[str, Any]] = {
         "rule": {"rule": LinearRule(10)},
-        "seesaw": {"batch_size": pair.policy, "schedules": {"lr": pair.schedule}},
+        "seesaw": {"batch_size": pair},
         "twice": {},
     }
     callbacks = [AdaScale(10), *([AdaScale(10)] if case == "twice" else [])]

@@ -63,7 +63,7 @@ def test_the_loss_of_a_causal_model_is_the_mean_over_its_targets(name: str) -> N
     make, columns, _ = losses.CAUSAL[name]
     torch.manual_seed(0)
     model = make().double().train()
-    first = [at for at in SampleOrder(losses.N, seed=42)][:8]
+    first = list(SampleOrder(losses.N, seed=42))[:8]
     expected = model(**{key: value[first] for key, value in columns.items()}).loss.item()
     for size in (4, 16):
         weights, logged = losses.train(losses.CAUSAL[name], size)

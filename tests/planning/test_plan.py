@@ -404,7 +404,7 @@ def test_a_plan_shows_itself() -> None:
     [
         (NoiseScale(2, 64), r"of 2 on 3 ranks.* AtLeast\(policy, 3\), start 2 ranks"),
         (MultipleOf(NoiseScale(8, 64, minimum=2), 2), "of 2 on 3 ranks"),
-        (Seesaw(Linear(), 2).policy, "multiple_of, start 2 ranks"),
+        (Seesaw(Linear(), 2).policy, "AtLeast"),
         (AtLeast(NoiseScale(2, 64), 3), None),
         (NoiseScale(3, 64), None),
         (SizeFunction(lambda timestamp, current: 2, planned=False), None),

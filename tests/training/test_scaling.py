@@ -86,8 +86,7 @@ def test_a_callback_of_yours_is_scaled_by_its_times_triggers_and_schedules() -> 
 
 def test_a_pair_stays_a_pair(problem: Make) -> None:
     pair = Seesaw(Cosine(), DoublingRamp(4, 8, "2ep"), maximum=16)
-    settings = {"batch_size": pair.policy, "schedules": {"lr": pair.schedule}}
-    trainer = problem().trainer(max_duration="4ep", scale_schedule=0.5, **settings)
+    trainer = problem().trainer(batch_size=pair, max_duration="4ep", scale_schedule=0.5)
     half = Seesaw(Cosine(), DoublingRamp(4, 8, "1ep"), maximum=16)
     assert trainer.loader.policy == half.policy
 

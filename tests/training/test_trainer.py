@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.batching import DoublingRamp, LinearRamp, Seesaw
+from stretto.batching import DoublingRamp, LinearRamp
 from stretto.data import DataSpec
-from stretto.errors import BatchSizeError, CheckpointError, ConversionError, StrettoError, cannot
+from stretto.errors import CheckpointError, ConversionError, StrettoError, cannot
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
 from stretto.schedules import Cosine, Linear
@@ -469,13 +469,6 @@ def test_plan_of_the_trainer_is_the_plan(problem: Make) -> None:
     assert [step.size for step in direct.batches()] == [
         step.size for step in trainer.plan.batches()
     ]
-
-
-def test_sizes_of_a_pair_without_its_schedule_are_refused(problem: Callable[..., Any]) -> None:
-    pair = Seesaw(Cosine(), 4, maximum=16)
-    with pytest.raises(BatchSizeError, match="itself"):
-        problem().trainer(batch_size=pair.policy, schedules={"lr": Cosine()})
-    problem().trainer(batch_size=pair.policy, schedules={"lr": pair.schedule})
 
 
 def test_workers_end_where_a_run_is_stopped(problem: Callable[..., Any]) -> None:

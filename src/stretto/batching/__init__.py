@@ -15,11 +15,11 @@ from stretto.batching.policy import (
 )
 from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
 from stretto.batching.seesaw import (
-    Coupling,
+    DecayGrowth,
     IncreaseInsteadOfDecay,
+    Pair,
     Seesaw,
-    check_pairs,
-    couplings_in,
+    Staircase,
 )
 from stretto.batching.split import (
     LearningRateRule,
@@ -38,7 +38,7 @@ __all__ = [
     "AtMost",
     "BatchSizePolicy",
     "Bound",
-    "Coupling",
+    "DecayGrowth",
     "DoublingRamp",
     "Fixed",
     "Hold",
@@ -53,6 +53,7 @@ __all__ = [
     "NO_SIGNALS",
     "NoiseScale",
     "NormTest",
+    "Pair",
     "PeriodSizes",
     "Plateau",
     "PolicyLike",
@@ -65,12 +66,11 @@ __all__ = [
     "Split",
     "SquareRootRule",
     "StagedRamp",
+    "Staircase",
     "Steps",
     "as_policy",
     "as_rule",
     "awaits_maximum",
-    "check_pairs",
-    "couplings_in",
     "checked_size",
     "rampup",
     "split",

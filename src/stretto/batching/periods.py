@@ -17,8 +17,7 @@ from stretto.batching.policy import (
     Signals,
     inner_state,
 )
-from stretto.batching.steps import line
-from stretto.batching.wrappers import checked_policy
+from stretto.batching.steps import as_policy, line
 from stretto.errors import BatchSizeError
 from stretto.schedules.fields import fill, interval, time_or_rest
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
@@ -258,7 +257,7 @@ def _pair(pair: object) -> tuple[Time | Rest, BatchSizePolicy]:
         why, instead = "it is not a pair (length, policy)", "write for example ('10%', 8)"
         raise BatchSizeError.bad("period", pair, why, instead)
     length, policy = pair
-    return time_or_rest(length, interval, "length", BatchSizeError), checked_policy(policy)
+    return time_or_rest(length, interval, "length", BatchSizeError), as_policy(policy)
 
 
 def _unknown_rest(instead: str) -> BatchSizeError:

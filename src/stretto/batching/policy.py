@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Self, TypeAlias, cast, final
+from typing import Annotated, Any, Self, TypeAlias, cast, final
 
 from stretto.errors import BatchSizeError, Text, shown
 from stretto.schedules.fields import Check, Timed, fill
@@ -143,8 +143,6 @@ class Bound:
     metric, such as `"validation/loss"`. Only those are measured. None if it is static."""
     bounds: tuple[int, int] | None = None
     """The smallest and the largest size that it may decide; None: unknown."""
-    is_coupled: bool = False
-    """Whether a schedule depends on these sizes, so nothing may change them."""
     log_values: Callable[[PolicyState], Mapping[str, float]] = lambda _: {}
     """Returns the values behind the last decision, by name, for the log."""
     sizes: Callable[[PolicyState], tuple[object, ...]] = lambda _: ()
@@ -168,7 +166,6 @@ def timed(
     units: frozenset[TimeUnit],
     bounds: tuple[int, int] | None,
     holds_until: Callable[[Timestamp], Hold | None],
-    is_coupled: bool = False,
 ) -> Bound:
     """Return a bound policy that depends on time alone: no state, no signals."""
     return Bound(
@@ -178,7 +175,6 @@ def timed(
         units=units,
         reads=frozenset(),
         bounds=bounds,
-        is_coupled=is_coupled,
     )
 
 
@@ -221,8 +217,6 @@ class BatchSizePolicy(Timed):
 
     __slots__ = ()
     error = BatchSizeError
-    is_coupled: ClassVar[bool] = False
-    """Whether a schedule depends on these sizes, so nothing may change them."""
 
     @abstractmethod
     def bind(self, horizon: Horizon) -> Bound:
@@ -247,6 +241,10 @@ class BatchSizePolicy(Timed):
             instead = "define scaled(self, ratio), too"
             raise BatchSizeError.cannot(f"stretch {self!r}", why=why, instead=instead)
         return Timed.scaled(self, ratio)
+
+    def end_size(self) -> int | None:
+        """Return the size that it ends with on any run; None: only a run tells."""
+        return None
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:  # noqa: ARG002
         """Return warnings for a run whose largest batch is `largest`, one line each.

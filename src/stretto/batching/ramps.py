@@ -83,6 +83,10 @@ class _Ramp(BatchSizePolicy):
             what = f"ramp the batch size from {self.start} to {self.end}"
             raise BatchSizeError.cannot(what, why="a ramp does not shrink", instead=instead)
 
+    def end_size(self) -> int:
+        """Return the end of the ramp."""
+        return self.end
+
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return a line if the ramp has no stages."""
         del horizon, largest
@@ -234,6 +238,10 @@ class StagedRamp(BatchSizePolicy):
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
         return bound_stairs(horizon, tuple(self.sizes), over=Time(self.over), equal=self.equal)
+
+    def end_size(self) -> int:
+        """Return the last size."""
+        return self.sizes[-1]
 
 
 def rampup(

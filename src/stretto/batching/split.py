@@ -111,17 +111,12 @@ def even_unit(world_size: int, micro_batch_size: int | None) -> int:
     return world_size * (micro_batch_size or 1)
 
 
-def not_even(
-    size: int, world_size: int, micro_batch_size: int | None, *, is_coupled: bool = False
-) -> BatchSizeError:
+def not_even(size: int, world_size: int, micro_batch_size: int | None) -> BatchSizeError:
     """Return the error for a size that cannot be split evenly."""
     unit = even_unit(world_size, micro_batch_size)
     lower = max(unit, size - size % unit)
     multiple = Argument("multiple_of", unit, python=f"MultipleOf(policy, {unit})")
     instead: Text = (f"write a multiple such as {lower} or {lower + unit}, or ", multiple)
-    if is_coupled:
-        multiple = Argument("multiple_of", unit)
-        instead = ("write ", multiple, f" and begin with at least {unit} samples")
     micro = "" if micro_batch_size is None else f" with micro-batches of {micro_batch_size}"
     what = f"split {size} samples evenly over {world_size} ranks{micro}"
     return BatchSizeError.cannot(what, why=f"it is not a multiple of {unit}", instead=instead)

@@ -148,6 +148,10 @@ class Fixed(BatchSizePolicy):
 
     size: Size
 
+    def end_size(self) -> int:
+        """Return the constant."""
+        return self.size
+
     def bind(self, horizon: Horizon) -> Bound:
         """Return the constant."""
         del horizon
@@ -192,6 +196,10 @@ class Steps(BatchSizePolicy):
         times = [time for time, _ in self.steps[1:]]
         sizes = tuple(size for _, size in self.steps)
         return _stairs_on(horizon, times, sizes, what=f"the steps {str(self)!r}")
+
+    def end_size(self) -> int:
+        """Return the last size."""
+        return self.steps[-1][1]
 
     def scaled(self, ratio: Number) -> Steps:
         """Return the steps at stretched times; of two that meet, the later one stays."""
@@ -281,6 +289,6 @@ def as_policy(value: object) -> BatchSizePolicy:
     if callable(value) and not isinstance(value, type):
         return SizeFunction(value)
     if hasattr(value, "policy") and hasattr(value, "schedule"):
-        why, instead = "it is a pair", "pass its policy, and schedules={'lr': its schedule}"
+        why, instead = "it is a pair", "pass its policy, its schedule as 'lr', and its rule"
         raise BatchSizeError.bad("batch_size", value, why, instead)
     return Fixed(value)  # type: ignore[arg-type]

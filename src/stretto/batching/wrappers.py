@@ -31,21 +31,7 @@ Rounding: TypeAlias = Literal["down", "up"]
 """The direction of rounding."""
 
 
-def checked_policy(policy: object) -> BatchSizePolicy:
-    """Return the policy inside a wrapper, from a policy or its written form.
-
-    Raises:
-        BatchSizeError: it is neither, or a schedule depends on its sizes.
-    """
-    inner = as_policy(policy)
-    if inner.is_coupled:
-        why = "the learning rate depends on them"
-        instead = "write maximum=..., multiple_of=... or other sizes inside the pair"
-        raise BatchSizeError.cannot(f"change the sizes of {inner!r}", why=why, instead=instead)
-    return inner
-
-
-Inner: TypeAlias = Annotated[BatchSizePolicy, Check(lambda value, *_: checked_policy(value))]
+Inner: TypeAlias = Annotated[BatchSizePolicy, Check(lambda value, *_: as_policy(value))]
 """A field that is the policy inside a wrapper."""
 
 
@@ -80,6 +66,12 @@ class SizeMap(Wrapper):
         ends = inner.bounds
         bounds = None if ends is None else (self.changed(ends[0]), self.changed(ends[1]))
         return replace(inner, decide=decide, bounds=bounds)
+
+    @final
+    def end_size(self) -> int | None:
+        """Return what becomes of the last size of the policy inside."""
+        size = self.policy.end_size()
+        return None if size is None else self.changed(size)
 
     @final
     def mapped(self, size: int) -> int:

@@ -183,11 +183,11 @@ def plan(
         config = verb.as_it_ran(config, against)
     with progress("reading the data"):
         run, prepared = prepare_checked(config, resumes=against is not None)
-        since, notes = 0, [*check_targets(config)] if against is None else []
-        if against is not None:
+        if against is None:
+            since = 0
+            verb.print_notes(check_targets(config))
+        else:
             prepared, since = verb.as_resumed(prepared, against)
-    for line in notes:
-        typer.echo(f"note: {line}", err=True)
     if prepared.decided_between is not None:
         verb.refuse(
             {"--plot": plot, "--against": against, "--batches": batches},

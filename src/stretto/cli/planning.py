@@ -91,8 +91,7 @@ def write_page(page: Path, arguments: Sequence[str]) -> None:
     for arguments_of_one in [[name, *overrides] for name in named] or [overrides]:
         config = read_arguments(arguments_of_one)
         _, prepared = prepare_checked(config)
-        for line in check_targets(config):
-            typer.echo(f"note: {line}", err=True)
+        print_notes(check_targets(config))
         if prepared.decided_between is not None:
             why = "its batch sizes are decided during the run"
             refuse({"--html": page}, why=why, instead="see 'stretto report RUN_FOLDER --html FILE'")
@@ -104,6 +103,12 @@ def write_page(page: Path, arguments: Sequence[str]) -> None:
         plans.append(plan_data(name, plan_record(planned)))
     write(page, payload(plans))
     typer.echo(f"wrote {page}", err=True)
+
+
+def print_notes(lines: Iterable[str]) -> None:
+    """Print what a plan does not check."""
+    for line in lines:
+        typer.echo(f"note: {line}", err=True)
 
 
 def print_json(value: object) -> None:

@@ -46,7 +46,7 @@ from stretto import batching, schedules
 from stretto.batching import BatchSizePolicy, SizeFunction, rampup
 from stretto.batching.periods import Periods as PeriodsOfSizes
 from stretto.batching.policy import Size
-from stretto.batching.seesaw import Continuous, Coupling
+from stretto.batching.seesaw import Continuous, Pair
 from stretto.batching.steps import PolicyLike, StepsLike
 from stretto.config.fields import (
     AnyTime,
@@ -92,7 +92,7 @@ RAMPS: Mapping[str, type[BatchSizePolicy]] = {
     "stages": batching.StagedRamp,
 }
 """The values of `ramp`."""
-COUPLED: Mapping[str, type[Coupling]] = {
+COUPLED: Mapping[str, type[Pair]] = {
     "seesaw": batching.Seesaw,
     "increase_instead_of_decay": batching.IncreaseInsteadOfDecay,
 }
@@ -515,7 +515,7 @@ def _read(name: str) -> Any:
     return PlainValidator(read), PlainSerializer(lambda read: read.written), reference(name)
 
 
-BatchSize: TypeAlias = Annotated[Read[BatchSizePolicy | Coupling], *_read("BatchSize")]
+BatchSize: TypeAlias = Annotated[Read[BatchSizePolicy | Pair], *_read("BatchSize")]
 """Samples of one optimizer step over all ranks, in any of the ways to write it."""
 AnySchedule: TypeAlias = Annotated[Read[Schedule], *_read("Schedule")]
 """A schedule, in any of the ways to write it."""

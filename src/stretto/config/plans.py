@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast, final
 
-from stretto.batching import BatchSizePolicy, Coupling, LearningRateRule, as_rule
+from stretto.batching import BatchSizePolicy, LearningRateRule, Pair, as_rule
 from stretto.batching.following import check_monitored, followed_metric, metrics_of
 from stretto.config.forms import imported
 from stretto.config.run import RunConfig
@@ -96,9 +96,9 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
             return value.scaled(ratio)
 
     sizes = imported(config.batch_size.value, source, ("batch_size",))
-    if isinstance(sizes, Coupling):
-        schedules["lr"], sizes = sizes.schedule, sizes.policy
     intervals, rule = _intervals(config), config.rule
+    if isinstance(sizes, Pair):
+        schedules["lr"], rule, sizes = sizes.schedule, sizes.rule, sizes.policy
     with source.at("rule"):
         if isinstance(rule, Target):
             rule = bound_target(rule, source=source, path=("rule",))

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from stretto._location import local_path, open_plain, public
-from stretto.batching import Coupling, as_rule
+from stretto.batching import Pair, as_rule
 from stretto.batching.split import RULES
 from stretto.config.fields import (
     Count,
@@ -332,7 +332,7 @@ class RunConfig(Section):
                 instead="give each evaluation another 'name'",
             )
         self._check_mesh()
-        is_coupled = isinstance(self.batch_size.value, Coupling)
+        is_coupled = isinstance(self.batch_size.value, Pair)
         if is_coupled and "lr" not in self.schedules:
             raise ConfigError.cannot(
                 "grow the batch as the learning rate decays",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.batching import RuleLike, as_rule, check_pairs
+from stretto.batching import RuleLike, as_rule
 from stretto.errors import ScheduleError
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
 from stretto.schedules.fields import checked_factor, find_name, parse_name
@@ -287,7 +287,6 @@ class Hyperparameters:
         """What is written to."""
         restore_base_values(optimizer)
         _part_tensors(optimizer.param_groups)
-        check_pairs(self._schedules, rule=self.rule)
         self._settings: list[_Setting] = []
         self.follow(horizon, bound or {})
         self.base = self.values()

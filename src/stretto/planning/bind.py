@@ -16,7 +16,6 @@ from stretto.batching import (
     RuleLike,
     as_policy,
     as_rule,
-    check_pairs,
     split,
 )
 from stretto.errors import PlanError, StrettoError
@@ -228,8 +227,7 @@ class Prepared:
         >>> bind_run(Horizon("1ep"), NoiseScale(8, 64)).decided_between
         (8, 64)
         """
-        is_known = self.refusal is None or self.bound_policy.is_coupled
-        return None if is_known else self.bound_policy.bounds
+        return None if self.refusal is None else self.bound_policy.bounds
 
     def planned_sizes(self) -> PlannedSizes:
         """Return where each batch begins.
@@ -283,7 +281,6 @@ def bind_run(
     facts, sizes, refusal = horizon.with_batch_sizes(None), None, None
     with at("batch_size"):
         policy = as_policy(policy)
-        check_pairs(read, policy=policy, rule=learning_rate_rule)
         bound_policy = policy.bind(facts)
         try:
             sizes = PlannedSizes(facts, policy, bound=bound_policy, most_stages=most_stages)

@@ -22,7 +22,6 @@ from stretto.planning.stages import (
     bound_of,
     check_stage,
     first_last,
-    growth_alone,
     hyperparameters,
     known_schedules,
     make_event,
@@ -272,9 +271,7 @@ def plan_prepared(
     ]
     least = min((stage.size for stage in ahead), default=world_size)
     for stage in ahead:
-        check_stage(
-            stage, even=even, is_coupled=run.bound_policy.is_coupled, least=least, idle=idle_ranks
-        )
+        check_stage(stage, even=even, least=least, idle=idle_ranks)
     return Plan(
         horizon=horizon,
         sizes=sizes,
@@ -284,7 +281,6 @@ def plan_prepared(
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
         warnings=(
             *warnings_of(horizon, sizes, stages, even=even),
-            *growth_alone(run.policy, run.schedules, run.rule),
             *unknown,
         ),
         _values=at,

@@ -86,21 +86,21 @@ def next_step(
     before = timestamp.sample
     if outgrows_epoch(horizon, timestamp, decided):
         if timestamp.sample_in_epoch == 0:
-            raise larger_than_epoch(horizon, decided, is_coupled=policy.is_coupled)
+            raise larger_than_epoch(horizon, decided)
         timestamp = next_epoch(horizon, timestamp)
         if horizon.is_done(timestamp):
             return timestamp, None
         # The batch starts at a later position, so the policy decides again.
         decided, decided_state = policy.decide(timestamp, state, signals)
         if outgrows_epoch(horizon, timestamp, decided):
-            raise larger_than_epoch(horizon, decided, is_coupled=policy.is_coupled)
+            raise larger_than_epoch(horizon, decided)
     size = cut(horizon, timestamp, decided)
     ends = rollover(horizon, timestamp.sample_in_epoch + size, decided).epochs
     skipped = timestamp.sample - before
     return timestamp, PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
 
 
-def larger_than_epoch(horizon: Horizon, size: int, *, is_coupled: bool) -> BatchSizeError:
+def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
     """Return the error for a batch larger than an epoch."""
     most = horizon.dataset_num_samples
     bound = Argument("at_most", most, python=f"AtMost(policy, {most})")
@@ -109,7 +109,7 @@ def larger_than_epoch(horizon: Horizon, size: int, *, is_coupled: bool) -> Batch
         why=f"an epoch has only {most}, so each would be dropped",
         instead=(
             "write ",
-            Argument("maximum", most) if is_coupled else bound,
+            bound,
             " or ",
             Argument("last_batch", "carry"),
         ),

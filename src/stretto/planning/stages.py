@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
-from stretto.batching import BatchSizePolicy, Bound, LearningRateRule, couplings_in
+from stretto.batching import BatchSizePolicy, Bound, LearningRateRule
 from stretto.batching.split import even_unit, is_learning_rate, not_even
 from stretto.errors import Argument, ConversionError, PlanError, samples_text
 from stretto.planning.bind import Prepared
@@ -89,15 +89,12 @@ Values: TypeAlias = Callable[[Timestamp, int], dict[str, float]]
 """Every hyper-parameter at a timestamp, for a batch of a decided size."""
 
 
-def check_stage(
-    stage: Stage, *, even: bool, is_coupled: bool, least: int, idle: bool = False
-) -> None:
+def check_stage(stage: Stage, *, even: bool, least: int, idle: bool = False) -> None:
     """Refuse a stage that the ranks cannot share.
 
     Args:
         stage: the stage.
         even: whether each rank has to have the same full micro-batches.
-        is_coupled: whether the sizes come with a schedule.
         least: the smallest size that is still to come.
         idle: whether ranks may be left without a sample.
 
@@ -108,9 +105,9 @@ def check_stage(
     size, world_size, micro = stage.size, stage.world_size, stage.micro_batch_size
     place = f"stage {stage.number}, from batch {stage.first.batch:,}, sample {stage.first.sample:,}"
     if size < world_size and not idle:
-        raise _below(size, world_size, is_coupled=is_coupled, most=least, where=place)
+        raise _below(size, world_size, most=least, where=place)
     if even and size % even_unit(world_size, micro):
-        error = not_even(size, world_size, micro, is_coupled=is_coupled)
+        error = not_even(size, world_size, micro)
         raise error.recast(PlanError, where=place)
 
 
@@ -132,24 +129,22 @@ def check_least(policy: Bound, *, world_size: int, size: int | None = None) -> N
         return
     least = max(policy.bounds[0], size or 0)
     if least < world_size:
-        raise _below(least, world_size, is_coupled=policy.is_coupled)
+        raise _below(least, world_size)
 
 
 def _below(
     size: int,
     world_size: int,
     *,
-    is_coupled: bool,
     most: int | None = None,
     where: str | None = None,
 ) -> PlanError:
     least = Argument("at_least", world_size, python=f"AtLeast(policy, {world_size})")
-    bound = f"sizes of at least {world_size}, once rounded to multiple_of" if is_coupled else least
     return PlanError.cannot(
         f"run batches of {size} on {world_size} ranks",
         why="each rank needs at least one sample",
         instead=(
-            *("write ", bound, f", start {most or size} ranks, or pass "),
+            *("write ", least, f", start {most or size} ranks, or pass "),
             Argument("idle_ranks", value=True),
         ),
         where=where,
@@ -267,19 +262,6 @@ def bound_of(sizes: PlannedSizes) -> str | None:
     is_least = is_counted == (sizes.horizon.last_batch == "drop")
     number, what = (sizes.end.sample, "samples") if is_counted else (sizes.end.batch, "batches")
     return f"at {'least' if is_least else 'most'} {number:,} {what}"
-
-
-def growth_alone(
-    policy: BatchSizePolicy, schedules: Mapping[str, Schedule], rule: LearningRateRule | None
-) -> Iterator[str]:
-    """Yield a warning if batches replace a decay that the learning rate does not account for."""
-    rates = [one for name, one in schedules.items() if is_learning_rate(name)]
-    has_pair = any(pair for rate in rates for pair in couplings_in(rate))
-    if policy.is_coupled and rates and not has_pair and rule is None:
-        yield (
-            f"batches grow by {policy!r}, and no learning rate goes with them; "
-            "schedules={'lr': pair.schedule} of the same pair does"
-        )
 
 
 def _cut(horizon: Horizon, stages: Sequence[Stage], *, even: bool) -> Iterator[str]:

@@ -18,7 +18,7 @@ from stretto._foreign import knows_foreign
 from stretto._location import local_path
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike, as_rule, awaits_maximum
 from stretto.batching.following import followed_metric, metrics_of
-from stretto.batching.seesaw import Coupling, paired
+from stretto.batching.seesaw import Pair, paired
 from stretto.checkpoint import checkpoint_path, load_dcp_weights
 from stretto.data import DataSpec, StepLoader
 from stretto.distributed.mesh import Mesh
@@ -160,7 +160,7 @@ class Trainer:
         optimizer: Optimizer | None = None,
         loss: LossFunction | Criterion | None = None,
         max_duration: TimeLike,
-        batch_size: PolicyLike | Coupling | None = None,
+        batch_size: PolicyLike | Pair | None = None,
         micro_batch_size: MicroBatchSize = None,
         schedules: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
         rule: RuleLike | None = None,
@@ -192,7 +192,7 @@ class Trainer:
         if isinstance(called, CriterionLoss) and called.is_over_targets:
             stepping = stepping.counted(called.count)
         schedules = check_names(schedules)
-        sizes, schedules = paired(given_size(batch_size, train_data), schedules, rule)
+        sizes, schedules, rule = paired(given_size(batch_size, train_data), schedules, rule)
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
         log = read_settings(Logging, log, "log")

@@ -13,7 +13,7 @@ from stretto.batching import (
     NO_SIGNALS,
     AtLeast,
     AtMost,
-    Coupling,
+    DecayGrowth,
     DoublingRamp,
     Fixed,
     Hysteresis,
@@ -21,13 +21,18 @@ from stretto.batching import (
     LinearRule,
     Monotone,
     MultipleOf,
+    Pair,
     PeriodSizes,
+    PolicyLike,
     PowerOfTwo,
     Seesaw,
     SquareRootRule,
+    StagedRamp,
+    Staircase,
     Steps,
     as_policy,
 )
+from stretto.batching.seesaw import paired
 from stretto.errors import BatchSizeError, ConversionError, PlanError, ScheduleError
 from stretto.planning import Plan, PlannedSizes, plan
 from stretto.schedules import (
@@ -86,30 +91,27 @@ couplings = st.builds(
 )
 
 
-def planned(pair: Coupling, horizon: Horizon = RUN) -> Plan:
-    return plan(
-        horizon,
-        pair.policy,
-        schedules={"lr": pair.schedule, "base": pair.base, "decay": pair.decay},
-    )
+def planned(pair: Pair, horizon: Horizon = RUN) -> Plan:
+    schedules = {"lr": pair.schedule, "base": pair.schedule, "decay": pair.decay}
+    return plan(horizon, pair.policy, schedules=schedules, rule=pair.rule)
 
 
 @settings(max_examples=30, deadline=None)
 @given(couplings)
 def test_the_cut_of_the_rate_times_the_growth_of_the_size_is_the_cut_of_the_base(
-    pair: Coupling,
+    pair: Pair,
 ) -> None:
     reference = pair.reference or (
         8 if pair.size == Fixed(8) else 12 if pair.size == Fixed(12) else 16
     )
     for batch in planned(pair).batches():
-        undone = (batch.decided / reference) ** pair.power
+        undone = (batch.decided / reference) ** (0.5 if isinstance(pair, Seesaw) else 1)
         assert batch.values["lr"] == pytest.approx(batch.values["base"] * undone, rel=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
 @given(couplings)
-def test_the_base_is_the_schedule_or_it_rounded_up_to_a_power_of_the_factor(pair: Coupling) -> None:
+def test_the_base_is_the_schedule_or_it_rounded_up_to_a_power_of_the_factor(pair: Pair) -> None:
     for batch in planned(pair).batches():
         base, decay = batch.values["base"], batch.values["decay"]
         if pair.smooth or pair.factor == "continuous":
@@ -122,7 +124,7 @@ def test_the_base_is_the_schedule_or_it_rounded_up_to_a_power_of_the_factor(pair
 @settings(max_examples=30, deadline=None)
 @given(couplings)
 def test_a_plan_has_the_samples_of_the_run_and_the_sizes_that_are_decided_batch_by_batch(
-    pair: Coupling,
+    pair: Pair,
 ) -> None:
     got = planned(pair)
     bound, stages = pair.policy.bind(RUN), iter(got.stages)
@@ -186,7 +188,7 @@ def test_steps_of_a_schedule_become_steps_of_the_size() -> None:
 @pytest.mark.parametrize("kind", [Seesaw, IncreaseInsteadOfDecay])
 @pytest.mark.parametrize("decay", [Cosine(warmup="5%"), Linear(over="50%"), Linear(1, 0.001)])
 def test_without_a_maximum_batches_grow_to_64_times_their_size(
-    decay: Schedule, kind: type[Coupling], factor: Any
+    decay: Schedule, kind: type[Pair], factor: Any
 ) -> None:
     horizon = Horizon("1Msp", last_batch="carry")
     got = planned(kind(decay, 8, factor=factor), horizon)
@@ -259,10 +261,11 @@ def test_pairs_are_values() -> None:
     names: dict[str, Any] = {kind.__name__: kind for kind in (Seesaw, Steps, Cosine)}
     again = eval(text, {**names, "Time": Time})
     assert again == pair
-    assert repr(pair.policy) == f"{text}.policy"
-    assert repr(pair.schedule) == f"{text}.schedule"
+    kinds = (AtMost, DecayGrowth, Staircase, SquareRootRule, Steps, Cosine)
+    names |= {kind.__name__: kind for kind in kinds}
+    for one in (pair.policy, pair.schedule, pair.rule):
+        assert eval(repr(one), names) == one
     assert hash(pair.schedule) == hash(again.schedule)
-    assert pair.schedule != pair.base
     half = Seesaw(Cosine(warmup="2.5ep"), "0ep:8 0.5ep:16", factor=4, maximum=64, reference=8)
     assert pair.scaled(0.5) == half
     assert pair.schedule.scaled(0.5) == half.schedule
@@ -302,18 +305,35 @@ def test_schedules_in_times_of_unknown_length_say_so() -> None:
 
 
 def test_only_sizes_that_are_a_function_of_time_are_multiplied() -> None:
+    periods = PeriodSizes([("10%", 8), ("rest", 16)])
     with pytest.raises(BatchSizeError, match="alone"):
-        Seesaw(Cosine(), PeriodSizes([("10%", 8), ("rest", 16)])).policy.bind(RUN)
+        Seesaw(Cosine(), periods, reference=16).policy.bind(RUN)
     with pytest.raises(BatchSizeError, match="maximum"):
-        Seesaw(Cosine(), 8, maximum=4).policy.bind(RUN)
-    with pytest.raises(BatchSizeError, match="learning"):
-        Seesaw(Cosine(), Seesaw(Cosine(), 8).policy)
+        Seesaw(Cosine(), 8, maximum=4)
+
+
+def test_the_size_of_the_schedule_is_the_last_one_or_must_be_stated() -> None:
+    """A rule must know what the learning rate is meant for before there is a run."""
+    stated: list[tuple[PolicyLike, int]] = [
+        (8, 8),
+        ("0sp:8 20%:16", 16),
+        (DoublingRamp(4, 16, "300sp"), 16),
+        (StagedRamp([2, 6], "10%"), 6),
+        (MultipleOf(Fixed(20), 8), 16),
+    ]
+    for size, last in stated:
+        assert Seesaw(Cosine(), size).rule == SquareRootRule(last)
+    periods = PeriodSizes([("10%", 8), ("rest", 16)])
+    for unknown in (lambda timestamp, size: 8, periods):
+        with pytest.raises(BatchSizeError, match="reference=256"):
+            Seesaw(Cosine(), unknown)
+        assert Seesaw(Cosine(), unknown, reference=256).rule == SquareRootRule(256)
 
 
 def test_a_multiple_that_would_lift_the_rate_from_the_first_batch_is_refused() -> None:
     """Sizes are rounded down, never up; a warm-up alone may begin with a whole multiple."""
     with pytest.raises(BatchSizeError, match="multiple"):
-        Seesaw(Cosine(), 16, multiple_of=64).policy.bind(RUN)
+        Seesaw(Cosine(), 16, multiple_of=64)
     with pytest.raises(BatchSizeError, match="multiple"):
         Seesaw(Cosine(), 16, maximum=20, multiple_of=64)
     planned(Seesaw(Cosine(), 16, multiple_of=64, reference=64))
@@ -328,28 +348,6 @@ def test_restarts_as_many_as_places_that_are_looked_at_are_seen() -> None:
         Seesaw(CosineRestarts("10_000sp"), 16).policy.bind(Horizon("10_240_000sp"))
 
 
-@pytest.mark.parametrize(
-    ("size", "options", "message"),
-    [
-        (
-            "0sp:64 200sp:4",
-            {},
-            "reference=64",
-        ),
-        ("0sp:8 9sp:64 200sp:16", {"reference": 8}, "reference=64"),
-        ("0sp:8 9ep:64 20000tok:16", {"maximum": 64}, "reference=64"),
-        ("0sp:64 200sp:4", {"reference": 64, "maximum": 16}, "maximum"),
-        ("0sp:1000 200sp:4", {"reference": 1000}, "maximum=1000"),
-    ],
-)
-def test_a_warm_up_of_the_batch_that_lifts_the_rate_or_would_be_cut_is_refused(
-    size: str, options: dict[str, Any], message: str
-) -> None:
-    horizon = Horizon("2000sp", dataset_num_samples=100)
-    with pytest.raises(BatchSizeError, match=message):
-        Seesaw(Linear(1, 0), size, **options).policy.bind(horizon)
-
-
 def test_a_warm_up_of_the_batch_may_shrink_from_the_size_that_the_schedule_is_meant_for() -> None:
     got = planned(Seesaw(Linear(1, 0), "0sp:64 192sp:4", reference=64), Horizon("1000sp"))
     assert [stage.values["lr"].first for stage in got.stages[:2]] == [1.0, 0.25]
@@ -358,29 +356,31 @@ def test_a_warm_up_of_the_batch_may_shrink_from_the_size_that_the_schedule_is_me
     assert got.stages[0].values["lr"].first == 2.0
 
 
-def test_what_a_plan_advises_for_sizes_that_the_learning_rate_goes_by_is_not_refused() -> None:
-    """Wrappers are; see below."""
+def test_what_a_plan_advises_for_sizes_of_a_pair_is_not_refused() -> None:
     dropping = Horizon("2531sp", dataset_num_samples=100, last_batch="drop")
-    wide: dict[str, Any] = {"decay": Linear(), "size": 3, "reference": 8}
-    with pytest.raises(BatchSizeError, match="maximum"):
-        plan(dropping, Seesaw(**wide, maximum=1000).policy)
-    assert plan(dropping, Seesaw(**wide, maximum=100).policy).stages[-1].size == 100
-    with pytest.raises(PlanError, match="ranks"):
+    wide = Seesaw(Linear(), 3, reference=8, maximum=1000)
+    with pytest.raises(BatchSizeError, match="AtMost"):
+        plan(dropping, wide.policy)
+    assert plan(dropping, AtMost(wide.policy, 100)).stages[-1].size == 100
+    with pytest.raises(PlanError, match="AtLeast"):
         plan(RUN, Seesaw(Cosine(), 4).policy, world_size=8)
-    plan(RUN, Seesaw(Cosine(), 8).policy, world_size=8)
+    plan(RUN, AtLeast(Seesaw(Cosine(), 4).policy, 8), world_size=8)
     even: dict[str, Any] = {"world_size": 8, "micro_batch_size": 2, "even": True}
-    with pytest.raises(PlanError, match="multiple_of"):
+    with pytest.raises(PlanError, match="MultipleOf"):
         plan(RUN, Seesaw(Cosine(), 12).policy, **even)
-    plan(RUN, Seesaw(Cosine(), 16, multiple_of=16).policy, **even)
+    plan(RUN, MultipleOf(Seesaw(Cosine(), 12).policy, 16), **even)
 
 
 @pytest.mark.parametrize("factor", [2, 3, 4.0, 5, 10, 1.1, 1.5, 1.25, 2.5, 1.01, 2**0.5, 2**20])
 def test_sizes_are_those_of_the_exact_power_of_the_factor(factor: float) -> None:
-    exact, pair = Fraction(str(factor)), Seesaw(Cosine(), 8, factor=factor, maximum=10**6)
-    coupling = pair.bind(RUN)
-    for size, steps in itertools.product([1, 3, 8, 10, 100, 1000, 12_345], range(60)):
-        cut = float(exact) ** -steps * (1 - 1e-12)
-        assert coupling.grown(size, cut) == min(math.floor(size * exact**steps), 10**6)
+    exact = Fraction(str(factor))
+    cuts = [float(exact) ** -steps * (1 - 1e-12) for steps in range(60)]
+    decay = Custom(lambda timer: cuts[timer.sample])
+    for size in (1, 3, 8, 10, 100, 1000, 12_345):
+        bound = DecayGrowth(decay, size, factor, 10**6).bind(Horizon("60sp"))
+        for steps in range(60):
+            grown = bound.decide(Timestamp(sample=steps), {}, NO_SIGNALS)[0]
+            assert grown == math.floor(size * min(Fraction(exact**steps), Fraction(10**6)))
 
 
 def test_the_least_factor_grows_nearly_as_if_continuous() -> None:
@@ -388,25 +388,6 @@ def test_the_least_factor_grows_nearly_as_if_continuous() -> None:
     near = planned(Seesaw(Cosine(), 100, factor=1.01), run).stages
     smooth = planned(Seesaw(Cosine(), 100, factor="continuous"), run).stages
     assert near[-1].size == pytest.approx(smooth[-1].size, rel=0.02)
-
-
-def test_a_pair_stays_together() -> None:
-    """What would count the size twice, or go by sizes that are not the run's, is refused."""
-    pair, other = Seesaw(Cosine(), 8), Seesaw(Cosine(), 8, maximum=64)
-    for schedule in (pair.schedule, pair.schedule * 0.5):
-        with pytest.raises(BatchSizeError, match="leave"):
-            plan(RUN, pair.policy, schedules={"lr": schedule}, rule=LinearRule(8))
-        for policy in (8, other.policy):
-            with pytest.raises(BatchSizeError, match="batch_size"):
-                plan(RUN, policy, schedules={"lr": schedule})
-        plan(RUN, pair.policy, schedules={"lr": schedule}, rule=None)
-    plan(RUN, 8, schedules={"lr": pair.base}, rule=LinearRule(8))
-    plan(RUN, pair.policy, schedules={"weight_decay": pair.schedule}, rule=LinearRule(8))
-    same = plan(RUN, pair.policy, schedules={"lr": pair.base}, rule=SquareRootRule(8))
-    assert not any("goes with them" in line for line in same.warnings)
-    alone = plan(RUN, pair.policy, schedules={"lr": Cosine()})
-    assert "no learning rate goes with them" in alone.warnings[-1]
-    assert not any("goes with them" in line for line in plan(RUN, pair.policy).warnings)
 
 
 @pytest.mark.parametrize(
@@ -422,37 +403,50 @@ def test_factors_that_grow_nothing_or_too_much_are_refused(factor: Any) -> None:
 def test_the_schedule_is_that_of_the_whole_run() -> None:
     pair = Seesaw(Cosine(), 8)
     assert (pair.schedule * 0.5).bind(RUN)(Timestamp()) == 0.5
-    with pytest.raises(ScheduleError, match="batch"):
+    with pytest.raises(ScheduleError, match="period"):
         Periods([("10%", 1.0), ("rest", pair.schedule)]).bind(RUN)
 
 
-@pytest.mark.parametrize(
-    "wrap",
+wraps = st.sampled_from(
     [
-        lambda policy: AtMost(policy, 64),
-        lambda policy: AtLeast(policy, 32),
-        lambda policy: MultipleOf(policy, 8),
+        lambda policy: AtMost(policy, 48),
+        lambda policy: AtLeast(policy, 12),
+        lambda policy: MultipleOf(policy, 12),
         PowerOfTwo,
         Monotone,
         lambda policy: Hysteresis(policy, 1.25),
         lambda policy: PeriodSizes([("50%", 8), ("rest", policy)]),
-    ],
+    ]
 )
-def test_sizes_that_the_learning_rate_goes_by_are_not_changed(wrap: Any) -> None:
-    with pytest.raises(BatchSizeError, match="multiple_of"):
-        wrap(Seesaw(Cosine(), 16).policy)
+
+
+@settings(max_examples=60, deadline=None)
+@given(couplings, wraps)
+def test_the_rate_follows_the_sizes_that_a_wrapper_leaves(pair: Pair, wrap: Any) -> None:
+    schedules = {"lr": pair.schedule, "base": pair.schedule}
+    got = plan(RUN, wrap(pair.policy), schedules=schedules, rule=pair.rule)
+    for batch in got.batches():
+        follows = batch.values["base"] * pair.rule(batch.decided)
+        assert batch.values["lr"] == pytest.approx(follows, rel=1e-12)
+
+
+def test_beside_a_pair_there_is_no_other_rule_or_schedule_of_the_rate() -> None:
+    with pytest.raises(BatchSizeError, match="leave"):
+        paired(Seesaw(Cosine(), 8), {}, LinearRule(8))
+    with pytest.raises(BatchSizeError, match="leave"):
+        paired(Seesaw(Cosine(), 8), {"lr@head": 0.5})
 
 
 @pytest.mark.parametrize("make", [Seesaw, IncreaseInsteadOfDecay])
-def test_a_factor_that_the_schedule_never_falls_by_is_refused(make: type[Coupling]) -> None:
+def test_a_factor_that_the_schedule_never_falls_by_is_refused(make: type[Pair]) -> None:
     decay = Cosine(1, 0.05)
     with pytest.raises(BatchSizeError, match="factor"):
-        make(decay, 16, factor=32).bind(Horizon("1000sp"))
-    make(decay, 16, factor=19).bind(Horizon("1000sp"))
-    make(decay, 16, factor="continuous").bind(Horizon("1000sp"))
-    make(Cosine(1, 0), 16, factor=32).bind(Horizon("1000sp"))
+        make(decay, 16, factor=32).policy.bind(Horizon("1000sp"))
+    make(decay, 16, factor=19).policy.bind(Horizon("1000sp"))
+    make(decay, 16, factor="continuous").policy.bind(Horizon("1000sp"))
+    make(Cosine(1, 0), 16, factor=32).policy.bind(Horizon("1000sp"))
 
 
 def test_a_pair_is_no_batch_size() -> None:
-    with pytest.raises(BatchSizeError, match="schedules"):
+    with pytest.raises(BatchSizeError, match="pair"):
         as_policy(Seesaw(Cosine(), 16))

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from stretto.batching import Coupling, DoublingRamp, IncreaseInsteadOfDecay, Seesaw
+from stretto.batching import DoublingRamp, IncreaseInsteadOfDecay, Pair, Seesaw
 from stretto.config import build_plan, dump_run_file, parse_run_file
 from stretto.config.plans import build_run
 from stretto.config.run import RunConfig
@@ -48,11 +48,12 @@ COSINE = Cosine(warmup="5%")
         ),
     ],
 )
-def test_ways_to_write_it(value: dict[str, Any], expected: Coupling) -> None:
+def test_ways_to_write_it(value: dict[str, Any], expected: Pair) -> None:
     config = RunConfig.parse({**RUN, "batch_size": value, "micro_batch_size": 6})
     run = build_run(config)
     assert run.policy == expected.policy
     assert run.schedules == {"lr": expected.schedule}
+    assert run.rule == expected.rule
     jsonschema.Draft202012Validator(run_file_schema()).validate({**RUN, "batch_size": value})
 
 
@@ -93,6 +94,7 @@ def test_it_is_written_as_it_was_read() -> None:
         ({"batch_size": {"seesaw": 16, "factor": 1}}, "1.01"),
         ({"batch_size": {"seesaw": 16, "factor": "smooth"}}, "continuous"),
         ({"batch_size": {"seesaw": 16, "hysteresis": 2}}, "there is no such key"),
+        ({"batch_size": {"seesaw": 16, "maximum": 8}}, "maximum"),
         (
             {"batch_size": {"periods": [{"duration": "rest", "seesaw": 16}]}},
             "pair",
@@ -107,7 +109,6 @@ def test_what_is_refused(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch_size": {"seesaw": 16, "maximum": 8}}, "maximum"),
         ({"max_duration": "100ba"}, "follows batches"),
         ({"schedules": {"lr": {"cosine_restarts": {"t_0": "10%"}}}}, "rises again"),
     ],

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from transformers import Trainer
 
 from stretto.batching import PolicyLike, RuleLike
-from stretto.batching.seesaw import Coupling
+from stretto.batching.seesaw import Pair
 from stretto.integrations.huggingface.trainer import Follows, StrettoCallback, check_trainer
 from stretto.settings import Loading
 from stretto.timing import LastBatch, TimeLike, Trigger
@@ -33,7 +33,7 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 def attach(
     trainer: AnyTrainer,
-    batch_size: PolicyLike | Coupling,
+    batch_size: PolicyLike | Pair,
     schedules: Mapping[str, Any] | None = None,
     *,
     rule: RuleLike | None = None,
@@ -73,7 +73,7 @@ def attach(
     length = f"{args.max_steps}ba" if args.max_steps > 0 else f"{args.num_train_epochs}ep"
     trainer.stretto = own = StrettoCallback(
         batch_size=batch_size,
-        schedules={} if isinstance(batch_size, Coupling) and not schedules else schedules,
+        schedules={} if isinstance(batch_size, Pair) and not schedules else schedules,
         rule=rule,
         max_duration=max_duration or length,
         every=when,

@@ -217,7 +217,7 @@ class Recorder:
         text += f" from {path.name}" if path else ""
         text += f"; {again['batches']:,} batches are done again" if again["batches"] else ""
         text += "".join(f"; changed: {one}" for one in changes)
-        parameters = sum(one.numel() for one in run.model.parameters() if not is_lazy(one))
+        parameters = sum(0 if is_lazy(p) else p.numel() for p in run.model.parameters())
         facts = {
             "model": f"{type(uncompiled(run.model)).__name__}, {parameters:,} parameters",
             "max_duration": str(run.horizon.max_duration),
