@@ -183,11 +183,8 @@ def plan(
         config = verb.as_it_ran(config, against)
     with progress("reading the data"):
         run, prepared = prepare_checked(config, resumes=against is not None)
-        if against is None:
-            since = 0
-            verb.print_notes(check_targets(config))
-        else:
-            prepared, since = verb.as_resumed(prepared, against)
+        prepared, since = verb.as_resumed(prepared, against)
+        verb.print_notes(check_targets(config) if against is None else ())
     if prepared.decided_between is not None:
         verb.refuse(
             {"--plot": plot, "--against": against, "--batches": batches},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -150,8 +150,10 @@ def as_it_ran(config: RunConfig, folder: Path) -> RunConfig:
     return config.changed(**found)
 
 
-def as_resumed(prepared: Prepared, folder: Path) -> tuple[Prepared, int]:
+def as_resumed(prepared: Prepared, folder: Path | None) -> tuple[Prepared, int]:
     """Bind a run as it was resumed last, after the batches in its ledger; return where, too."""
+    if folder is None:
+        return prepared, 0
     kept, past = read_json(folder / PLAN), list[tuple[int, int]]()
     at = kept.get("resumed_at", 0) if isinstance(kept, dict) else 0
     for row in read_ledger(folder) if at else ():

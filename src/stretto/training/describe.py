@@ -85,7 +85,7 @@ def describe(
         "rule": rule,
         **_fields(stepping),
         "model": type(uncompiled(step.model)),
-        "model.parameters": sum(p.numel() for p in parameters.values() if not _is_lazy(p)),
+        "model.parameters": sum(p.numel() for p in parameters.values() if not is_unmade(p)),
         "model.types": ", ".join(sorted({str(one.dtype) for one in parameters.values()})),
         "model.frozen": ", ".join(frozen),
     }
@@ -144,7 +144,7 @@ def compare_ranks(
         ("buffer", step.model.named_buffers()),
     ):
         for number, (name, one) in enumerate(named):
-            shape = "unknown shape" if _is_lazy(one) else f"shape {list(one.shape)}"
+            shape = "unknown shape" if is_unmade(one) else f"shape {list(one.shape)}"
             learns = "" if kind == "buffer" else f", requires_grad={one.requires_grad}"
             shared[f"{kind} {number} of the model"] = (
                 f"{name!r} of {shape} and type {str(one.dtype).removeprefix('torch.')}, "
@@ -273,7 +273,8 @@ def unique(names: Iterable[str]) -> list[str]:
     return found
 
 
-def _is_lazy(tensor: Tensor) -> bool:
+def is_unmade(tensor: Tensor) -> bool:
+    """Return whether a tensor gets its shape in the first step, as those of lazy layers do."""
     return is_lazy(tensor)
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from torch.nn.parameter import is_lazy
-
 from stretto.distributed.logged import MicroLoss, Sums
 from stretto.distributed.ranks import as_text
 from stretto.errors import CheckpointError, PlanError, TrainingError, first_line
@@ -39,6 +37,7 @@ from stretto.runtime.packing import count, count_or_none, number
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.checkpointing.records import set_aside, unwritable
+from stretto.training.describe import is_unmade
 from stretto.training.logs.console import ConsoleLogger
 from stretto.training.logs.loggers import Guarded, Logger
 
@@ -217,7 +216,7 @@ class Recorder:
         text += f" from {path.name}" if path else ""
         text += f"; {again['batches']:,} batches are done again" if again["batches"] else ""
         text += "".join(f"; changed: {one}" for one in changes)
-        parameters = sum(0 if is_lazy(p) else p.numel() for p in run.model.parameters())
+        parameters = sum(p.numel() for p in run.model.parameters() if not is_unmade(p))
         facts = {
             "model": f"{type(uncompiled(run.model)).__name__}, {parameters:,} parameters",
             "max_duration": str(run.horizon.max_duration),
