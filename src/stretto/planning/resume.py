@@ -26,7 +26,7 @@ def resumed(run: Prepared, now: Timestamp, past: Past | None, state: PolicyState
 
     >>> from stretto.planning import bind_run
     >>> from stretto.timing import Horizon
-    >>> run = bind_run(Horizon("100sp"), 20)
+    >>> run = bind_run(Horizon("1ep", dataset_num_samples=100), 20)
     >>> again = resumed(run, Timestamp(batch=6, sample=60), [(0, 10)], {})
     >>> [(stage.size, stage.batches) for stage in again.sizes.stages]
     [(10, 6), (20, 2)]
