@@ -82,7 +82,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("data-num-samples", lambda: DataSpec(NUMBERS, num_samples=11)),
     ("data-num-samples-zero", lambda: DataSpec(NUMBERS, num_samples=0)),
     ("data-tokens-per-sample", lambda: DataSpec(NUMBERS, tokens_per_sample=1.5)),  # type: ignore[arg-type]
-    ("data-get-batch", lambda: DataSpec(Batches(4), get_batch=len)),  # type: ignore[arg-type]
+    ("data-get-batch", lambda: DataSpec(Batches(4), get_batch=len)),
     ("data-resumes-by", lambda: DataSpec(Batches(4), resumes_by="luck")),  # type: ignore[arg-type]
     ("data-sharded-twice", sharded),
     ("data-sharded-map-style", lambda: DataSpec(NUMBERS, sharded=True)),
