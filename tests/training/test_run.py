@@ -13,6 +13,7 @@ import torch
 from examples.ada_scale import AdaScale
 from tests.training.conftest import squared_error
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from stretto.errors import TrainingError
 from stretto.schedules import Cosine
