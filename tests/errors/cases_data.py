@@ -27,13 +27,6 @@ class Batches:
         return iter([torch.zeros(length) for length in self.lengths])
 
 
-class HalfTokens(list[int]):
-    """A data set whose number of tokens is none."""
-
-    def get_num_tokens(self) -> float:
-        return 1.5
-
-
 class Lies(list[int]):
     """A data set that is shorter than it says."""
 
@@ -89,7 +82,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("data-num-samples", lambda: DataSpec(NUMBERS, num_samples=11)),
     ("data-num-samples-zero", lambda: DataSpec(NUMBERS, num_samples=0)),
     ("data-tokens-per-sample", lambda: DataSpec(NUMBERS, tokens_per_sample=1.5)),  # type: ignore[arg-type]
-    ("data-own-num-tokens", lambda: loader(HalfTokens([1, 2]))),
+    ("data-get-batch", lambda: DataSpec(Batches(4), get_batch=len)),
+    ("data-resumes-by", lambda: DataSpec(Batches(4), resumes_by="luck")),  # type: ignore[arg-type]
     ("data-sharded-twice", sharded),
     ("data-sharded-map-style", lambda: DataSpec(NUMBERS, sharded=True)),
     ("data-sharded-alone", lambda: run(stream(), rank=0, world_size=2)),

@@ -88,6 +88,8 @@ def dummies() -> list[float]:
 class Tally(nn.Module):
     """A layer, and a loss, that count in a buffer how often each sample was seen."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
@@ -99,13 +101,16 @@ class Tally(nn.Module):
 
 
 class TallyLoss(nn.Module):
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(9, dtype=torch.int64))
 
     def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
         self.seen[batch[0][:, 0].long()] += 1
-        return model(batch[0]).square().mean()
+        loss: torch.Tensor = model(batch[0]).square().mean()
+        return loss
 
 
 class Real(Callback):
@@ -122,19 +127,24 @@ class Real(Callback):
 
 def traces() -> dict[str, Any]:
     """What buffers of a model and of a loss have learned, beside the samples of this rank."""
-    data, found = TensorDataset(torch.arange(9.0).double()[:, None]), {}
-    for name, settings in {
+    data, found = TensorDataset(torch.arange(9.0).double()[:, None]), dict[str, Any]()
+    runs: dict[str, dict[str, Any]] = {
         "uneven": {"batch_size": 3},
         "measured": {"batch_size": 3, "stepping": {"measure_noise": 1}},
         "idle": {"batch_size": 1, "idle_ranks": True},
         "without": {"batch_size": 3, "stepping": {"loss_weight": lambda batch: 1}},
-    }.items():
+    }
+    for name, settings in runs.items():
         for kind in ("replicated", "sharded"):
             model, loss, real = Tally(), TallyLoss(), Real()
             if kind == "sharded":
                 fully_shard(model)
             callbacks = [real, NoiseReport()] if name == "measured" else [real]
-            given = {"micro_batch_size": 1, "max_duration": "9sp", "callbacks": callbacks}
+            given: dict[str, Any] = {
+                "micro_batch_size": 1,
+                "max_duration": "9sp",
+                "callbacks": callbacks,
+            }
             run = trainer(model, model.parameters(), data, loss=loss, **given, **settings)
             run.fit()
             seen = {"model": model.seen.tolist(), "loss": loss.seen.tolist(), "real": real.seen}

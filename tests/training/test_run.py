@@ -14,6 +14,7 @@ import torch
 from examples.ada_scale import AdaScale
 from tests.training.conftest import squared_error
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from stretto.errors import TrainingError
 from stretto.schedules import Cosine
@@ -387,3 +388,18 @@ def test_a_step_that_is_not_finished_is_an_error() -> None:
     run = prepare([1, 2, 3, 4], 2, max_duration="1ep").bind(torch.optim.SGD([torch.zeros(1)], lr=1))
     with pytest.raises(TrainingError, match="finish"):
         list(run)
+
+
+def test_dummies_leave_the_buffers_of_a_model_alone_in_a_loop_of_your_own() -> None:
+    data, model = TensorDataset(torch.arange(9.0)[:, None]), nn.BatchNorm1d(1)
+    run = prepare(data, 3, max_duration="9sp", micro_batch_size=1, model=model)
+    run.bind(torch.optim.SGD(model.parameters(), lr=0.1), rank=0, world_size=2)
+    model.eval()
+    real = passes = 0
+    for step in run:
+        for micro in step:
+            model.num_batches_tracked += 1  # as a forward pass in training does
+            real, passes = real + (micro.weight > 0), passes + 1
+        run.finish(tokens=0, seconds=0.0)
+    assert (int(model.num_batches_tracked), passes) == (real, 6)
+    assert real == 5
