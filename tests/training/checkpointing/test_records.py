@@ -262,7 +262,7 @@ def test_a_part_may_not_replace_one_of_the_run_or_be_without_state(problem: Make
 
 
 def places(record: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    each = record.items() if isinstance(record, dict) else ()
+    each: Any = record.items() if isinstance(record, dict) else ()
     each = enumerate(record) if isinstance(record, list) else each
     for key, value in each:
         yield from places(value, (*at, key))
