@@ -359,3 +359,35 @@ def test_sizes_that_were_found_are_printed_and_kept(stretto: Stretto, in_periods
     assert more.code == 0, more.err
     assert "changed since: max_duration: 2ep -> 3ep\n" in more.out
     assert "micro_batch_size" not in more.out
+
+
+def test_a_run_that_has_ended_says_why_and_how_to_train_on(stretto: Stretto) -> None:
+    Path("cli_ending.py").write_text(
+        "from stretto.training import Callback\n"
+        "class Ending(Callback):\n"
+        "    def on_epoch_end(self, run):\n"
+        "        run.stop('good enough')\n"
+    )
+    ending = "callbacks=[{target: cli_ending:Ending}]"
+    said = stretto("train", "run.yaml", ending, "--folder", "a")
+    assert (said.code, said.err) == (0, "")
+    again = ("train", "a/run.yaml", "--resume", "latest")
+    assert f"to resume:  stretto {' '.join(again)} --even-if-stopped" in said.out
+    with pytest.warns(RuntimeWarning, match="good enough"):
+        assert "stopped at 1ep (good enough)" in stretto(*again).out
+    more = stretto(*again, "--even-if-stopped", "callbacks=null")
+    assert (more.code, more.err) == (0, "")
+    assert "trained 2ep" in more.out
+    assert "nothing is left to train" in stretto(*again).out
+
+
+def test_an_interrupt_at_the_exit_prints_no_traceback() -> None:
+    code = (
+        "import atexit, os, signal\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "from stretto.cli import main\n"
+        "main(['convert', '0.1dur', '--to', 'ep', '--max-duration', '90ep'])\n"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "9ep\n", "")

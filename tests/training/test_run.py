@@ -248,12 +248,13 @@ def test_looking_is_no_event_and_what_it_changes_is_undone(problem: Make) -> Non
         @contextmanager
         def evaluating(self, run: Run) -> Iterator[None]:
             seen.append("in")
-            kept = run.model[0].weight.detach().clone()
-            run.model[0].weight.data.zero_()
+            weight = next(run.model.parameters())
+            kept = weight.detach().clone()
+            weight.data.zero_()
             try:
                 yield
             finally:
-                run.model[0].weight.data.copy_(kept)
+                weight.data.copy_(kept)
                 seen.append("out")
 
     def broken(model: Any, batch: Any) -> Tensor:

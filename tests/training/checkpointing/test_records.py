@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.checkpoint import open_checkpoint
-from stretto.errors import CheckpointError, StrettoError, TrainingError
+from stretto.checkpoint import load_weights, open_checkpoint
+from stretto.errors import CheckpointError, ScheduleError, StrettoError, TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation, Logging
-from stretto.training.algorithms import EarlyStopping
+from stretto.training.algorithms import EarlyStopping, ExponentialMovingAverage
 from stretto.training.checkpointing.state import restore
 
 Make = Callable[..., Any]
@@ -262,7 +262,7 @@ def test_a_part_may_not_replace_one_of_the_run_or_be_without_state(problem: Make
 
 
 def places(record: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    each = record.items() if isinstance(record, dict) else ()
+    each: Any = record.items() if isinstance(record, dict) else ()
     each = enumerate(record) if isinstance(record, list) else each
     for key, value in each:
         yield from places(value, (*at, key))
@@ -303,3 +303,23 @@ def test_what_resume_takes_of_a_forged_record_fit_can_train_with(
         with suppress(StrettoError):  # an optimizer of torch checks some of its values in a step
             trainer.fit()
     assert refused > len(forged)
+
+
+def test_names_that_would_mean_two_things_are_refused(problem: Make, tmp_path: Path) -> None:
+    run = problem()
+    groups = [{"params": run.model[0].parameters(), "name": "1"}]
+    groups.append({"params": run.model[2].parameters()})
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with pytest.raises(ScheduleError, match="'1'"):
+        run.trainer(optimizer=optimizer, schedules={"lr@1": 0.5})
+    zero: Any = {"b/loss": lambda model, batch: torch.zeros(())}
+    both = [Evaluation(run.data, name="a", metrics=zero), Evaluation(run.data, name="a/b")]
+    with pytest.raises(TrainingError, match="a/b/loss"):
+        problem().trainer(evaluate=both)
+    averages = [ExponentialMovingAverage(0.5), ExponentialMovingAverage(0.9)]
+    run = problem()
+    run.trainer(
+        folder=tmp_path, max_duration="1ba", checkpoint=Checkpointing(), callbacks=averages
+    ).fit()
+    with pytest.raises(CheckpointError, match="2 callbacks"):
+        load_weights(run.model, next((tmp_path / "checkpoints").iterdir()), averaged=True)

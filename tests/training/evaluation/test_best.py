@@ -152,6 +152,7 @@ def test_a_best_value_of_another_type_is_not_taken(key: str) -> None:
     best = Best(Checkpointing(monitor="validation/score"), [evaluation])
     assert best.is_beaten({"validation/score": 1.0}, 8)
     state = best.state_dict()
-    for value in ("x", [], {}, True):
+    others: list[Any] = ["x", [], {}, True]
+    for value in others:
         with pytest.raises((TypeError, ValueError)):
             best.load_state_dict({**state, key: value})

@@ -102,7 +102,11 @@ def test_looks_and_resumes_change_no_bit(problem: Make, tmp_path: Path, mode: bo
     looked.fit()
     assert [one.tolist() for one in looked.model.parameters()] == expected
     for at in (1, 3, 8):
-        settings = {"folder": tmp_path / str(at), "checkpoint": Checkpointing("4ba"), "mode": mode}
+        settings: dict[str, Any] = {
+            "folder": tmp_path / str(at),
+            "checkpoint": Checkpointing("4ba"),
+            "mode": mode,
+        }
         trained(problem, Stop(at), **settings).fit()
         again = trained(problem, **settings)
         again.fit(resume="auto")
