@@ -301,3 +301,13 @@ def test_a_folder_of_somebody_else_shadows_nothing_that_is_installed(
     done = subprocess.run(command, cwd=tmp_path, check=False, env=source, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert not (tmp_path / "shadowed").exists()
+
+
+def test_a_target_with_the_name_of_an_installed_module_is_to_be_renamed(
+    stated: Path, stretto: Stretto
+) -> None:
+    Path("fractions.py").write_text("def size(timer, current):\n    return 8\n")
+    said = stretto("plan", str(stated), "batch_size={target: fractions:size}")
+    assert said.code == 2
+    assert "rename" in said.err
+    assert "fractions.py" in said.err

@@ -6,7 +6,9 @@ import contextlib
 import functools
 import importlib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
 
@@ -93,11 +95,19 @@ def import_target(target: str, *, where: Place | None = None) -> Any:
             raise ConfigError.cannot(
                 f"import {target}",
                 why=f"{getattr(found, '__name__', found)} has no {part!r}",
-                instead=f"did you mean {close!r}?" if close else f"write a name that {name} has",
+                instead=_rename(name)
+                or (f"did you mean {close!r}?" if close else f"write a name that {name} has"),
                 where=where,
             )
         found = getattr(found, part)
     return found
+
+
+def _rename(name: str) -> str | None:
+    """Return what to do if a file of the working folder has the name of an installed module."""
+    file = os.path.abspath(f"{name.partition('.')[0]}.py")  # noqa: PTH100  Path is a key here
+    is_other = os.path.exists(file) and getattr(sys.modules.get(name), "__file__", "") != file  # noqa: PTH110
+    return f"rename {file}: what is installed comes first" if is_other else None
 
 
 def call_target(

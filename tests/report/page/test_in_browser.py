@@ -431,6 +431,16 @@ class TestLive:
         assert ba[event] == 209.5
         assert view(page) == pytest.approx(before, rel=1e-12)
 
+    def test_a_run_that_was_not_read_is_asked_for_when_it_is_chosen(
+        self, seen: Seen, server: LiveServer
+    ) -> None:
+        page = seen.go(server.address)
+        server.messages.put(("others", {"names": ["old", "older"]}))
+        seen.until("!document.getElementById('others').hidden")
+        page.locator("#others").select_option("older")
+        page.wait_for_timeout(100)
+        assert seen.requests[-1] == server.address + "events?run=older"
+
     def test_a_run_sent_again_replaces_its_rows_and_keeps_the_view(
         self, seen: Seen, server: LiveServer
     ) -> None:

@@ -837,7 +837,7 @@ const chosen = [];
 function listen() {
   const sign = byId("live"), query = new URLSearchParams(chosen.map(name => ["run", name]));
   source?.close();
-  source = new EventSource(`events?${query}`);
+  source = new EventSource(chosen.length ? `events?${query}` : "events");
   const say = (text, lost) => { sign.hidden = false; sign.textContent = text; sign.classList.toggle("lost", lost); };
   const receive = handle => event => {
     handle(JSON.parse(event.data));
