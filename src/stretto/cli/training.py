@@ -211,7 +211,9 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     if trainer.found_maximum is not None:
         size, answer = trainer.found_maximum
         yield f"max_batch_size auto: {answer.summary(size)}"
-    yield from (f"note: {line}" for line in (plan.warnings if plan is not None else ()))
+    for line in plan.warnings if plan is not None else ():
+        if line not in trainer.run.mistakes:  # those were printed as warnings
+            yield f"note: {line}"
     if found is not None:
         yield f"resumed from {found}, at {position(trainer)}"
         yield from (f"changed since: {line}" for line in trainer.changes)
