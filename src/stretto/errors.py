@@ -315,6 +315,10 @@ class TrainingError(StrettoError, RuntimeError):
     """A run that cannot go on."""
 
 
+class PlanWarning(UserWarning):
+    """A run that is allowed and probably a mistake; warned of once, when the run is built."""
+
+
 class MissingPackageError(StrettoError, ImportError):
     """An optional package that is not installed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
@@ -23,7 +25,7 @@ from stretto.distributed.logged import Logged, Reduce
 from stretto.distributed.mesh import Mesh, as_mesh
 from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Strategy
-from stretto.errors import CheckpointError, TrainingError
+from stretto.errors import CheckpointError, PlanWarning, TrainingError
 from stretto.optim import Hyperparameters
 from stretto.optim.hyperparameters import (
     GroupValues,
@@ -36,6 +38,7 @@ from stretto.optim.hyperparameters import (
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.bind import Count, micro_batches_of_epoch, steps_left, steps_of_epoch
 from stretto.planning.plan import plan_prepared
+from stretto.planning.stages import mistakes_of, single_sample
 from stretto.runtime.packing import PackingError, count, pack, unpack
 from stretto.runtime.rewind import kept_buffers
 from stretto.settings import Loading, one_of, read_settings
@@ -189,6 +192,8 @@ class Run:
         """Whether the step was drawn by `begin` and is not finished."""
         self.batch_size = 0
         """The size that was decided for the last step that was drawn."""
+        self.mistakes: tuple[str, ...] = ()
+        """What is probably a mistake; each was warned of with a `PlanWarning`."""
         self.due: frozenset[str] = _NOTHING
         """What `finish` returned last."""
         self.stop_reason: str | None = None
@@ -281,6 +286,7 @@ class Run:
             bound=self.prepared.bound_schedules,
         )
         self._scheduled = self._hyperparameters if self.is_scheduled else None
+        self._warn()
         self._start()
         state, self._state = self._state, None
         if state is not None:
@@ -302,6 +308,26 @@ class Run:
             return
         few = range(0, plan.num_batches, -(-plan.num_batches // 64))
         warn_of_peak((plan.values_at(one).get("lr", 0.0) for one in few), values.base["lr"])
+
+    def _warn(self) -> None:
+        """Warn once of what is probably a mistake."""
+        sizes, micro = self.prepared.sizes, self.micro_batch_size
+        stages = () if sizes is None else sizes.stages
+        lines = [*mistakes_of(self.prepared, stages)]
+        modules = () if self._model is None else self._model.modules()
+        norm = next((one for one in modules if isinstance(one, _BatchNorm)), None)
+        if norm is not None and not isinstance(norm, nn.SyncBatchNorm):
+            size = single_sample(stages, self.world_size, micro)
+            if size is not None:
+                lines.append(
+                    f"a micro-batch of one sample (of a batch of {size}) meets "
+                    f"{type(norm).__name__}, which takes its statistics from it; write last_batch='drop' or 'carry', "
+                    "or other sizes"
+                )
+        for line in lines:
+            if line not in self.mistakes and self.is_first_rank:
+                warnings.warn(line, PlanWarning, stacklevel=2)
+        self.mistakes = tuple(lines)
 
     def _start(self) -> None:
         """Begin at the present clock."""

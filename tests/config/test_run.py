@@ -143,7 +143,7 @@ def test_thousands_of_mistakes_are_counted() -> None:
     [
         ("max_duration", "10%", "it is a fraction of itself"),
         ("max_duration", "0ep", "not positive"),
-        ("max_duration", True, "it does not begin with a number"),
+        ("max_duration", True, "it has no unit"),
         ("max_duration", ["2ep"], r"cannot read \['2ep'\] as a time"),
         ("micro_batch_size", "all", "write a number such as 8, or auto"),
         ("micro_batch_size", 0, "greater"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from itertools import count
@@ -24,7 +25,7 @@ from stretto.cli.terminal import progress
 from stretto.config.run import RunConfig, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, PlanWarning
 from stretto.planning import UnknownSizes, bound_of
 from stretto.run_folder import LEDGER, RUN_FILE, replace_file
 from stretto.timing import TimeUnit
@@ -76,7 +77,8 @@ def _train(
     if config.log.console is None:
         config = config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
     folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
-    with progress("building the run"):
+    with progress("building the run"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)  # notes of the introduction
         trainer = notes.trainer = build_trainer(
             config, folder=folder, callbacks=[notes], resumes=resume is not None
         )
@@ -215,7 +217,8 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     if trainer.found_maximum is not None:
         size, answer = trainer.found_maximum
         yield f"max_batch_size auto: {answer.summary(size)}"
-    yield from (f"note: {line}" for line in (plan.warnings if plan is not None else ()))
+    notes = (*(plan.warnings if plan is not None else ()), *trainer.run.mistakes)
+    yield from (f"note: {line}" for line in dict.fromkeys(notes))
     if found is not None:
         yield f"resumed from {found}, at {position(trainer)}"
         yield from (f"changed since: {line}" for line in trainer.changes)

@@ -129,9 +129,16 @@ class Single(Strategy):
 
 
 class Ddp(Strategy):
-    """Copies of the model on all ranks, in `DistributedDataParallel`."""
+    """Copies of the model on all ranks, in `DistributedDataParallel`.
+
+    Args:
+        find_unused_parameters: whether a step may leave out parameters, as torch's argument.
+    """
 
     model: nn.parallel.DistributedDataParallel
+
+    def __init__(self, *, find_unused_parameters: bool = False) -> None:
+        self.find_unused_parameters = find_unused_parameters
 
     def place(self, model: nn.Module) -> nn.Module:
         """Return `model` on the device of this rank.
@@ -152,7 +159,9 @@ class Ddp(Strategy):
         device = self.ranks.device
         with self.ranks.peers.meeting(inside_a_pass=True):
             self.model = nn.parallel.DistributedDataParallel(
-                model, device_ids=[device] if device.type == "cuda" else None
+                model,
+                device_ids=[device] if device.type == "cuda" else None,
+                find_unused_parameters=self.find_unused_parameters,
             )
         return self.model
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 from stretto.batching import BatchSizePolicy, Bound, LearningRateRule
-from stretto.batching.split import even_unit, is_learning_rate, not_even
+from stretto.batching.split import even_unit, is_learning_rate, not_even, split
 from stretto.errors import Argument, ConversionError, PlanError, samples_text
 from stretto.planning.bind import Prepared
 from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, unknown_count
@@ -20,6 +20,7 @@ from stretto.timing.epochs import UnknownCountError, known_counts, unknown_count
 
 FIRST = 5
 """How many times of each event are listed."""
+_CARRY = "last_batch='carry' avoids it"
 EXACT = 2_000
 """Up to this many, each time is looked up, so two marks in one batch count once."""
 
@@ -231,6 +232,7 @@ def warnings_of(
         unit = horizon.max_duration.unit
         measure = "wall time" if unit is TimeUnit.SECOND else "what the data turn out to hold"
         yield f"the run ends by {measure}, so the plan does not know when its last stage is over"
+    yield from _seconds(horizon)
     yield from _cut(horizon, stages, even=even)
     if drops and sizes.end is not None:
         total = sizes.end.sample
@@ -247,6 +249,40 @@ def warnings_of(
             f"run {'leaves out samples' if drops else 'cuts a batch'}, so this plan is a bound "
             f"({bound}); state the number, or write last_batch='carry'"
         )
+
+
+def mistakes_of(run: Prepared, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield those of the warnings of a plan that do not only describe it."""
+    yield from _seconds(run.facts)
+    if run.sizes is not None and stages:
+        yield from _large(run.facts, stages)
+        if run.sizes.end is not None:
+            yield from _late(run.facts, run.policy)
+        yield from run.policy.warnings(run.sizes.horizon, max(stage.size for stage in stages))
+
+
+def single_sample(stages: Sequence[Stage], world_size: int, micro: int | None) -> int | None:
+    """Return a batch size of which some rank has a micro-batch of one sample; None: there is none.
+
+    >>> from stretto.planning import plan
+    >>> single_sample(plan(Horizon("1ep", dataset_num_samples=9), 4).stages, 1, None)
+    1
+    """
+    sizes = dict.fromkeys(size for stage in stages for size in (stage.size, *stage.cut_sizes))
+    for size in sizes:
+        parts = split(size, world_size, micro).accumulation
+        for share in (size // world_size, -(-size // world_size)):
+            if 1 in (max(share // parts, 1), -(-share // parts)):
+                return size
+    return None
+
+
+def _seconds(horizon: Horizon) -> Iterator[str]:
+    """Warn of a length such as 1000s, which is usually meant as samples or steps."""
+    run = horizon.max_duration
+    if run.unit is TimeUnit.SECOND and run.amount % 100 == 0 and run.amount % 60:
+        meant = f"{run.amount}sp or {run.amount}ba"
+        yield f"max_duration is {run} of wall time; for samples or steps write {meant}"
 
 
 def bound_of(sizes: PlannedSizes) -> str | None:
@@ -266,12 +302,11 @@ def bound_of(sizes: PlannedSizes) -> str | None:
 
 def _cut(horizon: Horizon, stages: Sequence[Stage], *, even: bool) -> Iterator[str]:
     """Warn of batches that are cut to an epoch, below the number of ranks, or unevenly."""
-    instead, num_samples = "last_batch='carry' avoids it", horizon.dataset_num_samples
-    large = [one.size for one in stages if num_samples and one.size > num_samples]
+    instead, large = _CARRY, [*_large(horizon, stages)]
     cut = [size for stage in stages for size in stage.cut_sizes]
     small = [size for size in cut if size < stages[0].world_size]
-    if large and horizon.last_batch == "keep":
-        yield f"batches of {large[0]} are cut to the {num_samples} samples of an epoch; {instead}"
+    if large:
+        yield from large
     elif small:
         yield (
             f"the last batch of an epoch or of the run has {_range(small)} for "
@@ -283,6 +318,13 @@ def _cut(horizon: Horizon, stages: Sequence[Stage], *, even: bool) -> Iterator[s
             f"the last batch of an epoch or of the run has {_range(cut)}, which is not split "
             f"evenly; {instead} within the run"
         )
+
+
+def _large(horizon: Horizon, stages: Sequence[Stage]) -> Iterator[str]:
+    num_samples = horizon.dataset_num_samples
+    large = [one.size for one in stages if num_samples and one.size > num_samples]
+    if large and horizon.last_batch == "keep":
+        yield f"batches of {large[0]} are cut to the {num_samples} samples of an epoch; {_CARRY}"
 
 
 def _late(horizon: Horizon, policy: BatchSizePolicy) -> Iterator[str]:
