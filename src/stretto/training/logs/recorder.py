@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -215,7 +216,7 @@ class Recorder:
         text += f" from {path.name}" if path else ""
         text += f"; {again['batches']:,} batches are done again" if again["batches"] else ""
         text += "".join(f"; changed: {one}" for one in changes)
-        parameters = sum(one.numel() for one in run.model.parameters() if not is_lazy(one))
+        parameters = sum(one.numel() for one in filterfalse(is_lazy, run.model.parameters()))
         facts = {
             "model": f"{type(uncompiled(run.model)).__name__}, {parameters:,} parameters",
             "max_duration": str(run.horizon.max_duration),
