@@ -176,8 +176,7 @@ class Run:
     ) -> None:
         check_workers(spec, loading.num_workers)
         self.spec = spec
-        self.prepared = prepared
-        self._from_start = prepared
+        self.prepared = self._from_start = prepared
         self.loading = loading
         self.micro_batch_size = micro_batch_size
         self.horizon: Horizon = prepared.horizon
@@ -321,8 +320,8 @@ class Run:
             if size is not None:
                 lines.append(
                     f"a micro-batch of one sample (of a batch of {size}) meets "
-                    f"{type(norm).__name__}, which takes its statistics from it; write last_batch='drop' or 'carry', "
-                    "or other sizes"
+                    f"{type(norm).__name__}, which takes its statistics from it; write "
+                    "last_batch='drop' or 'carry', or other sizes"
                 )
         for line in lines:
             if line not in self.mistakes and self.is_first_rank:
