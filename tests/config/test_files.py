@@ -67,7 +67,7 @@ def test_what_is_written_out_reads_back_the_same(values: dict[str, Any]) -> None
     ("make", "message"),
     [
         (lambda path: None, "cannot read .*run.yaml': no such file or directory"),
-        (lambda path: path.mkdir(), "is a directory"),
+        (lambda path: path.mkdir(), "not a plain file"),
         (lambda path: path.write_bytes(b"a: \xff"), "utf-8"),
         (lambda path: path.write_bytes(b"x" * 100_001), "bytes"),
         (lambda path: path.write_text(""), "it is empty"),

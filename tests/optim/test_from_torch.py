@@ -128,6 +128,7 @@ def test_a_plan_with_base_values_is_the_run() -> None:
         values = planned.values_at(step.timestamp.batch)
         assert values == pytest.approx(run.plan.values_at(step.timestamp.batch))
         assert list(values.values()) == pytest.approx(rates(optimizer)[0][:2])
+        optimizer.step()
         run.finish()
 
 

@@ -53,6 +53,7 @@ def steps_of(run: stretto.Run, count: int | None = None) -> list[tuple[Timestamp
             break
         rate = run.optimizers[0].param_groups[0]["lr"]
         found.append((step.timestamp, step.batch_size, rate))
+        run.optimizers[0].step()
         run.finish(seconds=0.0)
     return found
 

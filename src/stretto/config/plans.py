@@ -136,9 +136,11 @@ def base_values(config: RunConfig) -> dict[str, float]:
     found = {}
     for text in dict.fromkeys(("lr", *config.schedules)):
         name, value = _stated(config, text)
-        groups = [] if config.optimizer is None else [*config.optimizer.groups, "rest"]
-        groups = ["0"] if groups == ["rest"] else groups
-        if groups and name.group is not None and name.group not in groups:
+        is_torchs = config.optimizer is not None and config.optimizer.target.startswith("torch.")
+        stated = () if config.optimizer is None else config.optimizer.groups
+        groups = [*stated, "rest"] if stated else ["0"] * is_torchs  # another makes its own
+        known = {None, *groups, *map(str, range(len(groups)))}
+        if groups and name.group not in known:
             raise ConfigError.cannot(
                 f"schedule {text!r}",
                 why=f"the optimizer has no such parameter group (it has {', '.join(groups)})",
@@ -146,7 +148,6 @@ def base_values(config: RunConfig) -> dict[str, float]:
                 where=config.source.where(("schedules", text)),
             )
         is_number = type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
-        is_torchs = config.optimizer is not None and config.optimizer.target.startswith("torch.")
         if text == "lr" and is_torchs and value is not None and not is_number:
             raise ConfigError.cannot(
                 f"use optimizer.lr={shown(value)}",

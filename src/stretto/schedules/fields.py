@@ -335,7 +335,7 @@ def parse_name(text: object) -> Name:
     """
     match = _FORM.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        why, instead = "it is not the name of a hyper-parameter", "write for example 'lr'"
+        why, instead = "it is not the name of a hyper-parameter", "write for example 'lr' or 'betas.0'"
         raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead=instead)
     key, index, group = match.groups()
     return Name(key, None if index is None else int(index), group)
