@@ -60,7 +60,7 @@ test-adapters: $(VENV)/.develop  ## test the adapters against the real framework
 # Composer is not in the environment: it pins an old torch. So it lies in a folder before it (16 s, 35 MB). The
 # others (transformers, Accelerate, Lightning) are, and make test runs their examples.
 adapters: $(VENV)/composer/.made  ## run the examples and the tests of Composer; those of the other frameworks are in make test
-	PYTHONPATH=src:$(<D) $(TEST) $(ARGS) -p no:unraisableexception -k composer tests/docs/test_coming_from.py \
+	PYTHONPATH=$(CURDIR)/src:$(abspath $(<D)) $(TEST) $(ARGS) -p no:unraisableexception -k composer tests/docs/test_coming_from.py \
 		tests/integrations/test_examples.py tests/integrations/test_composer.py
 
 chaos: $(VENV)/.develop  ## kill real runs again and again; they must end as if nothing had happened

@@ -438,7 +438,7 @@ def test_a_tuner_is_told_what_the_user_did() -> None:
     trainer = lightning_toys.make_trainer()
     batches = lightning_toys.follow(trainer)
     module = lightning_toys.Module()
-    module.lr = 1e-3  # type: ignore[assignment]
+    module.lr = 1e-3
     with pytest.raises(TrainingError, match="lr_find"):
         Tuner(trainer).lr_find(module, batches, num_training=3)
 

@@ -191,10 +191,12 @@ def test_triggers_in_another_unit_count_on() -> None:
     due: list[tuple[int, str]] = []
     for _ in range(12):
         run.begin()
+        run.optimizers[0].step()
         due += [(run.timer.batch, name) for name in run.finish()]
     again = run_of(10, "3ep", every={"evaluate": "5ba", "save": "25sp"})
     again.load_state_dict(run.state_dict())
     while again.begin() is not None:
+        again.optimizers[0].step()
         due += [(again.timer.batch, name) for name in again.finish()]
     assert [batch for batch, name in due if name == "evaluate"] == [5, 10, 15, 20, 25]
     planned = again.plan

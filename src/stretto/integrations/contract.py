@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from stretto.data import count_target_tokens
-from stretto.data.containers import join_samples, take_samples
+from stretto.data.containers import join_samples, opened, take_samples
 from stretto.data.weights import Units
 from stretto.errors import DataError
 from stretto.integrations.shared import refuse
@@ -32,6 +32,8 @@ Cut = tuple[Any, list[Any], list[int]]
 def cut_pair(pair: Sequence[tuple[Any, int]]) -> Cut:
     """Return two batches, given with their samples, as one; or else the larger one in halves."""
     batches, sizes = [batch for batch, _ in pair], [size for _, size in pair]
+    if not all(_has_rows(batch, size) for batch, size in pair):
+        return batches[0], [batches[0]] * 2, [0, 0]
     if len(pair) > 1 and all(sizes):
         with suppress(DataError):
             return join_samples(batches, sizes), batches, sizes
@@ -42,6 +44,15 @@ def cut_pair(pair: Sequence[tuple[Any, int]]) -> Cut:
             parts = [take_samples(whole, one, count) for one in (slice(half), slice(half, count))]
             return whole, parts, [half, count - half]
     return whole, [whole, whole], [0, 0]
+
+
+def _has_rows(node: Any, num_samples: int) -> bool:
+    """Return whether everything in a batch has a row for each sample; packed samples have not."""
+    if isinstance(node, Tensor):
+        return not node.ndim or len(node) == num_samples
+    is_list = isinstance(node, list) and len(node) == num_samples
+    container = None if is_list else opened(node)
+    return container is None or all(_has_rows(one, num_samples) for one in container.items)
 
 
 def check_mean(

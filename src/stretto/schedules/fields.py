@@ -335,7 +335,8 @@ def parse_name(text: object) -> Name:
     """
     match = _FORM.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        why, instead = "it is not the name of a hyper-parameter", "write for example 'lr' or 'betas.0'"
+        why = "it is not the name of a hyper-parameter"
+        instead = "write for example 'lr' or 'betas.0'"
         raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead=instead)
     key, index, group = match.groups()
     return Name(key, None if index is None else int(index), group)

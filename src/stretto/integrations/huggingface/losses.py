@@ -92,8 +92,8 @@ def keeps(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: Any
             mean, means = at(whole, number), [at(one, number) for one in parts]
             shares = sizes if counted == "samples" else [counted(one) for one in parts]
             if all(sizes) and all(shares) and all(map(math.isfinite, (mean, *means))):
-                fits = _close_to_sum if is_divided else _is_mean
-                wrong += not fits(mean, means, shares, tolerance)
+                is_whole = is_close(mean, sum(means), tolerance)
+                wrong += not (is_whole if is_divided else _is_mean(mean, means, shares, tolerance))
     return not (all_sum([float(wrong)])[0] if is_started() else wrong)
 
 
@@ -141,11 +141,8 @@ def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool)
     # Only sequences of labels can be shifted.
     both: tuple[tuple[Kind, bool], ...] = (("targets", False), ("shifted", True))
     kinds = both[: 0 if labels is None else labels.ndim]
-    mean, means, world_size = (
-        mean_of(whole),
-        [mean_of(one) for one in halves],
-        trainer.args.world_size,
-    )
+    mean, means = mean_of(whole), [mean_of(one) for one in halves]
+    world_size = trainer.args.world_size
     tolerance = _tolerance(trainer, trainer.model)
     found, is_known = dict.fromkeys(KINDS, False), math.isfinite(mean)
     divisors = [False, False]
@@ -245,10 +242,6 @@ def _targets(batch: Any, ignored: int, shifted: bool = False) -> int:
     if labels is None:
         return 1
     return int(_is_target(labels[..., 1:] if shifted else labels, ignored).count_nonzero())
-
-
-def _close_to_sum(whole: float, parts: Sequence[float], _: Sequence[int], tolerance: float) -> bool:
-    return is_close(whole, sum(parts), tolerance)
 
 
 def _is_mean(mean: float, parts: Sequence[float], counts: Sequence[int], tolerance: float) -> bool:

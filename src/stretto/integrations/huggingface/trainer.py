@@ -65,7 +65,7 @@ def check_trainer(trainer: Any, every: Mapping[str, Any]) -> None:
     is_lost = args.load_best_model_at_end and every and args.save_strategy != "best"
     own = trainer.lr_scheduler
     refuse(
-        (is_other, f"use transformers {version}", "it has other hooks", "install 5.23"),
+        (is_other, f"use transformers {version}", "it has other hooks", "install 5.22 to 5.24"),
         (unknown, f"wait for {unknown}", "there is no such event", f"write one of {_EVENTS}"),
         (steps != 1, f"use gradient_accumulation_steps={steps}", BY_SIZE, "leave it out"),
         (trainer.is_deepspeed_enabled, "use DeepSpeed", BY_SIZE, "use DDP or FSDP2"),

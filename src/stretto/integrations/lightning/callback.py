@@ -252,14 +252,15 @@ class FollowRun(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run; an open step comes anew after a resume."""
-        return self._run.state_dict()
+        return self._run.state_dict() if self._run.is_bound else {}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Note whether a checkpoint is loaded to train; one to validate does not move the run."""
         self._is_fit = trainer.state.fn == TrainerFn.FITTING
-        if self._is_fit and self.state_key not in checkpoint.get("callbacks", {}):
+        is_foreign = not checkpoint.get("callbacks", {}).get(self.state_key)  # or before a fit
+        if self._is_fit and is_foreign:
             raise CheckpointError.cannot(
                 "resume from a checkpoint without the state of stretto",
                 why="it does not say which samples were seen",
