@@ -40,6 +40,10 @@ def analyse(run: Run) -> dict[str, Any]:
     traces = snapshot["device_traces"]
     device = max(range(len(traces)), key=lambda index: peak(traces[index])[0], default=0)
     trace = traces[device] if traces else []
+    for event in trace:  # kernels that are computed run in Python; those of backward have no frames
+        event["frames"] = [
+            f for f in event["frames"] if "phantomgpu/values.py" not in f["filename"]
+        ]
     run.backward = backward_ends(run, trace)
     allocated, at, reserved = peak(trace)
     ends, now = lives(trace), time.time_ns() // 1000
@@ -231,6 +235,8 @@ def category(run: Run, event: Event, logits: set[int]) -> str:
         return "logits"
     return {
         "optimizer": "scratch of the optimizer",
+        "clipping": "scratch of the optimizer",
+        "the part after backward": "scratch of the optimizer",
         "backward": "scratch of the backward",
     }.get(phase, "activations")
 
@@ -259,7 +265,7 @@ def phase_of(run: Run, event: Event) -> tuple[str, int]:
     if not frames or any("autograd/graph.py" in f["filename"] for f in frames[:30]):
         return "backward", step
     if event["time_us"] > run.backward.get(when, 1 << 62):
-        return "after the backward pass", step
+        return "the part after backward", step
     return "forward", step
 
 
@@ -271,7 +277,7 @@ def backward_ends(run: Run, trace: list[Event]) -> dict[int, int]:
         for (began, what, _), (over, following, _) in pairwise(run.phases)
         if (what, following) == ("step", "optimizer")
     }
-    for event in trace:
+    for event in (one for one in trace if one["action"] == "alloc"):
         began = max((one for one in follows if one <= event["time_us"] < follows[one]), default=0)
         if began and phase_of(run, event)[0] == "backward":
             ends[began] = event["time_us"]
@@ -291,4 +297,4 @@ def place(run: Run, event: Event) -> str:
     for frame in event["frames"]:
         if not any(part in frame["filename"] for part in _SKIPPED):
             return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
-    return "backward" if not event["frames"] else "torch"
+    return "torch" if event["frames"] or run.spans else "backward"

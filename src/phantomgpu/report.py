@@ -23,7 +23,8 @@ class Report:
         context: What the process takes of that beside torch's memory.
         peak_allocated: Most bytes that tensors had at a time.
         peak_reserved: Most bytes that torch had of the device.
-        phase: When the peak of `peak_allocated` was: forward, backward, recomputation or optimizer.
+        phase: When the peak of `peak_allocated` was: forward, backward, recomputation, clipping,
+            the part after backward, or optimizer.
         step: The optimizer step of that, from 1.
         steps: How many optimizer steps ended.
         categories: Bytes at that peak: parameters, gradients, optimizer, activations, logits, ...

@@ -287,7 +287,8 @@ def test_floats_that_decide_are_computed_or_named() -> None:
     report = run(floats)
     assert report.fits, report.problem
     lines, first = inspect.getsourcelines(floats)
-    read = {first + number for number, line in enumerate(lines) if number > 26 and "assert" in line}
+    begin = next(number for number, line in enumerate(lines) if "isfinite" in line)
+    read = {first + at for at, line in enumerate(lines) if at >= begin and "assert" in line}
     assert {f"test_runs.py:{number}" for number in read} == {
         place.partition(" ")[0] for place in report.unknown
     }
@@ -338,8 +339,8 @@ def clipped(by_hand: bool) -> None:
 
 
 def test_what_happens_between_backward_and_the_step_is_no_forward_pass() -> None:
-    assert run(clipped, True).phase == "after the backward pass"
-    assert run(clipped, False).phase in ("clipping", "after the backward pass")
+    assert run(clipped, True).phase == "the part after backward"
+    assert run(clipped, False).phase != "forward"
 
 
 def test_the_report_says_where_the_run_was_ended() -> None:
