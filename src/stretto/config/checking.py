@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from stretto._optional import missing
 from stretto.config.run import Optimizer, RunConfig
-from stretto.config.targets import Target, called, import_target, tuples
+from stretto.config.targets import Target, accepts, called, import_target, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.errors import ConfigError
@@ -73,8 +73,11 @@ def _targets(value: Any, path: Keys) -> Iterator[tuple[Keys, Target]]:
 def _check(config: RunConfig, section: Target, path: Keys) -> None:
     """Import a target and check that it takes its arguments."""
     function = import_target(section.target, where=config.source.where((*path, "target")))
-    model = ("model", *(name for name in ("optimizer", "loss") if getattr(config, name)))
-    given = dict.fromkeys((*section.arguments, *(model if path == ("step",) else ())))
+    given = dict.fromkeys(section.arguments)
+    if path == ("step",):
+        own = [name for name in ("optimizer", "loss") if getattr(config, name)]
+        own += ["loss"] if accepts(function, "loss") else []  # that of the model's class
+        given |= dict.fromkeys(("model", *own))
     count = {"optimizer": 1, "parallel": 1 if config.mesh is None else 2}.get(str(path[0]), 0)
     try:
         signature = inspect.signature(function)

@@ -165,7 +165,7 @@ def write(group: dict[str, Any], key: str, value: Any) -> None:
 def plain(value: Any) -> Any:
     """Return a value without tensors, which are overwritten in place."""
     if isinstance(value, tuple):
-        return tuple(float(item) for item in value)
+        return tuple(map(plain, value))  # Adafactor's eps may hold None
     return float(value) if isinstance(value, Tensor) else value
 
 
