@@ -312,7 +312,7 @@ class Run:
         """Warn once of what is probably a mistake."""
         sizes, micro = self.prepared.sizes, self.micro_batch_size
         stages = () if sizes is None else sizes.stages
-        lines = [*mistakes_of(self.prepared, stages)]
+        lines = [*mistakes_of(self.prepared.facts, sizes, stages)]
         modules = () if self._model is None else self._model.modules()
         norm = next((one for one in modules if isinstance(one, _BatchNorm)), None)
         if norm is not None and not isinstance(norm, nn.SyncBatchNorm):

@@ -61,6 +61,10 @@ def collate(samples):
 
 def wrap(model):
     return model
+
+
+def make_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
 """
 FILE: dict[str, Any] = {
     "max_duration": "2ep",
@@ -172,11 +176,27 @@ CASES = {
     "rule": with_(rule={"sqrt": 256}),
     "rule target": with_(rule={"target": "strict_project:nope"}),
     "upload only": with_(checkpoint={"every": "1ep", "upload": 5}),
+    "step of ours": with_(step={"target": "stretto.runtime:SupervisedStep"}),
+    "adafactor": with_(optimizer={"target": "torch.optim:Adafactor", "lr": 0.01}),
     "torch loss": with_(loss={"target": "torch.nn:MSELoss"}),
     "torch loss bad": with_(loss={"target": "torch.nn:MSELoss", "reductoin": "mean"}),
     "loss instance": with_(loss={"target": "torch.nn:CrossEntropyLoss"}),
     "dup": with_(schedules={"betas": 0.5}, optimizer={"target": "torch.optim:AdamW"}),
     "last": with_(last_batch="cut"),
+    "group by number": with_(
+        optimizer__groups={"w": {"parameters": "weight"}}, schedules={"lr@1": 0.5}
+    ),
+    "group arg": with_(optimizer__groups={"w": {"parameters": "weight", "momentum": -1}}),
+    "no group of ours": with_(
+        optimizer={"target": "strict_project:make_sgd", "groups": {"w": {"parameters": "weight"}}},
+        schedules={"lr@v": 0.5},
+    ),
+    "group of ours": with_(
+        optimizer={"target": "strict_project:make_sgd", "groups": {"w": {"parameters": "weight"}}},
+        schedules={"lr@w": 0.5},
+    ),
+    "fails when imported": with_(model={"target": "broken_project:Line"}),
+    "needs what is not here": with_(model={"target": "needing_project:Line"}),
 }
 LEFT = {
     "group none": "optimizer.groups",
@@ -185,6 +205,7 @@ LEFT = {
     "upload": "checkpoint.upload",
     "device": "device",
     "device2": "device",
+    "needs what is not here": "no module 'not_installed_here'",
 }
 """What only training can tell, and what a plan says of it."""
 
@@ -192,12 +213,15 @@ LEFT = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "strict_project.py").write_text(PROJECT)
+    (tmp_path / "broken_project.py").write_text(f"{PROJECT}\nraise RuntimeError\n")
+    (tmp_path / "needing_project.py").write_text(f"import not_installed_here\n{PROJECT}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("strict_project", None)
 
 
+@pytest.mark.filterwarnings("ignore::stretto.errors.PlanWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_is_as_strict_as_the_run(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]

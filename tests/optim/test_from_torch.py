@@ -142,7 +142,7 @@ def test_a_plan_without_them_refuses_what_they_decide() -> None:
 
 def test_a_pair_refuses_a_decay_that_the_optimizer_decides() -> None:
     absolute = from_torch(lambda o: L.CosineAnnealingLR(o, 100, eta_min=1e-3), every="1sp")
-    with pytest.raises(ScheduleError, match="base="):
+    with pytest.raises(ScheduleError, match=r"Seesaw, write Cosine"):
         plan(Horizon("100sp"), Seesaw(absolute, 4).policy)
 
 
@@ -157,6 +157,13 @@ def test_a_value_of_zero_is_refused_unless_it_stays() -> None:
     ):
         with pytest.raises(ScheduleError, match="lr=0"):
             Hyperparameters(optimizer, {"lr": absolute}, Horizon("9ba"))
+
+
+def test_a_value_of_zero_is_refused_by_its_own_name() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    to_a_rate = from_torch(lambda o: L.CosineAnnealingLR(o, 9, eta_min=0.01))
+    with pytest.raises(ScheduleError, match="another weight_decay"):
+        Hyperparameters(optimizer, {"weight_decay": to_a_rate}, Horizon("9ba"))
 
 
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, final
 
 from stretto.batching.decay import Decay, cannot_grow
@@ -56,17 +55,7 @@ _FAR = 50.0
 
 
 def _decay(horizon: Horizon, schedule: ScheduleLike) -> Decay:
-    horizon = horizon.with_batch_sizes(None)
-    try:
-        return _decay_once(horizon, schedule)
-    except TypeError:  # a callable without a hash
-        return Decay.on(horizon, as_schedule(schedule))
-
-
-# The sizes, the schedule and the warnings of a pair read one decay, which costs 2,000 values.
-@lru_cache(maxsize=4)
-def _decay_once(horizon: Horizon, schedule: ScheduleLike) -> Decay:
-    return Decay.on(horizon, as_schedule(schedule))
+    return Decay.on(horizon.with_batch_sizes(None), as_schedule(schedule))
 
 
 def _steps(cut: float, factor: Fraction) -> int | None:

@@ -14,7 +14,7 @@ from stretto.config.forms import imported
 from stretto.config.run import RunConfig
 from stretto.config.targets import Target, bound_target, call_target
 from stretto.config.yaml import Path, as_key
-from stretto.errors import ConfigError, PlanError, shown
+from stretto.errors import ConfigError, PlanError
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.bind import check_tokens
 from stretto.planning.plan import plan_prepared
@@ -136,25 +136,6 @@ def base_values(config: RunConfig) -> dict[str, float]:
     found = {}
     for text in dict.fromkeys(("lr", *config.schedules)):
         name, value = _stated(config, text)
-        is_torchs = config.optimizer is not None and config.optimizer.target.startswith("torch.")
-        stated = () if config.optimizer is None else config.optimizer.groups
-        groups = [*stated, "rest"] if stated else ["0"] * is_torchs  # another makes its own
-        known = {None, *groups, *map(str, range(len(groups)))}
-        if groups and name.group not in known:
-            raise ConfigError.cannot(
-                f"schedule {text!r}",
-                why=f"the optimizer has no such parameter group (it has {', '.join(groups)})",
-                instead="write the name of one of them, or add it to optimizer.groups",
-                where=config.source.where(("schedules", text)),
-            )
-        is_number = type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
-        if text == "lr" and is_torchs and value is not None and not is_number:
-            raise ConfigError.cannot(
-                f"use optimizer.lr={shown(value)}",
-                why="it is not a finite number of at least 0",
-                instead="write for example 3.0e-4",
-                where=config.source.where(("optimizer", "lr")),
-            )
         if isinstance(value, list):
             value = dict(enumerate(value)).get(name.index or 0)
         # Torch refuses anything else when the optimizer is built.

@@ -106,7 +106,7 @@ def _steps(factory: Factory, base: Base, column: Column = _RATE) -> _Steps:
         for group in groups:
             value = group.get(column[0], group["lr"])
             group["lr"] = value[column[1] or 0] if isinstance(value, tuple) else value
-        base.made[factory, column] = _Steps(factory, groups)
+        base.made[factory, column] = _Steps(factory, groups, column[0])
     found: _Steps = base.made[factory, column]
     return found
 
@@ -122,7 +122,10 @@ def _relative(factory: Factory) -> Callable[[int], float]:
         if not math.isclose(one, two, rel_tol=1e-9):
             what = f"read {made[0].name} as a factor"
             why = "its learning rates do not depend on the optimizer's, which is not known here"
-            instead = "pass base={'lr': 0.1} to plan, or state optimizer.lr in the run file"
+            instead = (
+                "pass base={'lr': 0.1} to plan, or state optimizer.lr in the run file; in a pair "
+                "such as Seesaw, write Cosine(end=0.1)"
+            )
             raise _refused(what, why, instead)
         return one
 
@@ -147,8 +150,11 @@ class _Shadow(Optimizer):
 class _Steps:
     """The values of a torch scheduler, stepped on a shadow of an optimizer."""
 
-    def __init__(self, factory: Factory, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, factory: Factory, groups: Sequence[Mapping[str, Any]], rate: str = "lr"
+    ) -> None:
         optimizer = self._optimizer = _Shadow(groups)
+        self._rate = rate  # what the learning rate stands for
         self._base = _numbers(optimizer)
         try:
             self._scheduler = factory(optimizer)
@@ -194,6 +200,7 @@ class _Steps:
                     raise _refused(what, why, "give that a schedule of its own, not this one's")
         if base == 0 != kept[step]:
             why = "a schedule multiplies the value that the optimizer is built with"
+            name = self._rate if cell[1] == _RATE else name
             instead = f"build the optimizer with another {name}, such as {kept[step]:g}"
             raise _refused(f"follow {self.name} from {name}=0 to {kept[step]:g}", why, instead)
         return kept[step] / base if base else 1.0

@@ -12,7 +12,13 @@ from torch.optim import Optimizer
 from stretto.batching import RuleLike, as_rule
 from stretto.errors import ScheduleError
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
-from stretto.schedules.fields import checked_factor, find_name, parse_name
+from stretto.schedules.fields import (
+    check_group,
+    checked_factor,
+    find_name,
+    group_name,
+    parse_name,
+)
 from stretto.schedules.schedule import Base, Column, product_of
 from stretto.timing import Horizon, Timestamp
 
@@ -63,7 +69,8 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
     found = {name: as_one_schedule(value) for name, value in schedules.items()}
     groups = optimizer.param_groups
     for name in found:
-        _check(name, groups)
+        find_name(name, groups[0])
+        check_group(name, groups)
     # Set the learning rate even if nothing moves it: else a resumed run would keep the saved rate,
     # not the one that its optimizer is built with.
     return {"lr": as_schedule(1.0), **found} if "lr" in groups[0] else found
@@ -86,26 +93,6 @@ def as_one_schedule(value: Any) -> Schedule:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return Product(*value)
     return as_schedule(value)
-
-
-def _check(text: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a name that no parameter group has."""
-    name = find_name(text, groups[0])
-    names = [group_name(number, other) for number, other in enumerate(groups)]
-    if names.count(str(name.group)) > 1 and not all("name" in one for one in groups):
-        why = f"a group is called {name.group!r}, and that is the number of another"
-        raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead="name all groups")
-    if name.group is not None and name.group not in names:
-        raise ScheduleError.cannot(
-            f"schedule {text!r}",
-            why=f"the optimizer has no such parameter group (it has {', '.join(names)})",
-            instead=f"write '{name.key}@{names[0]}', or give the group that name",
-        )
-
-
-def group_name(number: int, group: Mapping[str, Any]) -> str:
-    """Return the name of a parameter group; of one without a name, its number."""
-    return str(group.get("name", number))
 
 
 GroupValues = dict[str, Any]
@@ -178,7 +165,7 @@ def write(group: dict[str, Any], key: str, value: Any) -> None:
 def plain(value: Any) -> Any:
     """Return a value without tensors, which are overwritten in place."""
     if isinstance(value, tuple):
-        return tuple(float(item) for item in value)
+        return tuple(map(plain, value))  # Adafactor's eps may hold None
     return float(value) if isinstance(value, Tensor) else value
 
 

@@ -232,16 +232,14 @@ def warnings_of(
         unit = horizon.max_duration.unit
         measure = "wall time" if unit is TimeUnit.SECOND else "what the data turn out to hold"
         yield f"the run ends by {measure}, so the plan does not know when its last stage is over"
-    yield from _seconds(horizon)
-    yield from _cut(horizon, stages, even=even)
+    yield from mistakes_of(horizon, sizes, stages)
+    if not any(_large(horizon, stages)):
+        yield from _cut(stages, even=even)
     if drops and sizes.end is not None:
         total = sizes.end.sample
         left_out = total - sum(stage.samples or 0 for stage in stages)
         if left_out:
             yield f"last_batch='drop' leaves out {left_out:,} of {total:,} samples"
-    if sizes.end is not None:
-        yield from _late(horizon, sizes.policy)
-    yield from sizes.policy.warnings(sizes.horizon, max(stage.size for stage in stages))
     bound = bound_of(sizes)
     if bound is not None:
         yield (
@@ -251,14 +249,16 @@ def warnings_of(
         )
 
 
-def mistakes_of(run: Prepared, stages: Sequence[Stage]) -> Iterator[str]:
+def mistakes_of(
+    horizon: Horizon, sizes: PlannedSizes | None, stages: Sequence[Stage]
+) -> Iterator[str]:
     """Yield those of the warnings of a plan that do not only describe it."""
-    yield from _seconds(run.facts)
-    if run.sizes is not None and stages:
-        yield from _large(run.facts, stages)
-        if run.sizes.end is not None:
-            yield from _late(run.facts, run.policy)
-        yield from run.policy.warnings(run.sizes.horizon, max(stage.size for stage in stages))
+    yield from _seconds(horizon)
+    if sizes is not None and stages:
+        yield from _large(horizon, stages)
+        if sizes.end is not None:
+            yield from _late(horizon, sizes.policy)
+        yield from sizes.policy.warnings(sizes.horizon, max(stage.size for stage in stages))
 
 
 def single_sample(stages: Sequence[Stage], world_size: int, micro: int | None) -> int | None:
@@ -300,23 +300,20 @@ def bound_of(sizes: PlannedSizes) -> str | None:
     return f"at {'least' if is_least else 'most'} {number:,} {what}"
 
 
-def _cut(horizon: Horizon, stages: Sequence[Stage], *, even: bool) -> Iterator[str]:
-    """Warn of batches that are cut to an epoch, below the number of ranks, or unevenly."""
-    instead, large = _CARRY, [*_large(horizon, stages)]
+def _cut(stages: Sequence[Stage], *, even: bool) -> Iterator[str]:
+    """Warn of batches that are cut below the number of ranks, or unevenly."""
     cut = [size for stage in stages for size in stage.cut_sizes]
     small = [size for size in cut if size < stages[0].world_size]
-    if large:
-        yield from large
-    elif small:
+    if small:
         yield (
             f"the last batch of an epoch or of the run has {_range(small)} for "
-            f"{stages[0].world_size} ranks, so some run a dummy of weight 0; {instead} within the "
+            f"{stages[0].world_size} ranks, so some run a dummy of weight 0; {_CARRY} within the "
             "run"
         )
     elif even and cut:
         yield (
             f"the last batch of an epoch or of the run has {_range(cut)}, which is not split "
-            f"evenly; {instead} within the run"
+            f"evenly; {_CARRY} within the run"
         )
 
 

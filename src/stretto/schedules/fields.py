@@ -363,6 +363,30 @@ def find_name(text: str, settings: Mapping[str, Any]) -> Name:
     return name
 
 
+def check_group(text: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a name of a hyper-parameter in a group that there is not.
+
+    Raises:
+        ScheduleError: no group has that name.
+    """
+    name = parse_name(text)
+    names = [group_name(number, other) for number, other in enumerate(groups)]
+    if names.count(str(name.group)) > 1 and not all("name" in one for one in groups):
+        why = f"a group is called {name.group!r}, and that is the number of another"
+        raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead="name all groups")
+    if name.group is not None and name.group not in names:
+        raise ScheduleError.cannot(
+            f"schedule {text!r}",
+            why=f"the optimizer has no such parameter group (it has {', '.join(names)})",
+            instead=f"write '{name.key}@{names[0]}', or give the group that name",
+        )
+
+
+def group_name(number: int, group: Mapping[str, Any]) -> str:
+    """Return the name of a parameter group; of one without a name, its number."""
+    return str(group.get("name", number))
+
+
 def check_index(text: str, name: Name, value: object) -> None:
     """Refuse an index that the value of a hyper-parameter does not have.
 

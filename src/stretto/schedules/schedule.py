@@ -364,11 +364,6 @@ def as_schedule(value: object) -> Schedule:
         return value
     if is_number(value):
         return Constant(value)  # type: ignore[arg-type]
-    if hasattr(value, "get_last_lr"):
-        name = value.__name__ if isinstance(value, type) else type(value).__name__
-        why = "a scheduler of torch is bound to an optimizer"
-        instead = f"write from_torch(lambda optimizer: {name}(optimizer, ...), every='1ba')"
-        raise ScheduleError.bad("schedule", value, why, instead)
     is_class = isinstance(value, type)  # probably Cosine instead of Cosine()
     own = None if is_class else getattr(value, "get_factor", None)
     if callable(own):  # the protocol of a schedule that is an object: get_factor(timer)
@@ -377,6 +372,8 @@ def as_schedule(value: object) -> Schedule:
         return Custom(value)
     why = "it is a class" if is_class else "it is not a schedule, a number or a callable"
     instead = "write for example Cosine(warmup='5%'), a number, or a function of the timer"
+    if hasattr(value, "get_last_lr"):
+        instead = "write from_torch(lambda optimizer: ..., every='1ba') for a scheduler of torch"
     raise ScheduleError.bad("schedule", value, why, instead)
 
 

@@ -257,21 +257,16 @@ def read_run(max_duration: TimeLike) -> Time:
         ConversionError: it is not positive, or is relative to itself.
     """
     try:
-        return check_run(Time(max_duration))
+        run = Time(max_duration)
     except TimeError as error:
         if isinstance(max_duration, str):
             grammar.parse(max_duration, of_run=True)  # raises the same, with advice for a length
         what, why, advise = error.message.what, error.message.why, grammar.without_unit
         instead = advise(max_duration, of_run=True)
         raise TimeError.cannot(what, why=why, instead=instead) from None
-
-
-def check_run(max_duration: Time) -> Time:
-    """Refuse a length of the run that is not positive or is relative to itself."""
-    if max_duration.unit is _DUR:
+    if run.unit is _DUR:
         why = "it is a fraction of itself"
-        raise ConversionError.bad("max_duration", str(max_duration), why, grammar.HOW_LONG)
-    if max_duration.amount <= 0:
-        why, instead = "it is not positive", "write for example '2ep'"
-        raise ConversionError.bad("max_duration", str(max_duration), why, instead)
-    return max_duration
+        raise ConversionError.bad("max_duration", str(run), why, grammar.HOW_LONG)
+    if run.amount <= 0:
+        raise ConversionError.bad("max_duration", str(run), "it is not positive", "write '2ep'")
+    return run

@@ -14,7 +14,7 @@ from enum import StrEnum
 from fractions import Fraction
 from numbers import Number, Rational
 
-from stretto.errors import StrettoError, Text, TimeError, nearest, shown
+from stretto.errors import StrettoError, Text, TimeError, shown
 
 
 class TimeUnit(StrEnum):
@@ -195,13 +195,13 @@ HOW = "write a number with a unit such as '90ep', '500ba', '1_000sp', '2Btok', '
 """The default suggestion."""
 HOW_LONG = "write a length such as '90ep', '500ba', '1_000sp', '2Btok' or '1h30m'"
 """That for the length of a run, which is no fraction of itself."""
-_WORDS = {
-    "batches": "ba", "steps": "ba", "iterations": "ba", "samples": "sp", "tokens": "tok",
-    "epochs": "ep", "seconds": "sec", "minutes": "m", "hours": "h", "days": "d", "percent": "%",
+_WORDS: dict[str, str] = {
+    **{unit: unit for unit in TimeUnit},
+    "batch": "ba", "step": "ba", "iteration": "ba", "iter": "ba", "update": "ba", "sample": "sp",
+    "token": "tok", "epoch": "ep", "second": "sec", "minute": "m", "min": "m", "hour": "h",
+    "hr": "h", "day": "d", "percent": "%",
 }  # fmt: skip
-"""Words that people write for a unit."""
-_LONGEST_GUESS = 20
-"""No unit is longer than this, and guessing at longer ones is slow."""
+"""Words that people write for a unit, without a plural."""
 
 
 def parse(text: str, *, of_run: bool = False) -> tuple[Fraction, TimeUnit]:
@@ -358,12 +358,27 @@ def _explain(text: str, unit: str | None, *, of_run: bool = False) -> tuple[str,
         return "it is not whole parts in falling order", "write '2d12h', '1h30m' or '90s'"
     number, name = text[: len(text) - len(unit)], unit.strip()
     why = f"unknown unit {shown(unit)}" if name == unit else "there is a space inside"
-    is_word = re.fullmatch(f"[a-zA-Z%]{{1,{_LONGEST_GUESS}}}", name)
-    close = nearest(name, [*_UNITS, *_WORDS]) if is_word else None
-    meant = number + _WORDS.get(close or "", close or "")
+    meant = f"{number}{_unit_meant(name)}"
+    if meant == number:
+        return why, how
     try:
         amount, found = parse(meant)
     except TimeError:
         return why, how
     is_meant = amount > 0 and not (of_run and found is TimeUnit.DURATION)
     return why, f"write '{meant}'" if is_meant else how
+
+
+def _unit_meant(name: str) -> str:
+    """Return the unit that a word stands for; nothing if that is not certain.
+
+    >>> _unit_meant("Msamples"), _unit_meant("Batches"), _unit_meant("weeks")
+    ('Msp', 'ba', '')
+    """
+    for suffix in _SUFFIXES:
+        if name[: len(suffix)].upper() == suffix:
+            word = name[len(suffix) :].lower()
+            for one in (word, word.removesuffix("s"), word.removesuffix("es")):
+                if one in _WORDS:
+                    return suffix + _WORDS[one]
+    return ""

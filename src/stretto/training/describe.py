@@ -20,10 +20,11 @@ from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
 from stretto.data.indices import seed_generators
 from stretto.distributed.ranks import Plain, Ranks, as_text, check_agreement, plain
-from stretto.optim.hyperparameters import INITIAL, as_one_schedule, group_name
+from stretto.optim.hyperparameters import INITIAL, as_one_schedule
 from stretto.runtime import TrainStep
 from stretto.runtime.compiled import plain_naming, uncompiled
 from stretto.runtime.random_state import kept_generators
+from stretto.schedules.fields import group_name
 from stretto.settings import Computing, Loading, Stepping
 from stretto.training.callback import Callback, overrides
 from stretto.training.settings import Timed
