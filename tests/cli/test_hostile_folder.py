@@ -33,7 +33,7 @@ LIMIT_SECONDS = 30
 class StopHalfWay(Callback):
     def on_batch_end(self, run: Any, step: Any) -> None:
         if run.timer.batch == 3:
-            run.stop("half")
+            run.stop("half", is_final=False)
 
 
 def trainer(folder: Path, *callbacks: Callback) -> Trainer:
