@@ -158,6 +158,6 @@ def test_a_copy_without_links_can_be_used_as_the_error_says(kind: str, tmp_path:
         assert instead.startswith("move it away")
         return
     command = instead.split("'", 1)[1].rpartition("', and")[0]
-    subprocess.run([*shlex.split(command)[:-1], str(new)], check=True)  # noqa: S603
+    subprocess.run([*shlex.split(command)[:-1], str(new)], check=True)
     with locked(new):
         pass

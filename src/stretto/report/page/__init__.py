@@ -16,7 +16,6 @@ from typing import Any
 from stretto._location import read_plain
 from stretto.errors import ConfigError, DataError
 from stretto.report.page.reading import (
-    Reader,
     memory_of,
     plan_data,
     read,
@@ -27,7 +26,6 @@ from stretto.report.page.series import RunData, base64_of, encoded
 from stretto.run_folder import replace_file
 
 __all__ = [
-    "Reader",
     "RunData",
     "build",
     "memory_payload",
