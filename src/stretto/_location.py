@@ -157,13 +157,3 @@ def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
             raise NotPlainError(errno.EFBIG, f"It has more than {most:,} bytes", str(path))
         content: bytes = file.read(most)
         return content
-
-
-def check_own(path: Path) -> None:
-    """Check that a folder that a run writes to and deletes in is no link to another one.
-
-    Raises:
-        NotPlainError: it is a link.
-    """
-    if path.is_symlink():
-        raise NotPlainError(errno.ELOOP, "It is a link to another folder", str(path))

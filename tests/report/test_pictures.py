@@ -44,7 +44,7 @@ def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
         draw(planned, tmp_path / "plan.svg", unit="tok")
     text = (tmp_path / "plan.svg").read_text()
     for said in (
-        "run of 2ep", "15 batches", "200 samples", "800 tokens", "2 ranks", "batch size",
+        "run of 2ep", "15 batches", "batch size",
         "micro-batches of a rank", "learning rate", "learning rate of head", "weight decay",
         ">tokens<",
     ):  # fmt: skip

@@ -20,14 +20,11 @@ from stretto._location import local_path
 from stretto.errors import Argument, ConfigError, StrettoError
 
 
-def _local(folder: Path | None) -> Path | None:
-    """Refuse a URL as a folder."""
-    return None if folder is None else local_path(folder, "use", ConfigError)
-
-
-def _all_local(folders: list[Path]) -> list[Path]:
+def _local(given: Path | list[Path] | None) -> Path | list[Path] | None:
     """Refuse URLs as folders."""
-    return [local_path(folder, "use", ConfigError) for folder in folders]
+    if isinstance(given, list):
+        return [local_path(folder, "use", ConfigError) for folder in given]
+    return None if given is None else local_path(given, "use", ConfigError)
 
 
 def _option(help: str, metavar: str | None = None, **more: Any) -> Any:  # noqa: A002  as typer's
@@ -353,7 +350,7 @@ def report(
         typer.Argument(
             metavar="RUN_FOLDER...",
             help="Folders of runs; or a report of 'phantomgpu run --json', with --html.",
-            callback=_all_local,
+            callback=_local,
         ),
     ],
     *,

@@ -103,7 +103,8 @@ def draw(source: Plan | Path, path: Path, *, unit: str | None = None) -> None:
             instead="say max_duration in 'ep', 'ba' or 'sp'",
         )
     else:
-        data, title = plan_data("plan", plan_record(source)), describe(source)
+        data = plan_data("plan", plan_record(source))
+        title = f"run of {source.horizon.max_duration}  ·  {source.num_batches:,} batches"
         target = parse_unit(unit) if unit else source.horizon.max_duration.unit
     column = UNITS.index(target.value)
     shown = [one.thinned(2_000) for one in data.series if len(one.values)]
@@ -131,23 +132,6 @@ def draw(source: Plan | Path, path: Path, *, unit: str | None = None) -> None:
             _draw_panel(axes, name, lines, column)
         _finish_time_axis(axes, target, end)
         _save(figure, path)
-
-
-def describe(plan: Plan) -> str:
-    """Return a plan in one line: its length in every unit, and the ranks."""
-    end = plan.end
-    parts = [f"run of {plan.horizon.max_duration}"]
-    if end is not None:
-        parts += [f"{end.batch:,} batches", f"{_count(plan.num_samples or 0)} samples"]
-        if end.token:
-            parts.append(f"{_count(end.token)} tokens")
-    if plan.world_size > 1:
-        parts.append(f"{plan.world_size} ranks")
-    return "  ·  ".join(parts)
-
-
-def _count(value: int) -> str:
-    return short(value) if value >= 10_000 else f"{value:,}"
 
 
 def _draw_panel(panel: Axes, name: str, lines: Sequence[Series], column: int) -> None:

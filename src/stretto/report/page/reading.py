@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,8 @@ def _read(folder: Path) -> RunData:
     metrics, text, noted = (complete_text(folder / name) for name in FILES)
     events = [one for one in map(parsed_event, noted.splitlines()) if one]
     lines = [one for one in map(parsed_metrics, metrics.splitlines()) if one]
-    starts = np.array(
-        [
-            (one["sp"], one["sec"], one["utc"])
-            for one in events
-            if one["event"] in ("start", "resume")
-        ],
-        np.float64,
-    )
+    begun = [one for one in events if one["event"] in ("start", "resume")]
+    starts = np.array([(one["sp"], one["sec"], one["utc"]) for one in begun], np.float64)
     header, _, rows = text.partition("\n")
     columns = header.strip().split(",")
     is_ledger = set(FIRST_COLUMNS) <= set(columns)
@@ -108,13 +103,12 @@ def _read(folder: Path) -> RunData:
     )
     if ledger and not any("samples_per_second" in one for one in lines):
         run.series += _rates(run.series, ledger)
-    for one in events:
-        own = np.array([float(one[unit]) for unit in UNITS])
-        run.events.append({**one, "clock": own})
     given = [one["facts"] for one in events if isinstance(one.get("facts"), dict)]
-    run.events = _fewer(run.events)
+    run.events = [
+        {**one, "clock": np.array([float(one[unit]) for unit in UNITS])} for one in _fewer(events)
+    ]
     facts = given[-1] if given else {}
-    run.series = [*planned_series(plan, is_main=False), *run.series, *_predicted(facts, run)]
+    run.series = [*planned_series(plan, is_main=False), *run.series]
     run.facts = [[str(name).replace("_", " "), str(value)] for name, value in facts.items()]
     run.columns, run.stages = stages_of(plan, run)
     return run
@@ -232,19 +226,6 @@ def _rates(series: Sequence[Series], ledger: Mapping[str, Numbers]) -> list[Seri
     return [Series("samples_per_second", panel, label, clock[rows[1:]], values, unit=unit)]
 
 
-def _predicted(facts: Mapping[str, Any], run: RunData) -> list[Series]:
-    amount = facts.get("predicted_memory_bytes")
-    measured = next((one for one in run.series if one.panel == "memory"), None)
-    if not isinstance(amount, (int, float)) or measured is None or not len(measured.clock):
-        return []
-    clock = measured.clock[[0, -1]]
-    label = "predicted peak of a step"
-    values = np.full(2, float(amount))
-    return [
-        Series("predicted_memory", "memory", label, clock, values, True, True, unit="bytes")  # noqa: FBT003
-    ]
-
-
 def planned_series(plan: Any, *, is_main: bool = True) -> list[Series]:
     """Return the series of a plan, as `plan_record` writes it; none if it is not one.
 
@@ -280,19 +261,10 @@ def planned_series(plan: Any, *, is_main: bool = True) -> list[Series]:
         return []
     if is_main:
         return found
-    return [_beside(one) for one in found]
-
-
-def _beside(one: Series) -> Series:
-    return Series(
-        f"planned/{one.name}",
-        one.panel,
-        f"{one.label}, planned",
-        one.clock,
-        one.values,
-        step=one.step,
-        planned=True,
-    )
+    return [
+        replace(one, name=f"planned/{one.name}", label=f"{one.label}, planned", planned=True)
+        for one in found
+    ]
 
 
 def _planned_row(at: Mapping[str, Any]) -> list[float]:
@@ -379,12 +351,6 @@ def show_name(name: str) -> str:
     key, _, group = name.partition("@")
     said = {"lr": "learning rate"}.get(key, key.replace("_", " "))
     return f"{said} of {group}" if group else said
-
-
-def memory_of(report: Any) -> Mapping[str, Any] | None:
-    """Return the timeline in a report of `phantomgpu run --json`; None if it has none."""
-    found = report.get("timeline") if isinstance(report, dict) else None
-    return found if isinstance(found, dict) else None
 
 
 def runs_in(folder: Path, known: Collection[Path] = ()) -> list[Path]:

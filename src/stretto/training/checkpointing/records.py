@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from stretto._location import NotPlainError, check_own, open_plain
+from stretto._location import NotPlainError, open_plain
 from stretto.errors import CheckpointError, StrettoError, TrainingError
 
 LOCK = "run.lock"
@@ -33,7 +33,9 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in OWN_FOLDERS:
-            check_own(folder / name)
+            if (folder / name).is_symlink():
+                why = "It is a link to another folder"
+                raise NotPlainError(errno.ELOOP, why, str(folder / name))
         file = open_plain(folder / LOCK, "a+b", buffering=0)
     except OSError as error:
         raise unwritable(folder, error) from error
