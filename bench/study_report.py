@@ -13,7 +13,7 @@ from study_arms import ARMS, BASELINE, LARGEST, RATES, WARMUPS, Setting
 
 from stretto._optional import import_optional
 from stretto.batching.noise_scale import student
-from stretto.report.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, STYLE, short
+from stretto.report.pictures import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, STYLE, short
 
 CONFIDENCE = 0.95
 COLOURS = (INK, MUTED, "#b0b0b0", ORANGE, BLUE, "#56b4e9", GREEN, PURPLE)

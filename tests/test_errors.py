@@ -161,6 +161,10 @@ def test_values_in_messages_are_short(value: object, text: str) -> None:
             (same, same)
             for same in ("sftp://me@host:22/a@b", "abfs://place@account/x", "s3://b/a?")
         ),
+        ("https://host/x#access_token=1a2b", "https://host/x"),
+        ("AccountName=a;AccountKey=1a2b3c4d==;x", "AccountName=a;AccountKey=;x"),
+        ("token=hf_abcdefgh is not known", "token= is not known"),
+        *((same, same) for same in ("num_tokens=1000000", "pad_token=1000000")),
         *((same, same) for same in ("a: b@c", "http://host:80/run@1", "s3://bucket/run:1@x")),
     ],
 )

@@ -23,7 +23,7 @@ from stretto.run_folder import (
     LEDGER_COLUMNS,
     METRICS,
     PLAN,
-    Tail,
+    complete_text,
     ledger_end,
     parsed_event,
     parsed_ledger,
@@ -245,18 +245,11 @@ def test_lines_that_are_not_whole_are_none(text: str) -> None:
     assert parsed_event(text) is None
 
 
-def test_a_tail_reads_only_what_is_new(tmp_path: Path) -> None:
+def test_half_a_line_is_left_for_later(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    tail = Tail(path)
-    assert (tail.read(), tail.was_cut()) == ([], False)
+    assert complete_text(path) == ""
     path.write_text("a\nb\nhal")
-    assert tail.has_new()
-    assert tail.read() == ["a", "b"]
-    path.write_text("a\nb\nhalf\n")
-    assert tail.read() == ["half"]
-    path.write_text("a\n")
-    assert tail.was_cut()
-    assert tail.read() == ["a"]
+    assert complete_text(path) == "a\nb\n"
 
 
 def test_rows_that_are_not_whole_are_left_out() -> None:

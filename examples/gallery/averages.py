@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.report.pictures import draw_run
+from stretto.report.pictures import draw
 from stretto.training.algorithms import EarlyStopping, ExponentialMovingAverage
 
 torch.manual_seed(0)
@@ -35,4 +35,4 @@ trainer = stretto.Trainer(
 trainer.fit()
 print(trainer.stop_reason)
 if len(sys.argv) > 1:
-    draw_run(folder, Path(sys.argv[1]))
+    draw(folder, Path(sys.argv[1]))

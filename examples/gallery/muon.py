@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.report.pictures import draw_run
+from stretto.report.pictures import draw
 
 torch.manual_seed(0)
 inputs = torch.randn(2048, 8)
@@ -54,4 +54,4 @@ trainer = stretto.Trainer(
 trainer.fit()
 print(trainer.timer.batch, "batches")
 if len(sys.argv) > 1:
-    draw_run(folder, Path(sys.argv[1]))
+    draw(folder, Path(sys.argv[1]))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.report import draw_plan
+from stretto.report import draw
 
 torch.manual_seed(0)
 inputs = torch.randn(2048, 8)
@@ -31,4 +31,4 @@ for step in run:
     run.finish()
 print(run.timer.batch, "batches")
 if len(sys.argv) > 1:
-    draw_plan(run.plan, Path(sys.argv[1]))
+    draw(run.plan, Path(sys.argv[1]))

@@ -65,7 +65,12 @@ def local_path(path: str | Path, what: str, error: type[StrettoError]) -> Path:
     )
 
 
-_SECRET = re.compile(r"(.*_)?(key|secret|token|password|passwd|credentials?)", re.IGNORECASE)
+_SECRET = re.compile(r"(.*_)?(password|passwd|api_?key|access_key|secret)", re.IGNORECASE)
+_OPTION = re.compile(
+    r"(.*_)?(key|secret|token|password|passwd|credentials?|connection_string|sas|auth)",
+    re.IGNORECASE,
+)
+"""In `storage_options`, where `key` and `token` are no names of data."""
 
 
 def public(value: Any, *, is_option: bool = False) -> Any:
@@ -86,7 +91,9 @@ def public(value: Any, *, is_option: bool = False) -> Any:
         return value
     return {
         name: "***"
-        if is_option and isinstance(one, str) and _SECRET.fullmatch(str(name))
+        if one
+        and isinstance(one, (str, dict, list))
+        and (_OPTION if is_option else _SECRET).fullmatch(str(name))
         else public(one, is_option=is_option or name in ("storage_options", "upload"))
         for name, one in value.items()
     }
@@ -122,8 +129,10 @@ def _descriptor(path: str, flags: int) -> int:
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
-        if writes and error.errno == errno.ELOOP:
-            raise NotPlainError(errno.ELOOP, "It is a link to another file", path) from None
+        # A pipe that nobody reads from has no such device or address.
+        kinds = {errno.ELOOP: "It is a link to another file", errno.ENXIO: "It is not a plain file"}
+        if writes and error.errno in kinds:
+            raise NotPlainError(error.errno, kinds[error.errno], path) from None
         raise
     found, why = os.fstat(descriptor), ""
     if not stat.S_ISREG(found.st_mode):
@@ -132,7 +141,7 @@ def _descriptor(path: str, flags: int) -> int:
         why = "It is a hard link: what is written to it would change another file, too"
     if why:
         os.close(descriptor)
-        raise NotPlainError(errno.EINVAL, why, path)
+        raise NotPlainError(errno.EMLINK if found.st_nlink > 1 else errno.EINVAL, why, path)
     return descriptor
 
 
@@ -148,13 +157,3 @@ def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
             raise NotPlainError(errno.EFBIG, f"It has more than {most:,} bytes", str(path))
         content: bytes = file.read(most)
         return content
-
-
-def check_own(path: Path) -> None:
-    """Check that a folder that a run writes to and deletes in is no link to another one.
-
-    Raises:
-        NotPlainError: it is a link.
-    """
-    if path.is_symlink():
-        raise NotPlainError(errno.ELOOP, "It is a link to another folder", str(path))

@@ -128,19 +128,24 @@ _SECRETS = (
     # a place in Azure.
     re.compile(r"""(://)[^\s'"/?#@:]*:(?!\d+/)[^\s'"@]*@(?:[^\s'"/@]*@)*"""),
     re.compile(r"""(https?://)[^\s'"/?#@]*@"""),
-    re.compile(r"""(://[^\s'"?]*)\?[^\s'"#]*=[^\s'"#]*"""),
+    re.compile(r"""(://[^\s'"?#]*)[?#][^\s'"]*=[^\s'"]*"""),
+    # Of connection strings and headers, such as `AccountKey=...;`.
+    re.compile(
+        r"""\b((?:account|api|access|secret)_?key=|passw(?:or)?d=|(?:\w+_)?secret=|"""
+        r"""(?:(?:access|auth|hf)_)?token=|bearer )[^\s&;,'")\]}]{6,}""",
+        re.IGNORECASE,
+    ),
 )
 
 
 def without_credentials(text: str) -> str:
-    """Return a text whose addresses have no user with a password, and no query.
+    """Return a text without passwords and keys; its addresses have no user and no query.
 
     >>> without_credentials("cannot reach s3://KEY:SECRET@bucket/run?sig=1a2b")
     'cannot reach s3://bucket/run'
     """
-    if "://" in text:
-        for secret in _SECRETS:
-            text = secret.sub(r"\1", text)
+    for secret in _SECRETS:
+        text = secret.sub(r"\1", text)
     return text
 
 

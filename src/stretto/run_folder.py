@@ -14,13 +14,12 @@ import errno
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
 
-from stretto._location import NotPlainError, local_path, open_plain, public, read_plain
+from stretto._location import local_path, open_plain, public, read_plain
 from stretto.errors import DataError
 
 if TYPE_CHECKING:
@@ -55,10 +54,8 @@ EventKind: TypeAlias = Literal[
 ]
 _LONGEST_LINE = 1 << 20
 """Bytes, and more than a line of metrics or of the ledger has."""
-_MOST_NEW = 1 << 30
-"""Bytes that are read at once: ten million batches are less."""
-_REMEMBERED = 64
-"""Bytes by which a file that was cut and has grown since is known."""
+_MOST_BYTES = 1 << 30
+"""Of one file that are read: ten million batches are less."""
 
 
 # -------------------------------------------------------------------------------------- writing
@@ -188,9 +185,8 @@ def open_events(path: Path) -> tuple[Appender, int]:
     """
     attempt, ends = 1, True
     if path.is_file():
-        attempt += max(
-            (event["attempt"] for event in map(parsed_event, Tail(path).read()) if event), default=0
-        )
+        events = map(parsed_event, complete_text(path).splitlines())
+        attempt += max((event["attempt"] for event in events if event), default=0)
         with open_plain(path) as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
@@ -365,77 +361,19 @@ def read_json(path: Path) -> Any:
         return None
 
 
-@final
-class Tail:
-    """Reads a file that grows: each `read` returns the complete lines since the last one.
+def complete_text(path: Path) -> str:
+    """Return the complete lines of a file that may be growing; none if there is no plain file.
 
-    Args:
-        path: the file; it may be missing.
+    Raises:
+        OSError: there is more than a run writes, as in a file with a hole.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._end, self._file, self._last = 0, (0, 0), b""
-
-    def has_new(self) -> bool:
-        """Whether the file has another size than what was read of it, or is another file."""
-        return self.look() != (self._file, self._end)
-
-    def was_cut(self) -> bool:
-        """Whether what was read has changed: everything must be read again.
-
-        It is another file, it is shorter, or it was cut and has grown since.
-        """
-        file, size = self.look()
-        if not self._end or (file, size) == (self._file, self._end):
-            return False
-        if file != self._file or size < self._end:
-            return True
-        return self._block(self._end - len(self._last), self._end) != self._last
-
-    def look(self) -> tuple[tuple[int, int], int]:
-        """Return which file it is, and its size; zeros if there is no plain file."""
-        try:
-            found = self.path.stat()
-        except (OSError, ValueError):
-            return (0, 0), 0
-        is_plain = stat.S_ISREG(found.st_mode)
-        return ((found.st_dev, found.st_ino), found.st_size) if is_plain else ((0, 0), 0)
-
-    def read(self) -> list[str]:
-        """Return new complete lines; of a file that was cut, all of them."""
-        text = self.read_block()
-        return text.splitlines() if text else []
-
-    def read_block(self) -> str:
-        """Return new complete lines as one text.
-
-        Raises:
-            OSError: there is more than a run writes, as in a file with a hole.
-        """
-        if self.was_cut():
-            self._end = 0
-        self._file, size = self.look()
-        if size <= self._end:
-            return ""
-        if size - self._end > _MOST_NEW:
-            raise NotPlainError(
-                errno.EFBIG, f"It has more than {_MOST_NEW:,} bytes", str(self.path)
-            )
-        block = self._block(self._end, size)
-        block = block[: block.rfind(b"\n") + 1]
-        self._end += len(block)
-        self._last = block[-_REMEMBERED:] or self._last
-        return block.decode("utf-8", "replace")
-
-    def _block(self, start: int, end: int) -> bytes:
-        try:
-            with open_plain(self.path) as file:
-                file.seek(start)
-                block: bytes = file.read(end - start)
-                return block
-        except OSError:
-            return b""
+    try:
+        block = read_plain(path, _MOST_BYTES)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise
+        return ""
+    return block[: block.rfind(b"\n") + 1].decode("utf-8", "replace")
 
 
 def parsed_ledger(columns: Sequence[str], block: str) -> dict[str, npt.NDArray[np.float64]]:

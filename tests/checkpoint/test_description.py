@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.checkpoint import describe, write_checkpoint
+from stretto.checkpoint import describe, open_checkpoint, write_checkpoint
+from stretto.checkpoint.manifest import manifest_text
 from stretto.errors import CheckpointError
 
 RECORDS = {"position": {"ep": 1.5, "ba": 30, "sp": 150, "sec": 90.0, "dur": 0.75}}
@@ -54,6 +56,32 @@ def test_what_is_wrong_is_said_and_what_is_known(sharded: Path) -> None:
     found = describe(sharded)
     assert found.damage is not None
     assert not found.to_json()["is_whole"]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        *({"records": {"position": one}} for one in ([1], None, {"ep": "a"}, {"ep": 10**400})),
+        *({"records": {"position": one}} for one in ({"ep": None}, {"\x1b[31m": 1})),
+        *({"records": one} for one in ([1], None)),
+        *({"aliases": one} for one in ([1], {"model": ["weight"]}, {"model": {"a": "b"}})),
+        {"created": "\x1b[31m"},
+    ],
+    ids=str,
+)
+def test_forged_records_are_damage(document: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    write(path, RECORDS)
+    whole = json.loads((path / "state.json").read_bytes())
+    content = json.dumps(whole | document).encode()
+    (path / "state.json").write_bytes(content)
+    files = json.loads((path / "manifest.json").read_bytes())["files"]
+    files["state.json"] = (len(content), hashlib.sha256(content).hexdigest())
+    (path / "manifest.json").write_text(manifest_text(files))
+    found = describe(path)
+    assert str(found).startswith(f"{path}: damaged: state.json is not what was written")
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        open_checkpoint(path)
 
 
 def test_where_there_is_none_there_is_nothing_to_describe(sharded: Path, tmp_path: Path) -> None:

@@ -159,13 +159,6 @@ def test_a_model_that_reads_values_while_it_is_built(
     assert asked[0]["step"].device.type == "cpu"
 
 
-def test_the_picture(wide: Path, stretto: Stretto, asked: list[dict[str, Any]]) -> None:
-    pytest.importorskip("matplotlib")
-    said = stretto("find-batch-size", "run.yaml", "--gpu", "l4", "--plot", "memory.svg")
-    assert (said.code, said.err) == (0, "drew memory.svg\n")
-    assert Path("memory.svg").read_text().startswith("<?xml")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -175,7 +168,6 @@ def test_the_picture(wide: Path, stretto: Stretto, asked: list[dict[str, Any]]) 
         ("--world-size 8", "--gpu h100"),
         ("--margin all", "read 'all' as memory"),
         ("--device-memory 1GiB", "add gpu='h100'"),
-        ("--plot memory.doc", "does not say what kind of picture"),
         ("optimizer=null", "there is no 'optimizer'"),
         ("device=nonsense", "device='nonsense'"),
     ],

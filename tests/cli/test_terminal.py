@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import sleep
@@ -82,21 +78,3 @@ def test_completes_verbs(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main([])
     assert capsys.readouterr().out.split() == ["plan"]
-
-
-def test_a_chart_on_a_terminal(project: Path) -> None:
-    reader, writer = pty.openpty()
-    command = [sys.executable, "-m", "stretto", "plan", "run.yaml"]
-    process = subprocess.Popen(command, stdout=writer)
-    os.close(writer)
-    text = b""
-    try:
-        while chunk := os.read(reader, 4096):
-            text += chunk
-    except OSError:  # Linux says so at the end
-        pass
-    os.close(reader)
-    assert process.wait() == 0
-    last = text.decode().split("\n\n")[-1] if b"\n\n" in text else text.decode()
-    assert "▁" in last
-    assert "4 to 16" in last

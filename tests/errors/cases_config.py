@@ -16,9 +16,8 @@ from stretto.config.run import RunConfig, parse_run_file, read_run_file
 from stretto.config.targets import Target, bound_target, call_target, import_target
 from stretto.config.yaml import Source, parse_yaml
 from stretto.planning import plan
-from stretto.report.drawing import check_format
 from stretto.report.ledger import compare
-from stretto.report.pictures import draw_plan
+from stretto.report.pictures import draw
 from stretto.report.run import read_metrics
 from stretto.timing import Horizon
 
@@ -202,10 +201,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-command-convert", partial(
         convert, "0.1dur", to="ba", max_duration="90ep", batch_size=128)),
     # pictures and reports
-    ("config-picture-ending", lambda: check_format(Path("plan.gif"))),
-    ("config-picture-tokens", lambda: draw_plan(
+    ("config-picture-ending", lambda: draw(plan(Horizon("8ba"), 8), Path("plan.gif"))),
+    ("config-picture-tokens", lambda: draw(
         plan(Horizon("40sp"), 8), Path("a.png"), unit="tok")),
-    ("config-picture-end", lambda: draw_plan(plan(Horizon("10m"), 8), Path("a.png"))),
+    ("config-picture-end", lambda: draw(plan(Horizon("10m"), 8), Path("a.png"))),
     ("config-report-absent", lambda: read_metrics(Path("runs/a"))),
     ("config-report-broken", written("metrics.jsonl", json.dumps({"loss": 1}) + "\n",
                                      lambda: read_metrics(Path()))),

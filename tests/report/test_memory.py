@@ -1,17 +1,13 @@
-"""An answer as a table and as a picture."""
+"""An answer as a table."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
-
-from stretto.errors import ConfigError, FitError
 from stretto.memory import Answer
 from stretto.memory.answer import Cost
 from stretto.memory.limits import MemoryLimit
-from stretto.report.memory import answers_table, draw_memory, memory_table
+from stretto.report.memory import answers_table, memory_table
 
 FOUND = Answer(
     size=100,
@@ -45,20 +41,5 @@ def test_the_table_of_ranks_has_the_whole_batch() -> None:
     assert note == "a note"
 
 
-def test_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name in ("a.png", "b.png"):
-        draw_memory(FOUND, tmp_path / name)
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    draw_memory(replace(FOUND, peaks={1: 1000}, size=1), tmp_path / "one.svg")
-    assert (tmp_path / "one.svg").stat().st_size > 1_000
-
-
-def test_trials_have_no_picture_and_no_table(tmp_path: Path) -> None:
-    trial = replace(FOUND, certainty="tried", peaks={})
-    with pytest.raises(FitError) as caught:
-        draw_memory(trial, tmp_path / "a.png")
-    assert "trials" in caught.value.message.why
-    with pytest.raises(ConfigError, match="picture"):
-        draw_memory(FOUND, tmp_path / "a.doc")
-    assert memory_table(trial) == ""
+def test_trials_have_no_table() -> None:
+    assert memory_table(replace(FOUND, certainty="tried", peaks={})) == ""

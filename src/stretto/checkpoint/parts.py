@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -160,7 +161,8 @@ def save_plain(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, st
     with file.open("xb") as new:
         mode = os.fstat(new.fileno()).st_mode
     save_file(dict(tensors), file, metadata)
-    file.chmod(stat.S_IMODE(mode))
+    with suppress(PermissionError):  # some mounts have one mode for all files
+        file.chmod(stat.S_IMODE(mode))
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:

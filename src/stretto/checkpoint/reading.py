@@ -69,8 +69,16 @@ class CheckpointReader:
         with damage(RECORDS):
             self.created: str | None = document["created"]
             """When it was written, in UTC."""
-            self.records: dict[str, Any] = document["records"]
-            self._aliases: dict[str, dict[str, str]] = document["aliases"]
+            self.records: dict[str, Any] = {**document["records"]}
+            self.position: dict[str, float] = {**self.records.get("position", {})}
+            """That of the run, by unit of time."""
+            self._aliases: dict[str, dict[str, str]] = {
+                group: {**named} for group, named in document["aliases"].items()
+            }
+            if not f"{self.created}{''.join(self.position)}".isprintable():
+                raise ValueError("it has control characters")
+            for amount in self.position.values():
+                f"{amount:.15g}"
             groups: dict[str, list[str]] = {}
             for name in files:
                 if (group := group_of(name)) is not None:
@@ -79,6 +87,9 @@ class CheckpointReader:
                 group: self._index(own, document["shards"].get(group, {}))
                 for group, own in groups.items()
             }
+            for group, named in self._aliases.items():
+                for original in named.values():
+                    self._entries[group][original]
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -367,9 +378,8 @@ def describe(path: Path) -> Description:
     sizes = {name: entry.size for name, entry in files.items()}
     if reader is None:
         return Description(str(path), "; ".join(wrong), files=sizes)
-    position: dict[str, float] = reader.records.get("position", {})
     groups = tuple(_group(reader, name) for name in reader.groups)
-    return Description(str(path), None, reader.created, position, groups, sizes)
+    return Description(str(path), None, reader.created, reader.position, groups, sizes)
 
 
 def _group(reader: CheckpointReader, group: str) -> TensorGroup:

@@ -209,7 +209,7 @@ def delete_checkpoint(path: Path) -> None:
 
 def synchronize(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -20,14 +20,11 @@ from stretto._location import local_path
 from stretto.errors import Argument, ConfigError, StrettoError
 
 
-def _local(folder: Path | None) -> Path | None:
-    """Refuse a URL as a folder."""
-    return None if folder is None else local_path(folder, "use", ConfigError)
-
-
-def _all_local(folders: list[Path]) -> list[Path]:
+def _local(given: Path | list[Path] | None) -> Path | list[Path] | None:
     """Refuse URLs as folders."""
-    return [local_path(folder, "use", ConfigError) for folder in folders]
+    if isinstance(given, list):
+        return [local_path(folder, "use", ConfigError) for folder in given]
+    return None if given is None else local_path(given, "use", ConfigError)
 
 
 def _option(help: str, metavar: str | None = None, **more: Any) -> Any:  # noqa: A002  as typer's
@@ -169,7 +166,7 @@ def plan(
 ) -> None:
     """Show what a run will do, without running it."""
     from stretto.cli import planning as verb
-    from stretto.cli.terminal import chart, progress
+    from stretto.cli.terminal import progress
     from stretto.config.checking import check_targets
     from stretto.config.plans import plan_of, prepare_checked
 
@@ -201,9 +198,9 @@ def plan(
             instead="set data.num_samples, or write last_batch: carry",
         )
     if plot is not None:
-        from stretto.report.pictures import draw_plan
+        from stretto.report.pictures import draw
 
-        draw_plan(planned, plot, unit=unit)
+        draw(planned, plot, unit=unit)
         typer.echo(f"drew {plot}", err=True)
     if against is not None:
         from stretto.report.ledger import compare
@@ -218,8 +215,6 @@ def plan(
         verb.print_json(planned.to_json())
     else:
         typer.echo(planned.table())
-        if sys.stdout.isatty():
-            typer.echo(f"\n{chart(planned)}")
 
 
 @app.command(
@@ -294,7 +289,6 @@ def find_batch_size(
         str | None,
         _option("Of --model: fp32, computed in bf16 (the default), or all in bf16.", "fp32|bf16"),
     ] = None,
-    plot: _Plot = None,
     as_json: _AsJson = False,
 ) -> None:
     """Find the largest micro-batch that a run has memory for, on this device or another."""
@@ -302,10 +296,6 @@ def find_batch_size(
     from stretto.cli.planning import print_json, read_arguments
     from stretto.cli.terminal import progress
 
-    if plot is not None:
-        from stretto.report.drawing import check_format
-
-        check_format(plot)
     asked: dict[str, Any] = {
         "world_size": world_size,
         "shard": shard,
@@ -351,13 +341,6 @@ def find_batch_size(
         print_json(answer.plain)
     else:
         typer.echo(answer.text)
-    if plot is not None:
-        if answer.of_device is None:
-            raise ConfigError.bad("--plot", str(plot), "a table has no picture", "leave it out")
-        from stretto.report.memory import draw_memory
-
-        draw_memory(answer.of_device, plot)
-        typer.echo(f"drew {plot}", err=True)
 
 
 @app.command(epilog=_examples("report runs/a", "report runs/a runs/b --html page.html"))
@@ -367,7 +350,7 @@ def report(
         typer.Argument(
             metavar="RUN_FOLDER...",
             help="Folders of runs; or a report of 'phantomgpu run --json', with --html.",
-            callback=_all_local,
+            callback=_local,
         ),
     ],
     *,
@@ -397,14 +380,14 @@ def report(
         return
     typer.echo("\n\n".join(run_table(one, folder) for folder, one in found.items()))
     if plot is not None:
-        from stretto.report.pictures import draw_run
+        from stretto.report.pictures import draw
 
         if len(paths) > 1:
             why = "a picture shows one run"
             raise ConfigError.bad(
                 "--plot", str(plot), why, "write --html to lay runs over each other"
             )
-        draw_run(paths[0], plot, unit=unit)
+        draw(paths[0], plot, unit=unit)
         typer.echo(f"drew {plot}", err=True)
 
 

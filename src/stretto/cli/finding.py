@@ -28,14 +28,12 @@ class Found(NamedTuple):
 
     text: str
     plain: Any
-    of_device: Answer | None = None
-    """The answer for one device, which can be drawn."""
 
     @classmethod
     def of(cls, answer: Answer, **more: object) -> Found:
         """Return the answer for one device."""
         text = f"{memory_table(answer)}\n\n{answer}".lstrip()
-        return cls(text, more | _to_record(answer), answer)
+        return cls(text, more | _to_record(answer))
 
     @classmethod
     def table(cls, rows: list[tuple[Mapping[str, object], Answer | None]]) -> Found:

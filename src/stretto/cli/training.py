@@ -30,6 +30,7 @@ from stretto.planning import UnknownSizes, bound_of
 from stretto.run_folder import LEDGER, RUN_FILE, replace_file
 from stretto.timing import TimeUnit
 from stretto.training import Callback
+from stretto.training.checkpointing.records import unwritable
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
 from stretto.training.logs.console import show_metrics, show_position, show_seconds
 from stretto.training.loop import exit_code
@@ -109,7 +110,7 @@ class Notes(Callback):
         """Write the whole run file, once the folder is known to be this run's.
 
         Raises:
-            ConfigError: the folder cannot be written to.
+            TrainingError: the folder cannot be written to.
         """
         if not run.is_first_rank or run.folder is None or self.trainer is None:
             return
@@ -117,11 +118,7 @@ class Notes(Callback):
         try:
             replace_file(run.folder / RUN_FILE, text)
         except OSError as error:
-            raise ConfigError.cannot(
-                f"keep the run in {run.folder}",
-                why=(error.strerror or str(error)).lower(),
-                instead="name a folder that can be written to with --folder",
-            ) from None
+            raise unwritable(run.folder, error) from None
 
     def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
         """Keep the metrics."""

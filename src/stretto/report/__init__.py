@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stretto.report.ledger import Comparison, Difference, compare
-from stretto.report.pictures import draw_plan
+from stretto.report.pictures import draw
 from stretto.report.run import RunMetrics, read_metrics, run_table
 from stretto.run_folder import LedgerRow, read_ledger
 
@@ -13,7 +13,7 @@ __all__ = [
     "LedgerRow",
     "RunMetrics",
     "compare",
-    "draw_plan",
+    "draw",
     "read_ledger",
     "read_metrics",
     "run_table",

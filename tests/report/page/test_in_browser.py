@@ -380,56 +380,23 @@ class TestLive:
         yield started
         started.close()
 
-    @staticmethod
-    def rows(n: int, start: int, batches: list[float]) -> dict[str, Any]:
-        units: dict[str, Any] = {unit: [b * 10 for b in batches] for unit in UNITS}
-        return {
-            "name": "a",
-            "clock": {**units, "ba": batches, "tok": [None] * len(batches)},
-            "series": [
-                {
-                    "name": "train/loss",
-                    "panel": "loss",
-                    "planned": False,
-                    "rows": list(range(start, start + n)),
-                    "values": [1.0, None][:n],
-                }
-            ],
-            "events": [{"row": start, "kind": "out_of_memory", "attempt": 2, "text": "32 to 16"}],
-        }
-
-    def test_new_rows_keep_the_zoom(self, seen: Seen, server: LiveServer) -> None:
-        page = seen.go(server.address)
-        page.evaluate("strettoPage.zoomTo(100, 300)")
-        seen.frames()
-        before = view(page), zoom(page)
-        n = page.evaluate("strettoPage.runs[0].n")
-        server.messages.put(("rows", self.rows(2, n, [810, 820])))
-        seen.until(f"strettoPage.runs[0].n === {n + 2}")
-        assert (view(page), zoom(page)) == before
-        assert page.locator("#live").text_content() == "live"
-        page.locator("#whole").click()
-        seen.frames()
-        assert view(page) == [0, 820]
-        assert page.evaluate("[...strettoPage.panels[0].traces[0].x.slice(-2)]") == [810, 820]
-        asked = {url for url in seen.requests if not url.startswith("data:")}
-        assert asked == {server.address, server.address + "events"}
-
-    def test_rows_behind_those_of_a_plan_are_sorted(self, seen: Seen, server: LiveServer) -> None:
+    def test_new_rows_keep_what_is_looked_at(self, seen: Seen, server: LiveServer) -> None:
         page = seen.go(server.address)
         page.evaluate("strettoPage.zoomTo(100, 300)")
         seen.frames()
         before = view(page)
+        page.locator("#legend button").focus()
         n = page.evaluate("strettoPage.runs[0].n")
-        server.messages.put(("rows", self.rows(2, n, [205.5, 207.5])))
-        seen.until(f"strettoPage.runs[0].n === {n + 2}")
-        server.messages.put(("rows", self.rows(1, n + 2, [209.5])))
-        seen.until(f"strettoPage.runs[0].n === {n + 3}")
-        ba = page.evaluate("[...strettoPage.runs[0].clock.ba]")
-        assert ba == sorted(ba)
-        event = page.evaluate("strettoPage.runs[0].events.at(-1).row")
-        assert ba[event] == 209.5
+        server.messages.put(("run", payloads.run("a", points=80)))
+        seen.until(f"strettoPage.runs[0].n > {n}")
         assert view(page) == pytest.approx(before, rel=1e-12)
+        assert page.evaluate("document.activeElement.parentElement.id") == "legend"
+        assert page.locator("#live").text_content() == "live"
+        page.keyboard.press("Enter")
+        assert page.locator("#legend button").get_attribute("aria-pressed") == "false"
+        assert not page.evaluate("strettoPage.runs[0].shown")
+        asked = {url for url in seen.requests if not url.startswith("data:")}
+        assert asked == {server.address, server.address + "events"}
 
     def test_a_run_that_was_not_read_is_asked_for_when_it_is_chosen(
         self, seen: Seen, server: LiveServer

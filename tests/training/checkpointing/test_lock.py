@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -136,3 +137,27 @@ def test_a_lock_names_this_machine_only_while_it_is_held(tmp_path: Path) -> None
     with locked(tmp_path):
         assert str(os.getpid()) in (tmp_path / LOCK).read_text()
     assert (tmp_path / LOCK).read_text() == ""
+
+
+@pytest.mark.parametrize("kind", ["hard links", "a link", "a pipe"])
+def test_a_copy_without_links_can_be_used_as_the_error_says(kind: str, tmp_path: Path) -> None:
+    folder, new = tmp_path / "a run", tmp_path / "new"
+    folder.mkdir()
+    if kind == "hard links":  # as `cp -al` makes them
+        (tmp_path / "other").touch()
+        (folder / LOCK).hardlink_to(tmp_path / "other")
+    elif kind == "a link":
+        (tmp_path / "other").mkdir()
+        (folder / "checkpoints").symlink_to(tmp_path / "other")
+    else:
+        os.mkfifo(folder / LOCK)
+    with pytest.raises(TrainingError) as caught, locked(folder):
+        pass
+    instead = str(caught.value.message.instead)
+    if kind == "a pipe":
+        assert instead.startswith("move it away")
+        return
+    command = instead.split("'", 1)[1].rpartition("', and")[0]
+    subprocess.run([*shlex.split(command)[:-1], str(new)], check=True)
+    with locked(new):
+        pass

@@ -554,6 +554,19 @@ def test_two_runs_at_one_address_delete_none_of_each_others_copies(
             run(problem, tmp_path / other, url=url).resume("auto")
 
 
+def test_a_copy_whose_records_cannot_be_read_is_not_deleted(tmp_path: Path) -> None:
+    """It may be another run's: its list is ahead of its files."""
+    store = UrlStore(str(tmp_path / "bucket"))
+    theirs = checkpoint_of_run(tmp_path / "other", 8, "theirs")
+    store.write(f"{theirs.name}-00000000", theirs)
+    (tmp_path / "bucket" / f"{theirs.name}-00000000" / "state.json").rename(tmp_path / "late")
+    uploader = Uploader(store, keep=1)
+    uploader.submit(checkpoint_of_run(tmp_path / "own", 16, "ours"), [])
+    uploader.close()
+    assert uploader.missing is None
+    assert f"{theirs.name}-00000000" in store.list()
+
+
 def test_copies_whose_manifests_are_gone_are_no_reason_to_begin_anew(
     problem: Make, tmp_path: Path
 ) -> None:

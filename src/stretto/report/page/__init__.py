@@ -16,8 +16,6 @@ from typing import Any
 from stretto._location import read_plain
 from stretto.errors import ConfigError, DataError
 from stretto.report.page.reading import (
-    Reader,
-    memory_of,
     plan_data,
     read,
     read_or_problem,
@@ -27,7 +25,6 @@ from stretto.report.page.series import RunData, base64_of, encoded
 from stretto.run_folder import replace_file
 
 __all__ = [
-    "Reader",
     "RunData",
     "build",
     "memory_payload",
@@ -67,9 +64,7 @@ def memory_payload(path: Path) -> dict[str, Any]:
         DataError: the file is no such report.
     """
     try:
-        timeline = memory_of(json.loads(read_plain(path)))
-        if timeline is None:
-            raise KeyError("timeline")
+        timeline = json.loads(read_plain(path))["timeline"]
         memory = {
             "title": str(timeline["title"]),
             "limit_bytes": timeline["limit_bytes"],

@@ -52,7 +52,7 @@ function readRun(raw) {
   const clock = {};
   for (const [unit] of AXES) if (raw.clock[unit] != null) clock[unit] = decode(raw.clock[unit], Float64Array);
   const n = Object.values(clock)[0]?.length ?? 0;
-  return {...raw, n, clock, smooth: {}, series: (raw.series ?? []).map(readSeries), events: raw.events ?? [], shown: true, sent: null};
+  return {...raw, n, clock, smooth: {}, series: (raw.series ?? []).map(readSeries), events: raw.events ?? [], shown: true};
 }
 
 function readMemory(raw) {  // a step on the phantom as a run whose clock counts events, its categories one above the other
@@ -67,62 +67,6 @@ function readMemory(raw) {  // a step on the phantom as a run whose clock counts
   const facts = [["peak", quantity(raw.peak_bytes, "bytes")]].concat(raw.limit_bytes == null ? [] : [["memory of the card", quantity(raw.limit_bytes, "bytes")]]);
   return {name: raw.title, kind: "memory", n, clock, smooth: {}, series, events: (raw.marks ?? []).map(mark => ({row: mark.at, kind: "mark", text: mark.text})),
     facts, limit: raw.limit_bytes, shown: true};
-}
-
-const unknown = n => new Float64Array(n).fill(NaN);
-function join(first, second) {
-  const Type = first.constructor === second.constructor ? first.constructor : Float64Array, out = new Type(first.length + second.length);
-  out.set(first);
-  out.set(second, first.length);
-  return out;
-}
-
-function appendRows(run, message) {
-  const added = message.clock.ba.length;
-  // A plan's rows lie ahead of the new ones: the server counts rows as it sent them, the page keeps them sorted.
-  const sent = run.sent ?? Int32Array.from({length: run.n}, (_, i) => i);
-  run.sent = join(sent, Int32Array.from({length: added}, (_, i) => run.n + i));
-  for (const unit of new Set([...Object.keys(run.clock), ...Object.keys(message.clock)])) {
-    run.clock[unit] = join(run.clock[unit] ?? unknown(run.n), decode(message.clock[unit], Float64Array) ?? unknown(added));
-  }
-  run.n += added;
-  run.smooth = {};
-  for (const raw of message.series ?? []) {
-    const more = readSeries(raw);
-    more.rows = more.rows.map(row => run.sent[row]);
-    const known = run.series.find(s => s.name === raw.name && s.panel === raw.panel && Boolean(s.planned) === Boolean(raw.planned));
-    if (!known) run.series.push(more);
-    else for (const part of ["low", "high", "values", "rows"]) if (known[part] || more[part])
-      known[part] = join(known[part] ?? unknown(known.rows.length), more[part] ?? unknown(more.rows.length));
-  }
-  run.events.push(...(message.events ?? []).map(event => ({...event, row: run.sent[event.row]})));
-  sortRows(run);
-}
-
-function sortRows(run) {
-  const {ba} = run.clock;
-  if (ba.every((v, i) => i === 0 || v >= ba[i - 1])) return;
-  const order = Int32Array.from({length: run.n}, (_, i) => i).sort((a, b) => ba[a] - ba[b] || a - b), place = new Int32Array(run.n);
-  order.forEach((from, to) => { place[from] = to; });
-  const holds = state.zoom?.run === run.name ? [at(run, "ba", state.zoom.from), at(run, "ba", state.zoom.to)] : null;
-  for (const unit of Object.keys(run.clock)) run.clock[unit] = Float64Array.from(order, row => run.clock[unit][row]);
-  for (const s of run.series) s.rows = s.rows.map(row => place[row]);
-  for (const event of run.events) event.row = place[event.row];
-  run.sent = run.sent.map(row => place[row]);
-  pace(run);
-  run.smooth = {};
-  if (holds) Object.assign(state.zoom, {from: rowAt(run, "ba", holds[0]), to: rowAt(run, "ba", holds[1])});
-}
-
-function pace(run) {  // rows that only a plan has get their times anew, from the samples and times of the others
-  const done = new Set(run.events.map(event => event.row)), {sp} = run.clock;
-  for (const s of run.series) if (!s.planned) for (const row of s.rows) done.add(row);
-  const known = Int32Array.from(done).sort(), samples = Float64Array.from(known, row => sp[row]);
-  for (const times of [run.clock.sec, run.clock.utc]) if (times && samples.at(-1) > samples[0]) for (let row = 0; row < run.n; row++) {
-    if (done.has(row)) continue;
-    const i = above(samples, sp[row]), [a, b] = i === 0 || i === known.length ? [known[0], known.at(-1)] : [known[i - 1], known[i]];
-    times[row] = times[a] + (sp[row] - sp[a]) / (sp[b] - sp[a]) * (times[b] - times[a]);
-  }
 }
 
 // ---- rows and units: the view is kept in rows of one run, so that no switch of the axis changes it
@@ -813,17 +757,21 @@ function setTheme() {
 }
 
 // ---- live
-function take(raw) {
-  const run = readRun(raw), index = runs.findIndex(other => other.name === run.name);
-  if (index < 0) runs.push(run);
-  else {
-    const kept = state.zoom?.run === run.name ? viewRange() : null;
-    run.shown = runs[index].shown;
-    runs[index] = run;
-    if (kept && run.n && run.clock[state.axis]) Object.assign(state.zoom, {from: rowAt(run, state.axis, kept[0]), to: rowAt(run, state.axis, kept[1])});
+function take(raw) {  // a run that is new, or has changed: what is pressed, scrolled or zoomed stays
+  const run = readRun(raw), known = named(run.name), text = one => JSON.stringify([one.facts, one.stages, one.problem]);
+  if (!known) {
+    runs.push(run);
+    layLegend();
+    layText();
+    return;
   }
-  layLegend();
-  layText();
+  const isSaid = text(known) === text(run), kept = state.zoom?.run === run.name ? viewRange() : null, x = state.cursor?.run === run.name ? cursorX() : null;
+  Object.assign(known, run, {shown: known.shown});
+  if (run.n && run.clock[state.axis]) {
+    if (kept) Object.assign(state.zoom, {from: rowAt(known, state.axis, kept[0]), to: rowAt(known, state.axis, kept[1])});
+    if (x != null) state.cursor.row = rowAt(known, state.axis, x);
+  }
+  if (!isSaid) layText();
 }
 
 function offer(names) {  // runs that were not read yet: one is read when it is chosen
@@ -850,7 +798,6 @@ function listen() {
   source.addEventListener("error", () => say("connection lost, trying again", true));
   source.addEventListener("run", receive(take));
   source.addEventListener("others", event => offer(JSON.parse(event.data).names));
-  source.addEventListener("rows", receive(message => { const run = named(message.name); if (run) appendRows(run, message); }));
 }
 
 recall(layAxis());

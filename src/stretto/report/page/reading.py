@@ -1,12 +1,13 @@
-"""Read the folder of a run, or a plan, into series, events and a table; again while it grows."""
+"""Read the folder of a run, or a plan, into series, events and a table."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from stretto.run_folder import (
     LEDGER_COLUMNS,
     METRICS,
     PLAN,
-    Tail,
+    complete_text,
     parsed_event,
     parsed_ledger,
     parsed_metrics,
@@ -45,6 +46,8 @@ PANELS = {
 }
 UNFIT = (TypeError, LookupError, ValueError, AttributeError, ArithmeticError)
 """What a `plan.json` that is not one raises."""
+FILES = (METRICS, LEDGER, EVENTS)
+"""A folder with one of these is a run."""
 MOST_STAGES = 200
 MOST_EVENTS = 2_000
 """Of one kind; of more, evenly spaced ones are shown."""
@@ -57,181 +60,122 @@ def read(folder: str | Path) -> RunData:
     Raises:
         DataError: the folder has no file of a run.
     """
-    reader = Reader(local_path(folder, "read the run in", DataError))
-    return reader.read()
+    path = local_path(folder, "read the run in", DataError)
+    try:
+        with np.errstate(all="ignore"):
+            return _read(path)
+    except DataError:
+        raise
+    except (*UNFIT, OSError, MemoryError) as error:  # the content of a foreign file
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise unreadable(path, why) from error
 
 
 def read_or_problem(folder: Path) -> RunData:
     """Return what the files of a run say, or why that cannot be read: it does not hide others."""
     try:
-        return Reader(folder).read()
+        return read(folder)
     except DataError as error:
-        return RunData(folder.name or folder.resolve().name, "run", problem=str(error.message.why))
+        return RunData(_name(folder), "run", problem=str(error.message.why))
 
 
-@contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    """Turn what the content of a foreign file may raise into a `DataError`."""
-    try:
-        with np.errstate(all="ignore"):
-            yield
-    except DataError:
-        raise
-    except (*UNFIT, OSError, MemoryError) as error:
-        why = getattr(error, "strerror", None) or first_line(error)
-        raise unreadable(folder, why) from error
+def _name(folder: Path) -> str:
+    return folder.name or folder.resolve().name
 
 
-@final
-class Reader:
-    """Reads the files of one run: `read` everything, then `more`.
+def _read(folder: Path) -> RunData:
+    if not any((folder / name).is_file() for name in FILES):
+        raise unreadable(folder, f"it has none of {', '.join(FILES)}")
+    plan = read_json(folder / PLAN)
+    metrics, text, noted = (complete_text(folder / name) for name in FILES)
+    events = [one for one in map(parsed_event, noted.splitlines()) if one]
+    lines = [one for one in map(parsed_metrics, metrics.splitlines()) if one]
+    begun = [one for one in events if one["event"] in ("start", "resume")]
+    starts = np.array([(one["sp"], one["sec"], one["utc"]) for one in begun], np.float64)
+    header, _, rows = text.partition("\n")
+    columns = header.strip().split(",")
+    is_ledger = set(FIRST_COLUMNS) <= set(columns)
+    ledger = parsed_ledger(columns, rows) if is_ledger else {}
+    clock = _timed(_rows(lines), starts, is_after=True)
+    run = RunData(_name(folder), "run", _of_ledger(ledger, clock, starts, plan))
+    run.series += _of_lines(
+        lines, clock, without={*columns, *(["batch_size"] if is_ledger else [])}
+    )
+    if ledger and not any("samples_per_second" in one for one in lines):
+        run.series += _rates(run.series, ledger)
+    given = [one["facts"] for one in events if isinstance(one.get("facts"), dict)]
+    run.events = [
+        {**one, "clock": np.array([float(one[unit]) for unit in UNITS])} for one in _fewer(events)
+    ]
+    facts = given[-1] if given else {}
+    run.series = [*planned_series(plan, is_main=False), *run.series]
+    run.facts = [[str(name).replace("_", " "), str(value)] for name, value in facts.items()]
+    run.columns, run.stages = stages_of(plan, run)
+    return run
 
-    Args:
-        folder: the run folder.
-        name: how the page calls the run; by default, as its folder.
-    """
 
-    def __init__(self, folder: Path, name: str | None = None) -> None:
-        self.folder = folder
-        self.name = name or folder.name or folder.resolve().name
-        self._start()
+def stamp(folder: Path) -> tuple[object, ...]:
+    """Return what changes when a file of a run does."""
+    found: list[object] = []
+    for name in (*FILES, PLAN):
+        with suppress(OSError):
+            at = (folder / name).stat()
+            found.append((name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns))
+    return tuple(found)
 
-    def _start(self) -> None:
-        self._tails = {name: Tail(self.folder / name) for name in (METRICS, LEDGER, EVENTS)}
-        self._columns: list[str] = []
-        self._attempts: list[tuple[float, float, float]] = []
-        self._known: list[Numbers] = [np.zeros((1, len(UNITS)))]
-        self._plan: Any = None
 
-    def was_cut(self) -> bool:
-        """Whether a file is shorter than before, so that all must be read again."""
-        return any(tail.was_cut() for tail in self._tails.values())
+def _of_ledger(
+    ledger: Mapping[str, Numbers], known: Numbers, starts: Numbers, plan: Any
+) -> list[Series]:
+    """Return the series of a ledger; a last point ends each with the last batch."""
+    if not ledger or not len(ledger["batch"]):
+        return []
+    clock = np.full((len(ledger["batch"]) + 1, len(UNITS)), np.nan)
+    for unit, name in (("ba", "batch"), ("sp", "sample"), ("tok", "token"), ("sec", "sec")):
+        if name in ledger:
+            clock[:-1, UNITS.index(unit)] = ledger[name]
+    clock[-1, :3] = [
+        ledger["batch"][-1] + 1,
+        ledger["sample"][-1] + ledger["size"][-1],
+        ledger["token"][-1] + ledger["tokens"][-1],
+    ]
+    known = np.concatenate([np.zeros((1, len(UNITS))), known])
+    samples, first = np.unique(known[:, 1], return_index=True)
+    for unit in ("ep", "dur", "sec"):
+        column = clock[:, UNITS.index(unit)]
+        lacks = np.isnan(column) & (clock[:, 1] <= samples[-1])
+        column[lacks] = np.interp(clock[lacks, 1], samples, known[first, UNITS.index(unit)])
+    size = _number(plan, "dataset_num_samples")
+    if size:
+        clock[:, UNITS.index("ep")] = clock[:, 1] / size
+    clock = _timed(clock, starts, is_after=False)
 
-    @property
-    def stamp(self) -> tuple[Any, ...]:
-        """The sizes of the files; another one if they changed."""
-        return tuple(tail.look() for tail in (*self._tails.values(), Tail(self.folder / PLAN)))
+    def series(name: str, column: str, panel: str, label: str) -> Series:
+        values = np.append(ledger[column], ledger[column][-1])
+        return Series(name, panel, label, clock, values, step=True)
 
-    def has_new(self) -> bool:
-        """Whether a file has grown."""
-        return any(tail.has_new() for tail in self._tails.values())
+    size_column = "decided_size" if "decided_size" in ledger else "size"
+    found = [
+        series("batch_size", size_column, "batch_size", PANELS["batch_size"]),
+        series("accumulation", "micro_batches", "accumulation", PANELS["accumulation"]),
+    ]
+    for name in ledger:
+        if name not in LEDGER_COLUMNS:
+            panel = "lr" if name.partition("@")[0] == "lr" else name
+            found.append(series(name, name, panel, show_name(name)))
+    return found
 
-    def read(self) -> RunData:
-        """Return the whole run.
 
-        Raises:
-            DataError: the folder has no file of a run.
-        """
-        with _readable(self.folder):
-            return self._read()
-
-    def _read(self) -> RunData:
-        if not any((self.folder / name).is_file() for name in self._tails):
-            raise unreadable(self.folder, f"it has none of {', '.join(self._tails)}")
-        self._start()
-        self._plan = read_json(self.folder / PLAN)
-        run = self._more()
-        planned = planned_series(self._plan, is_main=False)
-        given = [one["facts"] for one in run.events if isinstance(one.get("facts"), dict)]
-        facts = given[-1] if given else {}
-        run.series = [*planned, *run.series, *_predicted(facts, run)]
-        run.facts = [[str(name).replace("_", " "), str(value)] for name, value in facts.items()]
-        run.columns, run.stages = stages_of(self._plan, run)
-        return run
-
-    def more(self) -> RunData:
-        """Return what is new since the last call.
-
-        Raises:
-            DataError: it cannot be read.
-        """
-        with _readable(self.folder):
-            return self._more()
-
-    def _more(self) -> RunData:
-        events = [one for one in map(parsed_event, self._tails[EVENTS].read()) if one]
-        ledger = self._ledger()
-        lines = [one for one in map(parsed_metrics, self._tails[METRICS].read()) if one]
-        self._attempts += [
-            (one["sp"], one["sec"], one["utc"])
-            for one in events
-            if one["event"] in ("start", "resume")
-        ]
-        clock = self._timed(_rows(lines), is_after=True)
-        if len(clock):
-            self._known.append(clock[:: max(1, len(clock) // 20_000)])
-            self._known.append(clock[-1:])
-        known = {*self._columns, *(["batch_size"] if self._columns else [])}
-        run = RunData(self.name, "run", self._of_ledger(ledger))
-        run.series += _of_lines(lines, clock, without=known)
-        if ledger and not any("samples_per_second" in one for one in lines):
-            run.series += _rates(run.series, ledger)
-        for one in events:
-            own = np.array([[float(one[unit]) for unit in UNITS]])
-            run.events.append({**one, "clock": own[0]})
-        run.events = _fewer(run.events)
-        return run
-
-    def _ledger(self) -> Mapping[str, Numbers]:
-        block = self._tails[LEDGER].read_block()
-        if not self._columns:
-            header, _, block = block.partition("\n")
-            self._columns = header.strip().split(",") if header else []
-        if not set(FIRST_COLUMNS) <= set(self._columns):
-            return {}
-        return parsed_ledger(self._columns, block)
-
-    def _of_ledger(self, ledger: Mapping[str, Numbers]) -> list[Series]:
-        """Return the series of a ledger; a last point ends each with the last batch."""
-        if not ledger or not len(ledger["batch"]):
-            return []
-        clock = np.full((len(ledger["batch"]) + 1, len(UNITS)), np.nan)
-        for unit, name in (("ba", "batch"), ("sp", "sample"), ("tok", "token"), ("sec", "sec")):
-            if name in ledger:
-                clock[:-1, UNITS.index(unit)] = ledger[name]
-        clock[-1, :3] = [
-            ledger["batch"][-1] + 1,
-            ledger["sample"][-1] + ledger["size"][-1],
-            ledger["token"][-1] + ledger["tokens"][-1],
-        ]
-        known = np.concatenate(self._known)
-        samples, first = np.unique(known[:, 1], return_index=True)
-        for unit in ("ep", "dur", "sec"):
-            column = clock[:, UNITS.index(unit)]
-            lacks = np.isnan(column) & (clock[:, 1] <= samples[-1])
-            there = known[first, UNITS.index(unit)]
-            column[lacks] = np.interp(clock[lacks, 1], samples, there)
-        size = _number(self._plan, "dataset_num_samples")
-        if size:
-            clock[:, UNITS.index("ep")] = clock[:, 1] / size
-        clock = self._timed(clock, is_after=False)
-
-        def series(name: str, column: str, panel: str, label: str) -> Series:
-            values = np.append(ledger[column], ledger[column][-1])
-            return Series(name, panel, label, clock, values, step=True)
-
-        size_column = "decided_size" if "decided_size" in ledger else "size"
-        found = [
-            series("batch_size", size_column, "batch_size", PANELS["batch_size"]),
-            series("accumulation", "micro_batches", "accumulation", PANELS["accumulation"]),
-        ]
-        for name in self._columns:
-            if name not in LEDGER_COLUMNS:
-                panel = "lr" if name.partition("@")[0] == "lr" else name
-                found.append(series(name, name, panel, show_name(name)))
-        return found
-
-    def _timed(self, clock: Numbers, *, is_after: bool) -> Numbers:
-        """Fill in the time of day: that of the start of the attempt, and the seconds since."""
-        if not self._attempts or not len(clock):
-            return clock
-        # A resume cuts away what came after its position: the last attempt before a row wrote it.
-        starts: Numbers = np.array(self._attempts)
-        lowest = np.minimum.accumulate(starts[::-1, 0])[::-1]
-        which = np.searchsorted(lowest, clock[:, 1], side="left" if is_after else "right")
-        which = np.maximum(which - 1, 0)
-        clock[:, 6] = starts[which, 2] + clock[:, 5] - starts[which, 1]
+def _timed(clock: Numbers, starts: Numbers, *, is_after: bool) -> Numbers:
+    """Fill in the time of day: that of the start of the attempt, and the seconds since."""
+    if not len(starts) or not len(clock):
         return clock
+    # A resume cuts away what came after its position: the last attempt before a row wrote it.
+    lowest = np.minimum.accumulate(starts[::-1, 0])[::-1]
+    which = np.searchsorted(lowest, clock[:, 1], side="left" if is_after else "right")
+    which = np.maximum(which - 1, 0)
+    clock[:, 6] = starts[which, 2] + clock[:, 5] - starts[which, 1]
+    return clock
 
 
 def _rows(lines: Sequence[Mapping[str, float]]) -> Numbers:
@@ -282,19 +226,6 @@ def _rates(series: Sequence[Series], ledger: Mapping[str, Numbers]) -> list[Seri
     return [Series("samples_per_second", panel, label, clock[rows[1:]], values, unit=unit)]
 
 
-def _predicted(facts: Mapping[str, Any], run: RunData) -> list[Series]:
-    amount = facts.get("predicted_memory_bytes")
-    measured = next((one for one in run.series if one.panel == "memory"), None)
-    if not isinstance(amount, (int, float)) or measured is None or not len(measured.clock):
-        return []
-    clock = measured.clock[[0, -1]]
-    label = "predicted peak of a step"
-    values = np.full(2, float(amount))
-    return [
-        Series("predicted_memory", "memory", label, clock, values, True, True, unit="bytes")  # noqa: FBT003
-    ]
-
-
 def planned_series(plan: Any, *, is_main: bool = True) -> list[Series]:
     """Return the series of a plan, as `plan_record` writes it; none if it is not one.
 
@@ -330,19 +261,10 @@ def planned_series(plan: Any, *, is_main: bool = True) -> list[Series]:
         return []
     if is_main:
         return found
-    return [_beside(one) for one in found]
-
-
-def _beside(one: Series) -> Series:
-    return Series(
-        f"planned/{one.name}",
-        one.panel,
-        f"{one.label}, planned",
-        one.clock,
-        one.values,
-        step=one.step,
-        planned=True,
-    )
+    return [
+        replace(one, name=f"planned/{one.name}", label=f"{one.label}, planned", planned=True)
+        for one in found
+    ]
 
 
 def _planned_row(at: Mapping[str, Any]) -> list[float]:
@@ -431,12 +353,6 @@ def show_name(name: str) -> str:
     return f"{said} of {group}" if group else said
 
 
-def memory_of(report: Any) -> Mapping[str, Any] | None:
-    """Return the timeline in a report of `phantomgpu run --json`; None if it has none."""
-    found = report.get("timeline") if isinstance(report, dict) else None
-    return found if isinstance(found, dict) else None
-
-
 def runs_in(folder: Path, known: Collection[Path] = ()) -> list[Path]:
     """Return the run folders in a folder, or itself if it is one.
 
@@ -444,8 +360,7 @@ def runs_in(folder: Path, known: Collection[Path] = ()) -> list[Path]:
         folder: the folder.
         known: those of an earlier call, whose files are not looked for again.
     """
-    names = (METRICS, LEDGER, EVENTS)
-    if any((folder / name).is_file() for name in names):
+    if any((folder / name).is_file() for name in FILES):
         return [folder]
     try:
         with os.scandir(folder) as entries:
@@ -454,7 +369,7 @@ def runs_in(folder: Path, known: Collection[Path] = ()) -> list[Path]:
         return []
     paths = [folder / name for name in inside]
     return [
-        path for path in paths if path in known or any((path / name).is_file() for name in names)
+        path for path in paths if path in known or any((path / name).is_file() for name in FILES)
     ]
 
 

@@ -113,12 +113,14 @@ def encoded(run: RunData) -> dict[str, Any]:
                 for unit, column in zip(UNITS, table.T, strict=True)
             },
         },
-        "series": [
-            described(one, _base64(rows, "<u4"), _values)
-            for one, rows in zip(series, places, strict=False)
-        ],
+        "series": [_described(*pair) for pair in zip(series, places, strict=False)],
         "events": [
-            shown_event(event, int(rows[0]))
+            {
+                "row": int(rows[0]),
+                "kind": event["event"],
+                "attempt": event["attempt"],
+                "text": event["text"],
+            }
             for event, rows in zip(run.events, places[len(series) :], strict=True)
         ],
         "stages": {"columns": list(run.columns), "rows": run.stages},
@@ -127,7 +129,7 @@ def encoded(run: RunData) -> dict[str, Any]:
     }
 
 
-def described(one: Series, rows: Any, encode: Any) -> dict[str, Any]:
+def _described(one: Series, rows: Rows) -> dict[str, Any]:
     """Return a series with its rows and values as JSON."""
     ends = {"low": one.low, "high": one.high}
     return {
@@ -137,16 +139,10 @@ def described(one: Series, rows: Any, encode: Any) -> dict[str, Any]:
         "step": one.step,
         "planned": one.planned,
         "unit": one.unit,
-        "rows": rows,
-        "values": encode(one.values),
-        **{name: encode(values) for name, values in ends.items() if values is not None},
+        "rows": _base64(rows, "<u4"),
+        "values": _values(one.values),
+        **{name: _values(values) for name, values in ends.items() if values is not None},
     }
-
-
-def shown_event(event: dict[str, Any], row: int) -> dict[str, Any]:
-    """Return an event as JSON."""
-    kept = {"attempt": event["attempt"], "text": event["text"]}
-    return {"row": row, "kind": event["event"], **kept}
 
 
 def merged(clocks: Sequence[Numbers]) -> tuple[Numbers, list[Rows]]:

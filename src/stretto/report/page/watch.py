@@ -7,26 +7,16 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
-
 from stretto._optional import import_optional
-from stretto.errors import ConfigError, DataError
+from stretto.errors import ConfigError
 from stretto.report.page import build, payload
-from stretto.report.page.reading import Reader, newest, read_or_problem, runs_in
-from stretto.report.page.series import (
-    UNITS,
-    Numbers,
-    RunData,
-    described,
-    encoded,
-    filled,
-    merged,
-    shown_event,
-)
+from stretto.report.page.reading import newest, read_or_problem, runs_in, stamp
+from stretto.report.page.series import encoded
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -43,14 +33,12 @@ POLL_SECONDS = 0.5
 BEAT_SECONDS = 15.0
 MOST_READ = 30
 """Of more runs, so many that changed last are read, and others when they are chosen."""
-MOST_NEW_POINTS = 400
-"""Of a series in one message."""
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 @final
 class Feed:
-    """What one page has to be sent: each run once, then its new rows.
+    """What one page has to be sent: each run, and again when its files have changed.
 
     Args:
         folder: a run folder, or a folder of run folders. New ones are found.
@@ -63,11 +51,8 @@ class Feed:
         self._paths: list[Path] = []
         self._left: set[Path] | None = None
         """Runs that are not read; None before the first look."""
-        self._problems: dict[Path, tuple[Any, ...]] = {}
-        """How the files of runs were that cannot be read."""
-        self._readers: dict[Path, Reader] = {}
-        self._ends: dict[Path, Numbers] = {}
-        """The clock that the page has of each run."""
+        self._stamps: dict[Path, object] = {}
+        """How the files of each run were when it was sent."""
 
     def messages(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and data of each message that is due now."""
@@ -77,70 +62,13 @@ class Feed:
             self._left -= {self._folder / name for name in self._chosen}
         if self._left and self._paths != before:
             yield "others", {"names": [path.name for path in self._paths if path in self._left]}
-        paths = dict.fromkeys(path for path in self._paths if path not in self._left)
-        self._readers = {path: one for path, one in self._readers.items() if path in paths}
-        for path in paths:
-            found = self._message(path)
-            if found is not None:
-                yield found
-
-    def _message(self, path: Path) -> tuple[str, dict[str, Any]] | None:
-        if path in self._problems and self._problems[path] == Reader(path).stamp:
-            return None
-        reader = self._readers.get(path)
-        try:
-            if reader is not None and not reader.was_cut():
-                found = self._rows(path, reader.more()) if reader.has_new() else None
-                return None if found is None else ("rows", found)
-            self._readers[path] = reader = Reader(path)
-            run = reader.read()
-        except DataError as error:
-            self._readers.pop(path, None)
-            self._problems[path] = Reader(path).stamp
-            run = RunData(Reader(path).name, "run", problem=str(error.message.why))
-        record = encoded(run)
-        self._ends[path] = _clock_of(record)
-        return "run", record
-
-    def _rows(self, path: Path, run: RunData) -> dict[str, Any] | None:
-        """Return new rows, counted on from those of the page; None if there are none."""
-        series = [one.thinned(MOST_NEW_POINTS) for one in run.series if len(one.values)]
-        if not series and not run.events:
-            return None
-        # Rows of a plan lie ahead of these: the page sorts them in.
-        clocks = [one.clock for one in series] + [event["clock"][None] for event in run.events]
-        table, places = merged(clocks)
-        before = self._ends[path]
-        start, after = len(before), filled(np.concatenate([before, table]))
-        events = [
-            shown_event(event, int(rows[0]) + start)
-            for event, rows in zip(run.events, places[len(series) :], strict=True)
-        ]
-        self._ends[path] = after
-        return {
-            "name": run.name,
-            "clock": {
-                unit: _plain(column) for unit, column in zip(UNITS, after[start:].T, strict=True)
-            },
-            "series": [
-                described(one, (rows + start).tolist(), _plain)
-                for one, rows in zip(series, places, strict=False)
-            ],
-            "events": events,
-        }
-
-
-def _clock_of(record: Mapping[str, Any]) -> Numbers:
-    clock = record["clock"]
-    table = np.full((clock["n"], len(UNITS)), np.nan)
-    for index, unit in enumerate(UNITS):
-        if clock[unit] is not None:
-            table[:, index] = np.frombuffer(base64.b64decode(clock[unit]), "<f8")
-    return table
-
-
-def _plain(values: Numbers) -> list[float | None]:
-    return [value if np.isfinite(value) else None for value in values.tolist()]
+        sent, self._stamps = self._stamps, {}
+        for path in self._paths:
+            if path not in self._left:
+                # Before it is read: what comes meanwhile is sent the next time.
+                self._stamps[path] = now = stamp(path)
+                if sent.get(path) != now:
+                    yield "run", encoded(read_or_problem(path))
 
 
 def security_policy(page: str) -> str:
@@ -212,6 +140,7 @@ async def _stream(feed: Feed) -> AsyncIterator[str]:
     """Yield server-sent events as long as the page listens."""
     quiet = 0.0
     while True:
+        began = monotonic()
         found = await asyncio.to_thread(lambda: list(feed.messages()))
         for name, data in found:
             yield f"event: {name}\ndata: {json.dumps(data, allow_nan=False)}\n\n"
@@ -219,7 +148,8 @@ async def _stream(feed: Feed) -> AsyncIterator[str]:
         if quiet >= BEAT_SECONDS:  # so that a page that was closed is noticed
             quiet = 0.0
             yield ": still here\n\n"
-        await asyncio.sleep(POLL_SECONDS)
+        # Long runs take long to read: half of the time is left to others.
+        await asyncio.sleep(max(POLL_SECONDS, monotonic() - began))
 
 
 def serve(folder: Path, port: int) -> None:

@@ -90,10 +90,9 @@ def _check_one_run(store: Store, names: Sequence[str]) -> None:
 
 
 def run_ids(store: Store, names: Iterable[str]) -> dict[str, str | None]:
-    """Return of which run each copy is; None: it is damaged, or an older version wrote it."""
+    """Return of which run each copy is that can be read; None: an older version wrote it."""
     found: dict[str, str | None] = {}
     for name in names:
-        found[name] = None
         with suppress(DamagedError):
             found[name] = origin(store, name)[0]
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shlex
 import socket
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -11,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from stretto._location import NotPlainError, check_own, open_plain
+from stretto._location import NotPlainError, open_plain
 from stretto.errors import CheckpointError, StrettoError, TrainingError
 
 LOCK = "run.lock"
@@ -31,7 +33,9 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in OWN_FOLDERS:
-            check_own(folder / name)
+            if (folder / name).is_symlink():
+                why = "It is a link to another folder"
+                raise NotPlainError(errno.ELOOP, why, str(folder / name))
         file = open_plain(folder / LOCK, "a+b", buffering=0)
     except OSError as error:
         raise unwritable(folder, error) from error
@@ -105,13 +109,13 @@ def unwritable(folder: Path, error: OSError) -> TrainingError:
     """Return the error for a run folder that cannot be written to."""
     name = Path(os.fsdecode(error.filename or folder)).name
     why = (error.strerror or str(error)).lower()
-    return TrainingError.cannot(
-        f"keep a run in {folder}",
-        why=why if name == folder.name else f"{name}: {why}",
-        instead="put a copy of what it leads to in its place, or choose another folder"
-        if isinstance(error, NotPlainError)
-        else "choose a folder that can be written to",
-    )
+    instead = "choose a folder that can be written to"
+    if isinstance(error, NotPlainError):
+        instead = "move it away, or choose another folder"
+        if error.errno in (errno.ELOOP, errno.EMLINK):  # `cp -al` and archives make links
+            instead = f"copy the run with 'cp -rL {shlex.quote(str(folder))} NEW', and use NEW"
+    why = why if name == folder.name else f"{name}: {why}"
+    return TrainingError.cannot(f"keep a run in {folder}", why=why, instead=instead)
 
 
 def run_of(records: Mapping[str, Any]) -> str | None:

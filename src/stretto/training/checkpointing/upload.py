@@ -123,13 +123,14 @@ class Uploader:
         """Delete old copies, and later ones, which an attempt before this one has left."""
         names = [*self._store.list(), *self._written]
         self._runs |= run_ids(self._store, (name for name in names if name not in self._runs))
-        if len({self._runs[name] for name in names} - {None}) > 1:
+        unread = [name for name in names if name not in self._runs]  # it may be another run's
+        if len({self._runs.get(name) for name in names} - {None}) > 1:
             self._warn_once()
             return
         own = [name for name in dict.fromkeys(names) if position_of(name) <= newest]
         own.sort(key=position_of)  # stable: of one position, the last written stays last
         best = [name for name in own if position_of(name) in stay]
-        kept = {*own[-self._keep :], *best, self._written[-1]}
+        kept = {*own[-self._keep :], *best, *unread, self._written[-1]}
         self._store.keep(kept)
         self._written = [name for name in self._written if name in kept]
 
