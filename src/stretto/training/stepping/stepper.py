@@ -376,7 +376,8 @@ class Stepper:
         None: the weights did not change, because the gradient overflowed under loss scaling.
 
         Raises:
-            TrainingError: memory ran out. Some weights may have changed, so it is not repeated.
+            TrainingError: no parameter has a gradient; or memory ran out. Some weights may have
+                changed, so it is not repeated.
             CheckpointError: an optimizer cannot use the state that was loaded into it.
         """
         versions = [one._version for one in self._parameters] if self._is_new else None
@@ -393,8 +394,11 @@ class Stepper:
         self.resumed_from = None
         if versions is not None and info is not TrainStep.SKIPPED:
             self._is_new = False
-            if not had_gradients and versions == [one._version for one in self._parameters]:
-                self._check_gradients()
+            is_same = versions == [one._version for one in self._parameters]
+            if is_same and not (had_gradients or self._has_gradients()):
+                raise self._no_gradient(
+                    "after the first step, no parameter of its optimizers has a gradient"
+                )
         self._step.clear()
         if self.meter is not None:
             self.meter.forget()
@@ -414,17 +418,6 @@ class Stepper:
         if self.resumed_from is not None and isinstance(error, UNFIT):
             return unfit(self.resumed_from, optimizers, error)
         return None
-
-    def _check_gradients(self) -> None:
-        """Refuse a first update that changed nothing, if no parameter has a gradient after it.
-
-        Raises:
-            TrainingError: there is none.
-        """
-        if not self._has_gradients():
-            raise self._no_gradient(
-                "after the first step, no parameter of its optimizers has a gradient"
-            )
 
     def _no_gradient(self, why: str) -> TrainingError:
         return TrainingError.cannot(
