@@ -18,7 +18,7 @@ from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.batching.seesaw import Pair, paired
 from stretto.data import DataSpec, Step, StepLoader
-from stretto.data.mistakes import Mistakes, warn_of_peak
+from stretto.data.mistakes import Mistakes
 from stretto.data.spec import check_workers
 from stretto.data.weights import MicroBatchView, Units, weights_of
 from stretto.distributed.logged import Logged, Reduce
@@ -144,7 +144,7 @@ def prepare(
     )
     if optimizer is not None:
         run.bind(optimizer)
-        run.look_for_mistakes()
+        run.watch_loop()
     return run
 
 
@@ -216,7 +216,7 @@ class Run:
         self._plan: Plan | None = None
         self._state: Mapping[str, Any] | None = None
         self._ranks: Ranks | None = None
-        self._mistakes: Mistakes | None = None
+        self._loop: Mistakes | None = None
         """Looks at a loop of your own; None: at no other."""
         self._evaluate: Callable[[], dict[str, float]] | None = None
         self._triggers: dict[str, BoundTrigger] = dict(prepared.bound_triggers)
@@ -295,24 +295,16 @@ class Run:
     def _use(self, prepared: Prepared) -> None:
         self.prepared, self.horizon = prepared, prepared.horizon
 
-    def look_for_mistakes(self) -> None:
+    def watch_loop(self) -> None:
         """Look at the first steps of a loop of your own; warn of what is commonly forgotten."""
-        self._mistakes = Mistakes(self.optimizers, self._model)
-
-    def warn_of_peak(self) -> None:
-        """Warn if the learning rate is far below the optimizer's in the whole planned run."""
-        values = self.hyperparameters
-        plan = self.plan if self.is_scheduled and self.loader.world_size == 1 else None
-        if plan is None or not plan.num_batches or "lr" not in values.base:
-            return
-        few = range(0, plan.num_batches, -(-plan.num_batches // 64))
-        warn_of_peak((plan.values_at(one).get("lr", 0.0) for one in few), values.base["lr"])
+        self._loop = Mistakes(self.optimizers, self._model)
 
     def _warn(self) -> None:
         """Warn once of what is probably a mistake."""
         sizes, micro = self.prepared.sizes, self.micro_batch_size
         stages = () if sizes is None else sizes.stages
-        lines = [*mistakes_of(self.prepared.facts, sizes, stages)]
+        bound = self.hyperparameters.bound
+        lines = [*mistakes_of(self.prepared.facts, sizes, stages, bound)]
         modules = () if self._model is None else self._model.modules()
         norm = next((one for one in modules if isinstance(one, _BatchNorm)), None)
         if norm is not None and not isinstance(norm, nn.SyncBatchNorm):
@@ -425,14 +417,14 @@ class Run:
             is_shared = self._model is not None and self.loader.world_size > 1
             if is_shared and not all(one.weight for one in step.micro_batches):
                 step.around_dummy = partial(kept_buffers, self.model)
-            mistakes, scheduled = self._mistakes, self._scheduled
+            loop, scheduled = self._loop, self._scheduled
             row = None if scheduled is None else scheduled.row
-            if mistakes is not None:
-                mistakes.check_values(row)
+            if loop is not None:
+                loop.check_values(row)
             if scheduled is not None:
                 scheduled.apply(step.timestamp, step.batch_size)
-            if mistakes is not None:
-                mistakes.begin(step, row)
+            if loop is not None:
+                loop.begin(step, row)
         return step
 
     def finish(
@@ -467,13 +459,9 @@ class Run:
         self.is_open, self.due = False, _NOTHING
         assert self._loader is not None, "a step is open"
         after = self._loader.finish(tokens=tokens, seconds=seconds, signals=signals)
-        if self._mistakes is not None:
-            assert self.step is not None, "open"
-            is_first, is_done = self._mistakes.is_new, self.horizon.is_done(after)
+        if self._loop is not None:
             row = None if self._scheduled is None else self._scheduled.row
-            self._mistakes.finish(self.step, row, is_done=is_done)
-            if is_first:
-                self.warn_of_peak()
+            self._loop.finish(row, is_done=self.horizon.is_done(after))
         for read, tick in self._limits:
             if read(after) >= tick:
                 before, each = self._seen, self._triggers.items()
@@ -543,8 +531,6 @@ class Run:
         Raises:
             TrainingError: the batch has no unit.
         """
-        if self._mistakes is not None:
-            self._mistakes.note_weight()
         return weights_of(step, units, world_size=self.loader.world_size)
 
     @property
@@ -599,14 +585,15 @@ class Run:
         Raises:
             TrainingError: an optimizer has stepped since, so the step would be trained twice.
         """
-        if self.is_open and self._mistakes is not None and any(self._mistakes.updates):
+        if self.is_open and self._loop is not None and any(self._loop.updates):
             assert self.step is not None, "open"
             raise TrainingError.cannot(
                 f"save the state in the step at {self.step.timestamp.get('sp')}",
                 why="the optimizer has stepped, and after a resume the step would come again",
                 instead="call finish() first, then state_dict()",
             )
-        return {"version": _VERSION, "open": self.is_open, "loader": self.loader.state_dict()}
+        loader = self.loader.state_dict(again=True)
+        return {"version": _VERSION, "open": self.is_open, "loader": loader}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from where `state_dict` was called; with other ranks and micro-batches, too.

@@ -85,10 +85,10 @@ def test_other_periods_start_afresh() -> None:
         if step.batch_size == 4:
             break
     two = periodic(("5sp", 2), ("rest", 5))
-    two.load_state_dict(three.state_dict())
+    two.load_state_dict(three.state_dict(again=True))
     assert next(two).batch_size == 5
     other_inside = periodic(("5sp", 2), ("rest", Monotone(Fixed(6))))
-    other_inside.load_state_dict(two.state_dict())
+    other_inside.load_state_dict(two.state_dict(again=True))
     assert next(other_inside).batch_size == 6
 
 
@@ -100,7 +100,7 @@ def test_a_period_that_has_not_begun_may_become_another() -> None:
             break
     before.finish()
     after = periodic(("20sp", 4), ("9ba", 8), ("rest", LinearRamp(20, 30, "50sp")))
-    after.load_state_dict(before.state_dict())
+    after.load_state_dict(before.state_dict(again=True))
     assert [next(after).batch_size for _ in range(5)] == [8, 8, 8, 8, 20]
 
 
@@ -122,19 +122,19 @@ def test_a_wrapper_that_keeps_nothing_may_come_and_go(wrapped: Any, size: int) -
     plain, other = grown(policy), grown(wrapped(policy, argument))
     for before, after, expected in ((plain, wrapped(policy, argument), size), (other, policy, 24)):
         loader = StepLoader([*range(4000)], after, max_duration="1ep")
-        loader.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        loader.load_state_dict(json.loads(json.dumps(before.state_dict(again=True))))
         assert next(loader).batch_size == expected
         assert not loader.has_dropped_state
 
 
 def test_a_state_that_is_of_no_use_is_told() -> None:
     loader = StepLoader([*range(4000)], Monotone(NoiseScale(8, 64)), max_duration="1ep")
-    loader.load_state_dict(grown(NoiseScale(8, 64)).state_dict())
+    loader.load_state_dict(grown(NoiseScale(8, 64)).state_dict(again=True))
     assert next(loader).batch_size == 8
     assert loader.has_dropped_state
     plain = StepLoader([*range(4000)], 4, max_duration="1ep")
     next(plain)
-    loader.load_state_dict(plain.state_dict())
+    loader.load_state_dict(plain.state_dict(again=True))
     assert not loader.has_dropped_state, "there was none"
 
 
@@ -156,7 +156,7 @@ def test_a_damaged_record_is_refused_when_it_is_read(
 ) -> None:
     loader = StepLoader([*range(40)], policy, max_duration="2ep")
     next(loader)
-    record = loader.state_dict()
+    record = loader.state_dict(again=True)
     within: Any = record
     for name in place[:-1]:
         within = within[name]
@@ -195,7 +195,7 @@ def test_a_policy_of_ones_own_may_keep_what_it_likes(wrapped: Any) -> None:
     sizes = [step.num_samples for step in whole]
     seen = [next(first).num_samples for _ in range(3)]
     first.finish()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(again=True))))
     assert seen + [step.num_samples for step in second] == sizes
 
 
@@ -212,7 +212,10 @@ def test_an_error_of_the_data_is_not_one_of_the_record() -> None:
     loader = StepLoader(Broken(breaks=False), 4, max_duration="20sp")
     next(loader)
     loader.finish()
-    record, other = loader.state_dict(), StepLoader(Broken(breaks=True), 4, max_duration="20sp")
+    record, other = (
+        loader.state_dict(again=True),
+        StepLoader(Broken(breaks=True), 4, max_duration="20sp"),
+    )
     with pytest.raises(ValueError, match="header"):
         other.load_state_dict(record)
 
@@ -224,7 +227,7 @@ def test_what_another_policy_has_measured_is_not_taken_over() -> None:
         for one in (NoiseScale(8, 64), Plateau("a/b", start=6, maximum=64))
     ]
     next(loaders[0])
-    loaders[1].load_state_dict(loaders[0].state_dict())
+    loaders[1].load_state_dict(loaders[0].state_dict(again=True))
     assert next(loaders[1]).batch_size == 6
 
 
@@ -269,7 +272,7 @@ def test_any_world_size_and_policy_may_follow_any_other(
             for loader in loaders:
                 if loader._pending is not None:
                     loader.finish(tokens=0)
-        states = [loader.state_dict() for loader in loaders]
+        states = [loader.state_dict(again=True) for loader in loaders]
         state = states[0]
         assert {json.dumps({**one, "clock": one["clock"]["sample"]}) for one in states} == {
             json.dumps({**state, "clock": position})
@@ -345,11 +348,11 @@ def test_the_sources_own_state_saves_reading_again() -> None:
     first.finish()
     source = StatefulBatches([5] * 20)
     loader = StepLoader(source, 7, max_duration="1ep")
-    loader.load_state_dict(first.state_dict())
+    loader.load_state_dict(first.state_dict(again=True))
     assert values(next(loader).micro_batches[0].batch) == [70, 71, 72, 73, 74]
     assert source.reads == 2  # the chunks of 70 and of 75; the 14 before were left out
     loader.finish()
-    assert loader.state_dict()["source"]["skip"] == 2
+    assert loader.state_dict(again=True)["source"]["skip"] == 2
 
 
 class Samples(IterableDataset[int]):
@@ -378,7 +381,7 @@ def test_data_that_have_become_shorter_are_found_out() -> None:
     first.finish()
     second = StepLoader(Batches([5]), 7, max_duration="1ep")
     with pytest.raises(DataError, match="data"):
-        second.load_state_dict(first.state_dict())
+        second.load_state_dict(first.state_dict(again=True))
 
 
 def test_a_state_that_json_does_not_keep_is_refused() -> None:
@@ -390,7 +393,7 @@ def test_a_state_that_json_does_not_keep_is_refused() -> None:
     next(loader)
     loader.finish()
     with pytest.raises(DataError, match="object"):
-        loader.state_dict()
+        loader.state_dict(again=True)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +417,7 @@ def test_another_order_is_refused(change: dict[str, Any], match: str) -> None:
 def test_another_version_is_refused() -> None:
     loader = StepLoader([1], 1, max_duration="1ep")
     with pytest.raises(CheckpointError, match="version"):
-        loader.load_state_dict({**loader.state_dict(), "version": 9})
+        loader.load_state_dict({**loader.state_dict(again=True), "version": 9})
 
 
 def test_the_state_of_a_policy_goes_to_a_policy_of_its_kind_alone() -> None:
@@ -429,10 +432,10 @@ def test_the_state_of_a_policy_goes_to_a_policy_of_its_kind_alone() -> None:
         if step.timestamp.epoch == 2:
             break
     first.finish()
-    state = first.state_dict()
+    state = first.state_dict(again=True)
     same = make(IncreaseFunction(grow, 5, max_batch_size=90))
     same.load_state_dict(state)
-    assert next(same).batch_size == first.state_dict()["policy"]["state"]["size"]
+    assert next(same).batch_size == first.state_dict(again=True)["policy"]["state"]["size"]
     other = make(AtMost(Fixed(8), 4))
     other.load_state_dict(state)
     assert next(other).batch_size == 4
@@ -454,8 +457,8 @@ def test_a_step_in_hand_is_trained_anew_after_a_resume(kind: Any, last_batch: La
     first, whole = make(), list(map(contents, make()))
     for number, step in enumerate(first):
         before = first.timer.timestamp
-        record = first.state_dict()
-        assert first.state_dict() == record, "looking changes nothing"
+        record = first.state_dict(again=True)
+        assert first.state_dict(again=True) == record, "looking changes nothing"
         assert first.timer.timestamp == before == step.timestamp
         resumed = make()
         resumed.load_state_dict(json.loads(json.dumps(record)))
@@ -478,7 +481,7 @@ def test_no_sample_is_lost_where_the_data_fail_inside_a_step(kind: Any) -> None:
     with pytest.raises(OSError, match="disk"):
         next(loader)
     resumed = StepLoader(kind([2, 5, 3]), 4, max_duration="1ep")
-    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict(again=True))))
     assert [values(micro.batch) for step in resumed for micro in step] == [
         [4, 5, 6],
         [7],
@@ -538,5 +541,19 @@ def test_no_sample_of_a_shuffle_buffer_is_lost() -> None:
         next(loader)
         loader.finish()
     with pytest.raises(CheckpointError, match="resumes_by='reading'"):
-        make().load_state_dict(loader.state_dict())
+        make().load_state_dict(loader.state_dict(again=True))
     assert_resumes(lambda: make(resumes_by="reading"), values)
+
+
+def test_a_step_that_may_have_been_trained_is_not_saved_silently() -> None:
+    loader = StepLoader(list(range(8)), 2, max_duration="1ep", seed=0)
+    step = next(loader)
+    with pytest.raises(DataError, match=r"finish\(\)"):
+        loader.state_dict()
+    again, trained = loader.state_dict(again=True), loader.finish() and loader.state_dict()
+    found = []
+    for state in (again, trained):
+        other = StepLoader(list(range(8)), 2, max_duration="1ep", seed=0)
+        other.load_state_dict(state)
+        found.append(next(other).timestamp.batch)
+    assert (step.timestamp.batch, *found) == (0, 0, 1)

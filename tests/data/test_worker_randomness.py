@@ -67,7 +67,7 @@ def test_what_workers_draw_is_the_same_after_a_resume_and_for_any_number_of_them
     first = loader(2)
     for _ in range(5):
         next(first)
-    state = first.state_dict()
+    state = first.state_dict(again=True)
     first.close()
     resumed = loader(2)
     resumed.load_state_dict(state)

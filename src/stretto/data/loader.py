@@ -427,20 +427,33 @@ class StepLoader(Iterator[Step]):
         self._fetched_steps = None
         self._decisions.restart(self._decisions.state, self._decisions.signals)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, again: bool = False) -> dict[str, Any]:
         """Return the position as JSON: clock, policy, order, and the source's own state.
 
-        It matches the clock and changes nothing: an unfinished step comes again after a resume.
-        Call `finish()` first if the step has updated the weights. Except for wall times, the record
+        It matches the clock and changes nothing. Call `finish()` first: only you know whether the
+        last step was trained, or comes again after a resume. Except for wall times, the record
         is the same on every rank, and you can resume with another number of ranks, workers or
         micro-batches. If each rank has its own stream, the record holds the place of each: then
         every rank must call this, and you must resume with as many ranks.
 
         >>> loader = StepLoader([1, 2, 3, 4], 2, max_duration="1ep")
-        >>> step, before, after = next(loader), loader.state_dict(), loader.finish()
-        >>> before["clock"]["sample"], loader.state_dict()["clock"]["sample"]
-        (0, 2)
+        >>> step, after = next(loader), loader.finish()
+        >>> loader.state_dict()["clock"]["sample"]
+        2
+
+        Args:
+            again: whether a step that is not finished comes again after a resume.
+
+        Raises:
+            DataError: a step is not finished.
         """
+        if self._pending is not None and not again:
+            raise DataError.cannot(
+                f"save the position in the step at {self.timer.timestamp.get('sp')}",
+                why="the step is not finished",
+                instead="call finish() first, or write state_dict(again=True) if it must come "
+                "again after a resume",
+            )
         return {
             "version": saved.VERSION,
             "clock": self.timer.state_dict(),

@@ -1,45 +1,24 @@
 """Warns of what loops of your own commonly forget, from what can be seen without reading a device.
 
-Hooks of torch's optimizers say when weights are updated. Everything else is looked at in the first
-steps only.
+A hook of torch says when weights are updated. All else is looked at in the first steps only.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple, final
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, Final, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stretto.data.state import MicroBatch, Step
 
-_MOST_STEPS: Final = 5
+_MOST_STEPS: Final = 20
 """How many steps are looked at. Under loss scaling, the first few may be skipped."""
-LOWEST_PEAK: Final = 0.01
-"""The part of an optimizer's learning rate below which the peak of a schedule is a mistake."""
-
-
-class _Noted(MicroBatch):
-    """A micro-batch that says whether its weight was read, or what a loop may compute it from."""
-
-    __slots__ = ("note",)
-    note: Callable[[], None]
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("weight", "num_samples"):
-            object.__getattribute__(self, "note")()
-        return super().__getattribute__(name)
-
-
-class _Seen(NamedTuple):
-    """A gradient at an update."""
-
-    gradient: Tensor
-    version: int
-    passes: int
 
 
 @final
@@ -47,7 +26,7 @@ class Mistakes:
     """Looks at the steps of one loop, and warns once of each mistake.
 
     Args:
-        optimizers: those of the loop; each gets a hook, for as long as this object lives.
+        optimizers: those of the loop.
         model: the model, if it is known.
     """
 
@@ -56,43 +35,43 @@ class Mistakes:
         self.updates = [0] * len(optimizers)
         """How often each optimizer has stepped since the last step was drawn."""
         self._num_steps = 0
-        self._has_update = self._has_weight = self._is_uncleared = False
-        self._is_set_elsewhere = False
+        self._has_update = self._has_weight = self._needs_weight = False
+        self._is_in_eval_mode = self._is_set_elsewhere = False
         self._values: list[float] = []
-        self._passes = 0
-        self._seen: list[_Seen | None] = []
-        """The gradient of one parameter at the first two updates; None: it has none."""
+        self._kept: _Kept | None = None
+        # An optimizer around another, as Accelerate's, has its weights, and may have no hooks.
+        self._numbers = {_first(one): number for number, one in enumerate(optimizers)}
+        self._numbers |= {id(one): number for number, one in enumerate(optimizers)}
+        self._steppers: dict[int, int] = {}
+        self._kinds = [_noting(kind, self._note_weight) for kind in (Step, MicroBatch)]
         own = weakref.ref(self)
-        for number, one in enumerate(optimizers):
 
-            def note(*_: Any, number: int = number) -> None:
-                watching = own()
-                if watching is not None:
-                    watching.note_update(number)
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            watching = own()
+            if watching is not None:
+                watching._note_update(optimizer)
 
-            weakref.finalize(self, one.register_step_post_hook(note).remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(note).remove)
 
-    @property
-    def is_new(self) -> bool:
-        """Whether no step has ended yet."""
-        return self._num_steps == 0
-
-    def note_weight(self) -> None:
-        """Note that the loop has read the weight of a micro-batch."""
+    def _note_weight(self) -> None:
         self._has_weight = True
 
-    def note_update(self, number: int) -> None:
-        """Note a step of an optimizer."""
+    def _note_update(self, optimizer: Optimizer) -> None:
+        number = self._numbers.get(id(optimizer), self._numbers.get(_first(optimizer)))
+        # Of two around each other, the inner one steps first.
+        if number is None or self._steppers.setdefault(number, id(optimizer)) != id(optimizer):
+            return
         self.updates[number] += 1
-        self._has_update = True
-        if number == 0 and len(self._seen) < 2:
-            groups = self._optimizers[0].param_groups
-            first = next((p.grad for p in groups[0]["params"] if p.grad is not None), None)
-            seen = None if first is None else _Seen(first, first._version, self._passes)
-            self._seen.append(seen)
-            if len(self._seen) == 2:
-                self._is_uncleared = self._has_kept(*self._seen)
-                self._seen = [None, None]
+        if not self._has_update:
+            self._has_update = True
+            self._is_in_eval_mode = self._model is not None and not self._model.training
+            each = (one for group in optimizer.param_groups for one in group["params"])
+            learnt = [(one.numel(), one, one.grad) for one in each if one.grad is not None]
+            if learnt:
+                _, weight, gradient = min(learnt, key=itemgetter(0))
+                self._kept = _Kept(weight, gradient, number)
+        elif self._kept is not None and self._kept.number == number:
+            self._kept.forget()
 
     def begin(self, step: Step, read: Callable[[], list[float]] | None) -> None:
         """Note what was set for a step, and watch its weights."""
@@ -100,16 +79,12 @@ class Mistakes:
         if self._num_steps >= _MOST_STEPS:
             return
         self._values = [] if read is None or self._is_set_elsewhere else read()
-        self._passes = len(step.micro_batches)
         if not self._has_weight and any(one.weight not in (0, 1) for one in step.micro_batches):
-            step.micro_batches = [self._noted(one) for one in step.micro_batches]
-
-    def _noted(self, micro: MicroBatch) -> MicroBatch:
-        noted = _Noted.__new__(_Noted)
-        noted.note = self.note_weight
-        noted.batch, noted.num_tokens = micro.batch, micro.num_tokens
-        noted.num_samples, noted.weight = micro.num_samples, micro.weight
-        return noted
+            self._needs_weight = True
+            of_step, of_micro_batch = self._kinds
+            for one in step.micro_batches:
+                one.__class__ = of_micro_batch
+            step.__class__ = of_step
 
     def check_values(self, read: Callable[[], list[float]] | None) -> None:
         """Warn if values are not as the run has set them; called after a step, and before one."""
@@ -121,52 +96,82 @@ class Mistakes:
                 "schedules"
             )
 
-    def finish(self, step: Step, read: Callable[[], list[float]] | None, *, is_done: bool) -> None:
+    def finish(self, read: Callable[[], list[float]] | None, *, is_done: bool) -> None:
         """Look after a step."""
         if self._num_steps >= _MOST_STEPS:
             return
         self._num_steps += 1
         self.check_values(read)
-        is_last = is_done or self._num_steps == _MOST_STEPS
-        if self._num_steps == 1 and self._model is not None and not self._model.training:
+        if self._is_in_eval_mode:
+            self._is_in_eval_mode = False
             _warn("the model is in eval mode; call model.train() before the loop")
-        if any(type(one) is _Noted for one in step.micro_batches) and not self._has_weight:
+        if self._needs_weight and not self._has_weight:
             self._has_weight = True
             _warn(
                 "the weights of micro-batches were not read, so the gradient is not that of the "
                 "batch; write (loss * micro.weight).backward()"
             )
-        if self._is_uncleared:
-            self._is_uncleared = False
+        if self._kept is not None and self._kept.is_over and self._kept.is_so:
+            self._kept = None
             _warn("gradients were not cleared; call optimizer.zero_grad() after optimizer.step()")
-        if max(self.updates, default=0) > 1:
+        if min(self.updates) > 1:
             self._num_steps = _MOST_STEPS
             _warn("optimizer.step() was called more than once in a step; call it before finish()")
-        elif is_last and not self._has_update:
+        elif (is_done or self._num_steps == _MOST_STEPS) and not self._has_update:
             _warn(
                 f"optimizer.step() was not called in {self._num_steps} steps; call it before "
                 "finish()"
             )
 
-    def _has_kept(self, one: _Seen | None, other: _Seen | None) -> bool:
-        """Return whether the gradient of the first step was not cleared.
 
-        It then gets one more change than in the first step: its first pass adds, too. Clearing in
-        place is one more. Whatever else changes it, such as clipping, does so in both steps.
-        """
-        if one is None or other is None or one.gradient is not other.gradient:
-            return False
-        return one.passes == other.passes and other.version - one.version == one.version + 1
+@final
+class _Kept:
+    """Sees whether each pass between two updates adds to the gradient that the first has used.
+
+    All else that writes to it, such as clearing in place, raises its version, too.
+    """
+
+    def __init__(self, weight: Tensor, gradient: Tensor, number: int) -> None:
+        self.number = number
+        """That of the optimizer."""
+        self.is_so = self.is_over = False
+        self._gradient, self._version = gradient, gradient._version
+        # Not `register_hook`, which `torch.autograd.grad` calls, too.
+        self._handle = weight.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, weight: Tensor) -> None:
+        self._version += 1
+        self.is_so = weight.grad is self._gradient and self._gradient._version == self._version
+
+    def forget(self) -> None:
+        """Look no longer."""
+        self.is_over = True
+        self._handle.remove()
 
 
-def warn_of_peak(rates: Iterable[float], base: float) -> None:
-    """Warn if all learning rates of a run are far below that of its optimizer."""
-    peak = max(rates, default=0.0)
-    if 0 < peak < LOWEST_PEAK * base:
-        _warn(
-            f"the learning rate is at most {peak:.3g}, and the optimizer's is {base:.3g}: "
-            "schedules are factors of the optimizer's; write Cosine(1, 0.1) to begin with its own"
-        )
+def _first(optimizer: Optimizer) -> int:
+    """Return the identity of the first weight."""
+    return id(next(iter(optimizer.param_groups[0]["params"]), optimizer))
+
+
+def _noting(kind: Any, note: Callable[[], None]) -> type[Any]:
+    """Return `kind` with a note when a factor of the loss, or what it may be made of, is read."""
+
+    class Noting(kind):  # type: ignore[misc]  # mypy has no types made at run time
+        __slots__ = ()
+        __qualname__ = kind.__qualname__
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("weight", "num_samples"):
+                note()
+            return super().__getattribute__(name)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            note()  # a copy may be read
+            self.__class__ = kind
+            return self.__reduce_ex__(protocol)
+
+    return Noting
 
 
 def _warn(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
 from stretto.batching import BatchSizePolicy, Bound, LearningRateRule
@@ -20,6 +21,8 @@ from stretto.timing.epochs import UnknownCountError, known_counts, unknown_count
 
 FIRST = 5
 """How many times of each event are listed."""
+_LOWEST_PEAK = 0.01
+"""The factor of an optimizer's learning rate below which the peak of a schedule is a mistake."""
 _CARRY = "last_batch='carry' avoids it"
 EXACT = 2_000
 """Up to this many, each time is looked up, so two marks in one batch count once."""
@@ -250,15 +253,39 @@ def warnings_of(
 
 
 def mistakes_of(
-    horizon: Horizon, sizes: PlannedSizes | None, stages: Sequence[Stage]
+    horizon: Horizon,
+    sizes: PlannedSizes | None,
+    stages: Sequence[Stage],
+    schedules: Mapping[str, tuple[Schedule, BoundSchedule]] = MappingProxyType({}),
 ) -> Iterator[str]:
-    """Yield those of the warnings of a plan that do not only describe it."""
+    """Yield those of the warnings of a plan that do not only describe it.
+
+    Args:
+        horizon: the facts of the run.
+        sizes: its batch sizes, if they are known.
+        stages: its stages.
+        schedules: as they are combined for an optimizer, each with the same bound.
+    """
     yield from _seconds(horizon)
     if sizes is not None and stages:
+        known, _ = known_schedules(horizon, schedules)
+        if sizes.end is not None and "lr" in known:
+            yield from _low(known["lr"], sizes, sizes.end.batch)
         yield from _large(horizon, stages)
         if sizes.end is not None:
             yield from _late(horizon, sizes.policy)
         yield from sizes.policy.warnings(sizes.horizon, max(stage.size for stage in stages))
+
+
+def _low(factor: BoundSchedule, sizes: PlannedSizes, num_batches: int) -> Iterator[str]:
+    """Warn of learning rates far below the optimizer's, usually those that were meant."""
+    few = range(0, num_batches, -(-num_batches // 64) or 1)
+    peak = max((factor(sizes.timestamp_at_batch(one)) for one in few), default=0.0)
+    if 0 < peak < _LOWEST_PEAK:
+        yield (
+            f"the learning rate is at most {peak:.3g} times the optimizer's, by which schedules "
+            "are multiplied; write Cosine(1, 0.1) to begin with the optimizer's"
+        )
 
 
 def single_sample(stages: Sequence[Stage], world_size: int, micro: int | None) -> int | None:

@@ -58,7 +58,7 @@ def assert_resumes(
     states, records = [(0, json.dumps(loader.state_dict()))], []
     for record in read(loader, values):
         number, before = states[-1]
-        in_hand = json.dumps(loader.state_dict())
+        in_hand = json.dumps(loader.state_dict(again=True))
         if _without_job(json.loads(in_hand)) != _without_job(json.loads(before)):
             states.append((number, in_hand))  # dropped samples were skipped
         records.append(record)

@@ -528,8 +528,6 @@ class Trainer:
             self.resume(resume)
         if self._refusal is not None:
             raise self._refusal
-        if self.timer.batch == 0:
-            self.run.warn_of_peak()
         loop = self._loop
         loop.saver.check_added()
         if even_if_stopped or not self._is_resumed:

@@ -176,7 +176,7 @@ def test_sharded_streams_are_returned_to_where_each_of_them_was(
         loader, records = make(rank), []
         steps = []
         for step in loader:
-            records.append(json.dumps(loader.state_dict()))
+            records.append(json.dumps(loader.state_dict(again=True)))
             steps.append((step.timestamp[:7], step.num_samples, values(step)))
         for number, record in enumerate(records):
             resumed = make(rank)
@@ -242,7 +242,7 @@ def test_another_number_of_ranks_cannot_go_on_in_sharded_streams() -> None:
             loader.load_state_dict(record)
         next(loader)
         loader.finish()
-        return loader.state_dict()
+        return loader.state_dict(again=True)
 
     record = on_ranks(2, work)[0]
     assert record["source"]["ranks"][1]["skip"] == 2
@@ -264,7 +264,7 @@ def test_a_state_that_one_rank_cannot_save_is_refused_on_every_rank() -> None:
         loader = StepLoader(DataSpec(Odd(rank, [3, 9]), sharded=True), 9, max_duration="1ep")
         next(loader)
         loader.finish()
-        return loader.state_dict()
+        return loader.state_dict(again=True)
 
     for said in refusals(2, work, DataError):
         assert "object is of type object" in said

@@ -106,7 +106,7 @@ def parts_of(
         **parts,
         "step": step,
         "retry": Functions(retry.state_dict, load_retry),
-        "loader": Functions(run.loader.state_dict, run.load_loader),
+        "loader": Functions(partial(run.loader.state_dict, again=True), run.load_loader),
         "recorder": recorder,
         **callbacks,
         CALLBACKS: Functions(lambda: texts, lambda _: None),

@@ -9,6 +9,7 @@ multiplied once after the last pass, before clipping.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -36,7 +37,7 @@ from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.criterion import HINT
 from stretto.training.stepping.finite import FiniteCheck, Gradient
-from stretto.training.stepping.reduction import warn_of_sum
+from stretto.training.stepping.reduction import is_sum
 from stretto.training.stepping.retry import Retry
 
 
@@ -132,9 +133,10 @@ class Stepper:
         self._supervised = step if isinstance(step, SupervisedStep) else None
         self._has_gradient: Sequence[bool] = ()
         """Which parameters had a gradient before the average gave all of them one."""
-        self._is_probed = self._is_sum or self.count is not None or strategy.is_sharded
+        self._is_seen = self._is_sum or self.count is not None
         """Whether it is known that the loss is a mean, as far as it can be."""
-        self._spec = spec
+        self._looks = False
+        """Whether the next pass looks whether it is one."""
         self._is_warm = False
         self._is_new = True
         """Whether no step was taken yet."""
@@ -157,8 +159,7 @@ class Stepper:
             retry.rewind.save()
         while True:
             pieces = step.micro_batches if retry.size is None else retry.pieces(step)
-            if not self._is_probed:
-                self._probe(step, pieces)
+            self._looks = not self._is_seen and len(pieces) * self._strategy.world_size > 1
             try:
                 return self._gradient(step, pieces)
             except Exception as error:  # noqa: BLE001  others are raised again
@@ -167,15 +168,6 @@ class Stepper:
                 message = out_of_memory_text(error)
             most = max(micro.num_samples for micro in pieces)
             retry.fall_back(step, most, message, clear=self.clear)
-
-    def _probe(self, step: Step, pieces: Sequence[MicroBatch]) -> None:
-        """Warn of a loss that is a sum, when a batch is cut for the first time."""
-        world_size = self._strategy.world_size
-        if len(pieces) * world_size > 1:
-            self._is_probed = True
-            if self._supervised is not None and not self._step.transforms:
-                most = step.num_samples // (len(pieces) * world_size)
-                warn_of_sum(self._supervised, self._spec, pieces[0], most)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the out-of-memory retry as JSON."""
@@ -266,8 +258,21 @@ class Stepper:
         loss = self._step.forward_backward(batch, weight)
         if type(loss) is not Tensor or loss.dim():  # a subclass, or an error
             loss = scalar(loss)
+        if self._looks:
+            self._look(loss, micro.num_samples)
         loss = loss.detach()  # what `detached` does, without a call for each micro-batch
         return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
+
+    def _look(self, loss: Tensor, num_samples: int) -> None:
+        """Warn of a loss that is a sum, when a batch is cut for the first time."""
+        self._looks, self._is_seen = False, True
+        if self._ranks.is_first and is_sum(loss, num_samples):
+            warnings.warn(
+                "the loss is a sum over the samples, so the gradient depends on how a batch is "
+                "cut; return the mean, or write Stepping(loss_reduction='sum')",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def is_finite(self, gradient: Gradient) -> bool:
         """Return whether losses and gradient are finite on this rank, as far as the host knows.
@@ -371,7 +376,8 @@ class Stepper:
         None: the weights did not change, because the gradient overflowed under loss scaling.
 
         Raises:
-            TrainingError: memory ran out. Some weights may have changed, so it is not repeated.
+            TrainingError: no parameter has a gradient; or memory ran out. Some weights may have
+                changed, so it is not repeated.
             CheckpointError: an optimizer cannot use the state that was loaded into it.
         """
         versions = [one._version for one in self._parameters] if self._is_new else None
@@ -388,8 +394,11 @@ class Stepper:
         self.resumed_from = None
         if versions is not None and info is not TrainStep.SKIPPED:
             self._is_new = False
-            if not had_gradients and versions == [one._version for one in self._parameters]:
-                self._check_gradients()
+            is_same = versions == [one._version for one in self._parameters]
+            if is_same and not (had_gradients or self._has_gradients()):
+                raise self._no_gradient(
+                    "after the first step, no parameter of its optimizers has a gradient"
+                )
         self._step.clear()
         if self.meter is not None:
             self.meter.forget()
@@ -409,17 +418,6 @@ class Stepper:
         if self.resumed_from is not None and isinstance(error, UNFIT):
             return unfit(self.resumed_from, optimizers, error)
         return None
-
-    def _check_gradients(self) -> None:
-        """Refuse a first update that changed nothing, if no parameter has a gradient after it.
-
-        Raises:
-            TrainingError: there is none.
-        """
-        if not self._has_gradients():
-            raise self._no_gradient(
-                "after the first step, no parameter of its optimizers has a gradient"
-            )
 
     def _no_gradient(self, why: str) -> TrainingError:
         return TrainingError.cannot(
