@@ -124,7 +124,7 @@ class Decisions:
             "policy": saved.policy_record(self._run.policy, self.state),
             "signals": saved.signals_record(self.signals),
             "size": self.size,
-            "past": self.past and [list(one) for one in self.past],
+            "past": None if self.past is None else [list(one) for one in self.past],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
