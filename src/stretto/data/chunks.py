@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
@@ -27,7 +26,6 @@ from stretto.runtime.packing import packed, unpack
 _SKIPPED_AT_ONCE = 4096
 _COMPARED = 8
 """How many of the next samples a resume compares."""
-_SILENT_SAMPLES = 100_000  # skipping fewer samples is too quick for a progress bar
 
 
 class Chunk(NamedTuple):
@@ -306,7 +304,7 @@ class ChunkSource:
             first = False
 
     def _skip(self, count: int) -> None:
-        for start in _shown(range(0, count, _SKIPPED_AT_ONCE), count):
+        for start in range(0, count, _SKIPPED_AT_ONCE):
             wanted = min(_SKIPPED_AT_ONCE, count - start)
             found = sum(one.size for one in self.take(wanted))
             if found < wanted:
@@ -361,17 +359,6 @@ def _tell_epoch(batches: Any, epoch: int) -> None:
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-
-
-def _shown(steps: range, num_samples: int) -> Iterable[int]:
-    """Show a progress bar on a terminal if many samples are skipped by reading."""
-    if num_samples < _SILENT_SAMPLES or not sys.stderr.isatty():
-        return steps
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(steps, "skipping samples already seen", console=console, transient=True)
 
 
 _FAILED = "failed"
