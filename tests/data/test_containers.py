@@ -147,8 +147,8 @@ def test_lists_without_tensors_are_counted() -> None:
 @pytest.mark.parametrize(
     ("batch", "num_samples", "match"),
     [
-        ((torch.zeros(4), torch.zeros(3)), None, r"has the shape \(3,\)"),
-        (torch.zeros(4), 3, "has the shape"),
+        ((torch.zeros(4), torch.zeros(3)), None, "has 3 as its first dimension"),
+        (torch.zeros(4), 3, "has 4 as its first dimension"),
         ({"x": 1}, 3, "nothing in it has 3"),
         ({"x": torch.tensor(1.0)}, None, "tensor"),
         (object(), None, "batch of type object"),
@@ -179,3 +179,75 @@ def test_a_batch_that_moves_itself_does_so() -> None:
             return f"moved to {device}"
 
     assert move_batch(Own(), "cpu") == "moved to cpu"
+
+
+class Attributes(dict[str, Any]):
+    """Its items are attributes, too."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class OneStore(collections.UserDict[str, Any]):
+    """A copy of it has the same items."""
+
+    def __copy__(self) -> OneStore:
+        result = type(self)()
+        result.data = self.data
+        return result
+
+
+@dataclasses.dataclass
+class Masked:
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        self.mask = self.x > 1
+
+
+class Hidden:
+    def __init__(self) -> None:
+        self.x = torch.arange(4)
+
+
+def packed_steps() -> Any:
+    return torch.nn.utils.rnn.pack_sequence([torch.ones(1)] * 4)
+
+
+def test_a_mapping_whose_items_are_attributes_is_cut_as_a_whole() -> None:
+    part = take_samples(Attributes(x=torch.arange(4)), slice(1, 3))
+    assert part.x is part["x"]
+    assert part.x.tolist() == [1, 2]
+
+
+def test_a_mapping_that_shares_its_items_with_its_copy_is_refused_and_not_changed() -> None:
+    batch = OneStore({"x": torch.arange(4)})
+    with pytest.raises(DataError, match="__copy__"):
+        take_samples(batch, slice(1, 3))
+    assert batch["x"].tolist() == [0, 1, 2, 3]
+
+
+def jagged() -> Tensor:
+    rows = [torch.ones(one + 1) for one in range(4)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Masked(torch.arange(4)),
+        (torch.arange(4), Hidden()),
+        (torch.arange(4), packed_steps()),
+        (torch.arange(4), jagged()),
+        (torch.arange(4), torch.eye(4).to_sparse()),
+    ],
+    ids=["derived", "hidden", "packed", "nested", "sparse"],
+)
+def test_what_holds_samples_and_cannot_be_cut_is_refused(batch: Any) -> None:
+    with pytest.raises(DataError, match="split_batch"):
+        take_samples(batch, slice(1, 3))
+
+
+def test_a_packed_sequence_has_as_many_samples_as_sequences() -> None:
+    assert count_samples(torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])) == 2

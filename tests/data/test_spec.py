@@ -8,13 +8,16 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
 )
 
 from stretto.data import DataSpec, StepLoader
+from stretto.data.source import is_shuffled
 from stretto.errors import DataError
 
 
@@ -117,3 +120,21 @@ def test_a_data_loader_that_drops_its_last_batch_says_what_happens_to_ours(drop_
     stream = DataLoader(Stream(), batch_size=2, drop_last=drop_last)
     sizes = [2] if drop_last else [2, 1]
     assert [step.num_samples for step in StepLoader(stream, 2, max_duration="1ep")] == sizes
+
+
+def test_the_sampler_in_a_given_batch_sampler_is_the_order() -> None:
+    data = TensorDataset(torch.arange(9))
+
+    def loader(sampler: Any) -> DataLoader[Any]:
+        return DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=True))
+
+    own = DataSpec(loader(SubsetRandomSampler(range(6))))
+    assert not own.is_map_style
+    assert own.known_num_samples == 4
+    shuffled = DataSpec(loader(RandomSampler(data)))
+    assert shuffled.is_map_style
+    assert shuffled.last_batch == "drop"
+    assert is_shuffled(shuffled, asked=None)
+    assert not is_shuffled(DataSpec(loader(SequentialSampler(data))), asked=None)
+    with pytest.raises(DataError, match="dealt to the ranks twice"):
+        DataSpec(loader(DistributedSampler(data, 2, 0)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from stretto.checkpoint import load_weights
@@ -24,6 +24,7 @@ from stretto.training import (
     Trainer,
 )
 from stretto.training.algorithms import EarlyStopping, ExponentialMovingAverage
+from stretto.training.criterion import as_loss
 
 Make = Callable[..., Any]
 
@@ -329,3 +330,18 @@ def test_averaged_weights_are_loaded_for_inference(problem: Make, tmp_path: Path
     problem().trainer(folder=other, checkpoint="1ep").fit()
     with pytest.raises(CheckpointError, match="average"):
         load_weights(again.model, sorted((other / "checkpoints").iterdir())[-1], averaged=True)
+
+
+class OverAll(nn.Module):
+    """A mean over all targets; those that it ignores are zeros in it."""
+
+    ignore_index = 1
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        losses = nn.functional.cross_entropy(output, target, reduction="none")
+        return (losses * (target != self.ignore_index)).mean()
+
+
+def test_a_criterion_with_an_ignore_index_of_its_own_must_say_what_it_is_a_mean_over() -> None:
+    with pytest.raises(TrainingError, match="loss_weight"):
+        as_loss(OverAll(), "mean")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
@@ -20,14 +19,13 @@ from stretto.data.containers import nodes
 from stretto.data.fetch import Part
 from stretto.data.indices import sample_seed, seeded_generators
 from stretto.data.ranks import gathered_texts, is_all
-from stretto.data.spec import DataSpec, is_one_shot
+from stretto.data.spec import DataSpec, is_one_shot, sampler_of
 from stretto.errors import CheckpointError, DataError
 from stretto.runtime.packing import packed, unpack
 
 _SKIPPED_AT_ONCE = 4096
 _COMPARED = 8
 """How many of the next samples a resume compares."""
-_SILENT_SAMPLES = 100_000  # skipping fewer samples is too quick for a progress bar
 
 
 class Chunk(NamedTuple):
@@ -96,6 +94,10 @@ class ChunkSource:
         self._offset = self._passed = 0
         self._was_read = False
         self._failed = False
+        own = [getattr(one, "generator", None) for one in _parts(batches)]
+        self._generators = [one for one in own if isinstance(one, torch.Generator)]
+        self._begun: dict[int, dict[str, Any]] = {}
+        """How the last two epochs began: the generators' states, and the first samples."""
         self.epoch = 0
         self.example: Chunk | None = None
         """The last chunk that was read; None before the first one."""
@@ -148,7 +150,7 @@ class ChunkSource:
         if self._is_one_shot and self._was_read:
             raise read_once(f"read epoch {epoch} of data of type {self.kind}")
         self._was_read, self._failed = True, False
-        self.epoch = epoch
+        self.epoch, drawn = epoch, self._drawn()
         _tell_epoch(self._batches, epoch)
         with seeded_generators(sample_seed(self._seed, epoch, -1)):
             own = unpack(state)
@@ -159,6 +161,12 @@ class ChunkSource:
         # was loaded, or is reached by counting.
         self._passed = passed
         self._chunk, self._offset = self._read(first=True, state=own), 0
+        first = self._next() if self._is_compared and not passed else []
+        if self._chunk is not None:  # other workers or chunks bring other samples first
+            num_workers = getattr(self._batches, "num_workers", 0)
+            first.insert(0, f"{num_workers} {self._chunk.num_samples}")
+        begun = {epoch - 1: self._begun.get(epoch - 1), epoch: {"drawn": drawn, "first": first}}
+        self._begun = {number: one for number, one in begun.items() if one is not None}
         self._skip(skip)
 
     def next_epoch(self) -> None:
@@ -187,7 +195,8 @@ class ChunkSource:
         own = packed(kept.state, "the position in the data", DataError)
         skip = kept.passed if own is None else kept.offset
         # Samples that were handed out since may have been changed in place.
-        if self._kept_next is None and (kept.epoch, kept.passed) == (self.epoch, self._passed):
+        is_here = kept.passed and (kept.epoch, kept.passed) == (self.epoch, self._passed)
+        if self._kept_next is None and is_here:
             self._kept_next = self._next()
         return {
             "epoch": epoch,
@@ -195,6 +204,8 @@ class ChunkSource:
             "skip": skip,
             "passed": kept.passed,
             "next": (self._kept_next or []) if kept.passed else [],
+            "drawn": self._begun[epoch]["drawn"] if epoch in self._begun else self._drawn(),
+            "begun": self._begun.get(epoch if kept.passed else epoch - 1),
             "workers": self._workers,
         }
 
@@ -207,17 +218,47 @@ class ChunkSource:
         self.next_epoch()
         self.epoch, passed = state["epoch"], state["passed"]
         own = state["state"] if self._has_state else None
+        begun = state.get("begun")
+        if begun is not None and not passed and self._is_compared:
+            self._reread(self.epoch - 1, **begun)
+        self._draw(state.get("drawn", []))
         if passed or own is not None:
             workers = state.get("workers", self._workers)
             if own is None and workers != self._workers:
                 raise _other_workers(workers, self._workers)
             skip = passed if own is None else state["skip"]
             self.start_epoch(self.epoch, state=own, skip=skip, passed=passed - skip)
-            is_compared = self._spec.sharded is not False and self._spec.resumes_by is None
-            pairs = zip(state.get("next", ()), self._next() if is_compared else (), strict=False)
-            if any(saved != present for saved, present in pairs):
-                raise _other_samples(self.kind, passed, by_state=own is not None)
+            present = self._next() if self._is_compared else []
+            self._compare(state.get("next", []), present, passed, by_state=own is not None)
+        if begun is not None:
+            self._begun[self.epoch if passed else self.epoch - 1] = begun
         self.keep()
+
+    def _reread(self, epoch: int, drawn: list[Any], first: list[str]) -> None:
+        """Begin an epoch as the saved run did: what shuffles may go on from one to the next."""
+        self._draw(drawn)
+        self.start_epoch(epoch)
+        found = self._begun[epoch]["first"]
+        if found[:1] == first[:1]:
+            self._compare(first, found, 0, by_state=False)
+        self.next_epoch()
+
+    def _compare(
+        self, saved: list[str], present: list[str], passed: int, *, by_state: bool
+    ) -> None:
+        if any(one != other for one, other in zip(saved, present, strict=False)):
+            raise _other_samples(self.kind, passed, by_state=by_state)
+
+    @property
+    def _is_compared(self) -> bool:
+        return self._spec.sharded is not False and self._spec.resumes_by is None
+
+    def _drawn(self) -> list[Any]:
+        return [packed(one.get_state(), "a generator", DataError) for one in self._generators]
+
+    def _draw(self, drawn: list[Any]) -> None:
+        for generator, state in zip(self._generators, drawn, strict=False):
+            generator.set_state(unpack(state))
 
     @property
     def _workers(self) -> dict[str, Any] | None:
@@ -229,8 +270,8 @@ class ChunkSource:
         return {name: getattr(data, name) for name in names} if data.num_workers > 1 else None
 
     def _next(self) -> list[str]:
-        """Return fingerprints of the next few samples; none at the start of an epoch."""
-        if self._chunk is None or not self._passed:
+        """Return fingerprints of the next few samples of the chunk."""
+        if self._chunk is None:
             return []
         batch, size, start = self._chunk.batch, self._chunk.num_samples, self._offset
         places = range(start, min(size, start + _COMPARED))
@@ -263,7 +304,7 @@ class ChunkSource:
             first = False
 
     def _skip(self, count: int) -> None:
-        for start in _shown(range(0, count, _SKIPPED_AT_ONCE), count):
+        for start in range(0, count, _SKIPPED_AT_ONCE):
             wanted = min(_SKIPPED_AT_ONCE, count - start)
             found = sum(one.size for one in self.take(wanted))
             if found < wanted:
@@ -295,8 +336,8 @@ def _other_workers(saved: Any, present: Any) -> CheckpointError:
 
 def _other_samples(kind: str, passed: int, *, by_state: bool) -> CheckpointError:
     why = "reading the epoch again gives other samples there"
-    instead = "seed what shuffles, or pass DataSpec(data, resumes_by='reading') if only random "
-    instead += "augmentation differs"
+    instead = "seed what shuffles in each epoch, by set_epoch, or pass "
+    instead += "DataSpec(data, resumes_by='reading') if only random augmentation differs"
     if by_state:
         why = "its state_dict does not bring it back, as that of a shuffle buffer"
         instead = "pass DataSpec(data, resumes_by='reading') to read the epoch again, or "
@@ -306,25 +347,18 @@ def _other_samples(kind: str, passed: int, *, by_state: bool) -> CheckpointError
     )
 
 
+def _parts(batches: Any) -> list[Any]:
+    """Return a source, and what a `DataLoader` reads from."""
+    if not isinstance(batches, DataLoader):
+        return [batches]
+    return [batches, batches.dataset, sampler_of(batches), batches.batch_sampler]
+
+
 def _tell_epoch(batches: Any, epoch: int) -> None:
-    told = [batches]
-    if isinstance(batches, DataLoader):
-        told += [batches.dataset, batches.sampler, batches.batch_sampler]
-    for one in told:
+    for one in _parts(batches):
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-
-
-def _shown(steps: range, num_samples: int) -> Iterable[int]:
-    """Show a progress bar on a terminal if many samples are skipped by reading."""
-    if num_samples < _SILENT_SAMPLES or not sys.stderr.isatty():
-        return steps
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(steps, "skipping samples already seen", console=console, transient=True)
 
 
 _FAILED = "failed"
@@ -375,8 +409,7 @@ def fingerprint(batch: Any) -> str:
     for node in nodes(batch):
         digest.update(type(node).__name__.encode())
         if isinstance(node, Tensor):
-            digest.update(f"{node.dtype} {tuple(node.shape)}".encode())
-            digest.update(_bytes(node))
+            digest.update(str(node.dtype).encode() + _bytes(node))
         elif isinstance(node, np.ndarray) and not node.dtype.hasobject:  # the rest are addresses
             digest.update(f"{node.dtype} {node.shape}".encode())
             digest.update(node.tobytes())
@@ -421,7 +454,10 @@ def record_of_rank(part: Part, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bytes(tensor: Tensor) -> bytes:
     try:
-        flat = tensor.detach().cpu().contiguous().flatten()
-        return flat.view(torch.uint8).numpy().tobytes()
-    except (RuntimeError, TypeError, NotImplementedError):  # sparse, nested or quantized
+        if tensor.is_nested:
+            return b"".join(map(_bytes, tensor.unbind()))
+        dense = tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
+        flat = dense.detach().cpu().contiguous().flatten()
+        return str(tuple(tensor.shape)).encode() + flat.view(torch.uint8).numpy().tobytes()
+    except (RuntimeError, TypeError):  # without storage
         return b""

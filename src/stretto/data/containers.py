@@ -214,12 +214,14 @@ def join_samples(batches: Sequence[Any], counts: Sequence[int]) -> Any:
         return first
     lengths = [_length(one) for one in batches]
     if lengths == list(counts):
-        shapes = {tuple(one.shape[1:]) for one in batches}
-        if len(shapes) > 1:
-            why = f"their samples have different shapes, such as {sorted(shapes)}"
+        try:
+            if type(first) is np.ndarray:
+                return np.concatenate(batches)
+            return torch.cat(list(batches))
+        except (RuntimeError, TypeError, ValueError) as error:
+            why = f"{type(first).__name__}: {error}"
             instead = "pad all to one length, or use a map-style data set"
-            raise DataError.cannot("join batches to one", why=why, instead=instead)
-        return torch.cat(list(batches)) if isinstance(first, Tensor) else np.concatenate(batches)
+            raise DataError.cannot("join batches to one", why=why, instead=instead) from error
     if lengths[0] is not None:
         return first
     if all(_is_per_sample(one, count) for one, count in zip(batches, counts, strict=True)):
@@ -238,10 +240,10 @@ def _cut(
     """Return `part` of what is per sample in a batch, which is also added to `found`."""
     length, kind = _length(node), type(node)
     if length not in (None, num_samples, 1):
-        raise not_cut(num_samples, f"a tensor in it has the shape {tuple(node.shape)}")
+        raise not_cut(num_samples, f"a {kind.__name__} in it has {length} as its first dimension")
     if length == num_samples:
         found.append(node)
-        return node[part]
+        return _rows(node, part, num_samples)
     if length is not None:
         return node
     if _is_per_sample(node, num_samples, is_root=is_root):
@@ -252,12 +254,32 @@ def _cut(
     if kind is list or kind is tuple:
         return kind([_cut(item, part, num_samples, found) for item in node])
     container = opened(node)
+    _check_attributes(node, container.items if container else (), num_samples)
     if container is not None:
         return container.rebuilt([_cut(item, part, num_samples, found) for item in container.items])
     is_array = kind in _WHOLE or isinstance(node, (Tensor, np.ndarray))
     if not is_array and isinstance(node, Sized) and len(node) == num_samples:
         raise not_cut(num_samples, f"{kind.__name__} in it has that length, and is no sequence")
     return node
+
+
+def _rows(node: Any, part: slice, num_samples: int) -> Any:
+    """Return some samples of a tensor or array; not all kinds of them can be cut."""
+    if isinstance(node, PackedSequence):
+        raise not_cut(num_samples, "a PackedSequence in it holds steps, not samples")
+    try:
+        return node[part]
+    except (RuntimeError, TypeError) as error:  # nested or sparse
+        why = f"a {type(node).__name__} in it cannot be sliced"
+        raise not_cut(num_samples, why) from error
+
+
+def _check_attributes(node: Any, items: Sequence[Any], num_samples: int) -> None:
+    """Refuse an object with a tensor of all samples that is none of its items."""
+    known = {id(item) for item in items}
+    for name, value in getattr(node, "__dict__", {}).items():
+        if id(value) not in known and _length(value) == num_samples:
+            raise not_cut(num_samples, f"{type(node).__name__}.{name} holds a value for each")
 
 
 def _is_per_sample(node: Any, num_samples: int, *, is_root: bool = False) -> bool:
@@ -282,6 +304,8 @@ def _length(node: Any) -> int | None:
     kind = type(node)
     if kind is Tensor or isinstance(node, Tensor):  # the second is slow: torch overrides it
         return node.size(0) if node.dim() else None
+    if kind is PackedSequence:
+        return int(node.batch_sizes[0])
     # A property of the type, not an item of a mapping or a field that is called so.
     is_array = kind not in _NO_ARRAYS and hasattr(getattr(kind, "shape", None), "__get__")
     if not is_array or not hasattr(kind, "__getitem__"):
@@ -313,18 +337,24 @@ def _mapping_like(node: Mapping[Any, Any], items: list[Any]) -> Any:
         return pairs
     if kind is MappingProxyType:
         return kind(pairs)
+    before = [node[key] for key in pairs]
     try:
         if isinstance(node, dict) or hasattr(kind, "__copy__"):
             result = copy.copy(node)
+            if getattr(node, "__dict__", None) is node:  # items are attributes, too
+                result.__dict__ = result  # type: ignore[assignment]
         else:
             # A shallow copy would share its storage; the items in it are replaced, not copied.
-            before = [node[key] for key in pairs]
             replaced = dict(zip(map(id, before), items, strict=True))
             items = [replaced[id(one)] for one in before]  # one object may be there twice
             result = copy.deepcopy(node, replaced)
         if isinstance(result, MutableMapping):
             for key, item in zip(pairs, items, strict=True):
                 result[key] = item
+        if not all(map(is_, (node[key] for key in pairs), before)):
+            for key, item in zip(pairs, before, strict=True):
+                node[key] = item  # type: ignore[index]
+            raise TypeError("its copy has the same items")
     except Exception as error:
         raise _not_made(kind, f"{type(error).__name__}: {error}") from error
     return _checked(result, [result[key] for key in pairs], items)

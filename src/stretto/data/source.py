@@ -20,7 +20,7 @@ from stretto.data.chunks import (
 from stretto.data.fetch import Fetch, Part, Steps
 from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
 from stretto.data.ranks import gathered
-from stretto.data.spec import DataSpec, check_workers, is_one_shot
+from stretto.data.spec import DataSpec, check_workers, is_one_shot, sampler_of
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
 from stretto.data.workers import Workers, batched
 from stretto.errors import DataError
@@ -175,7 +175,7 @@ def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:
     """
     if asked is not None:
         return asked
-    return not isinstance(spec.data, DataLoader) or isinstance(spec.data.sampler, RandomSampler)
+    return not isinstance(spec.data, DataLoader) or isinstance(sampler_of(spec.data), RandomSampler)
 
 
 def _check_whole(spec: DataSpec, workers: Workers, *, is_keyed: bool) -> None:

@@ -129,7 +129,7 @@ class DataSpec:
     @property
     def last_batch(self) -> LastBatch:
         """The default of `last_batch`: `drop` for a `DataLoader` with `drop_last`, else `keep`."""
-        drops = isinstance(self.data, DataLoader) and self.data.drop_last
+        drops = isinstance(self.data, DataLoader) and _sampling(self.data).drop_last
         return "drop" if drops else "keep"
 
     @property
@@ -234,10 +234,21 @@ def has_own_order(loader: DataLoader[Any]) -> bool:
     """Return whether a `DataLoader` defines its own order of samples."""
     if not is_map_style(loader.dataset) or type(loader.batch_sampler) is not BatchSampler:
         return True
-    sampler = loader.sampler
+    sampler = sampler_of(loader)
     if type(sampler) is RandomSampler:
         return sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
     return type(sampler) is not SequentialSampler
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler of a `DataLoader`, or that of the `BatchSampler` it was given."""
+    return getattr(_sampling(loader), "sampler", loader.sampler)
+
+
+def _sampling(loader: DataLoader[Any]) -> Any:
+    """Return what has the sampler and the batches' size: the loader's own are then defaults."""
+    batches = loader.batch_sampler
+    return batches if isinstance(batches, BatchSampler) else loader
 
 
 def is_one_shot(data: Any) -> bool:
@@ -246,7 +257,7 @@ def is_one_shot(data: Any) -> bool:
 
 
 def _check_kind(data: Any, *, is_sharded: bool) -> None:
-    sampler = getattr(data, "sampler", None) if isinstance(data, DataLoader) else None
+    sampler = sampler_of(data) if isinstance(data, DataLoader) else None
     if isinstance(sampler, DistributedSampler) and not is_sharded:
         why = "samples would be dealt to the ranks twice"
         raise DataError.bad("sampler", sampler, why, "pass the data set of the DataLoader")
@@ -312,8 +323,9 @@ def _length(spec: DataSpec) -> int | None:
         return len(data)
     if isinstance(data, DataLoader) and type(data.batch_sampler) is BatchSampler:
         try:
-            length = len(data.sampler)  # type: ignore[arg-type]
+            length = len(sampler_of(data))
         except TypeError:
             return None
-        return length - length % (data.batch_size or 1) if data.drop_last else length
+        size = data.batch_sampler.batch_size if data.batch_sampler.drop_last else 1
+        return length - length % size
     return None

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias, final
 
 import torch
@@ -48,7 +48,7 @@ class Workers:
     collate_fn: Collate | None = None
     """Makes a batch of a list of samples; None: torch's default."""
     worker_init_fn: Callable[[int], None] | None = None
-    timeout: float = 0
+    timeout: float | None = None
     multiprocessing_context: Any = None
 
     def __post_init__(self) -> None:
@@ -66,17 +66,12 @@ class Workers:
         """Return the settings with None replaced by those of `data`, if it is a `DataLoader`."""
         if not isinstance(data, DataLoader):
             return self
-        num_workers = data.num_workers if self.num_workers is None else self.num_workers
-        factor = data.prefetch_factor if self.prefetch_factor is None else self.prefetch_factor
-        return Workers(
-            num_workers=num_workers,
-            prefetch_factor=factor if num_workers else None,
-            pin_memory=data.pin_memory if self.pin_memory is None else self.pin_memory,
-            collate_fn=data.collate_fn if self.collate_fn is None else self.collate_fn,
-            worker_init_fn=data.worker_init_fn,
-            timeout=data.timeout if num_workers else 0,
-            multiprocessing_context=data.multiprocessing_context if num_workers else None,
-        )
+        settings = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name, value in settings.items():
+            settings[name] = getattr(data, name) if value is None else value
+        if not settings["num_workers"]:  # nothing is fetched ahead, or waited for
+            settings |= {"prefetch_factor": None, "timeout": 0, "multiprocessing_context": None}
+        return Workers(**settings)
 
     @property
     def pins(self) -> bool:
@@ -110,7 +105,7 @@ def start_workers(
         prefetch_factor=workers.prefetch_factor,
         pin_memory=workers.pins,
         worker_init_fn=_WorkerStart(workers.worker_init_fn, fetch.dataset),
-        timeout=workers.timeout,
+        timeout=workers.timeout or 0,
         multiprocessing_context=workers.multiprocessing_context,
         generator=generator,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -109,11 +110,24 @@ def as_loss(loss: Any, reduction: Literal["mean", "sum"]) -> Any:
     elif isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         why = "it has parameters, which are saved and averaged over ranks with the model only"
         instead = "make it a part of the model, and " + _EXAMPLE.replace("crit", "model.crit")
+    elif _setting(loss, "ignore_index") is not None and not _is_torchs(loss):
+        why = "it has an ignore_index of its own: its mean may be over all targets, or some"
+        instead = _EXAMPLE + ", and as loss_weight what it is a mean over"
     if why is not None:
         raise TrainingError.cannot(
             f"use {shown(as_text(loss))} as the loss", why=why, instead=instead
         )
     return CriterionLoss(loss)
+
+
+def _is_torchs(loss: Any) -> bool:
+    """Return whether a criterion is a mean over the targets as torch's losses of classes are."""
+    if isinstance(loss, nn.Module):
+        return type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+    return (loss.func if isinstance(loss, partial) else loss) in (
+        nn.functional.cross_entropy,
+        nn.functional.nll_loss,
+    )
 
 
 def _reduction(loss: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import CheckpointError, DataError
@@ -240,3 +248,74 @@ def test_augmentation_that_differs_may_be_stated() -> None:
     ]
     with pytest.raises(DataError, match="state_dict"):
         make(resumes_by="state")
+
+
+class OwnChance(IterableDataset[int]):
+    """Shuffles with a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+
+    def __iter__(self) -> Iterator[int]:
+        order = [*range(COUNT)]
+        self.random.shuffle(order)
+        yield from order
+
+
+class Told(Sampler[int]):
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        order = [*range(COUNT)]
+        random.Random(self.epoch).shuffle(order)
+        yield from order
+
+
+def weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0] * COUNT, COUNT, generator=torch.Generator().manual_seed(5))
+
+
+ORDERS: dict[str, Callable[[], Any]] = {
+    "generator": lambda: DataLoader(range(COUNT), 4, sampler=weighted()),  # type: ignore[arg-type]
+    "batch sampler": lambda: DataLoader(
+        range(COUNT),  # type: ignore[arg-type]
+        batch_sampler=BatchSampler(weighted(), 4, drop_last=False),
+    ),
+    "told": lambda: DataLoader(
+        range(COUNT),  # type: ignore[arg-type]
+        batch_sampler=BatchSampler(Told(), 4, drop_last=False),
+    ),
+    "own": OwnChance,
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_an_order_that_goes_on_over_epochs_is_exact_or_refused_at_every_place(kind: str) -> None:
+    def make() -> StepLoader:
+        return StepLoader(ORDERS[kind](), 20, max_duration="4ep")
+
+    loader = make()
+    states, whole = [loader.state_dict()], list[int]()
+    for step in loader:
+        whole += [int(one) for micro in step for one in micro.batch]
+        loader.finish()
+        states.append(loader.state_dict())
+    epochs = [whole[start : start + COUNT] for start in range(0, len(whole), COUNT)]
+    assert all(one != other for one, other in pairwise(epochs))
+    refused = 0
+    for number, state in enumerate(states):
+        resumed = make()
+        try:
+            resumed.load_state_dict(state)
+        except CheckpointError:
+            refused += 1
+        else:
+            assert seen(resumed) == whole[20 * number :]
+    assert bool(refused) == (kind == "own")
