@@ -28,7 +28,7 @@ from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import MicroBatch, Step, count_target_tokens, move_batch
 from stretto.data.weights import Units, check_units, units_of
 from stretto.errors import DataError
-from stretto.integrations.contract import FirstStep, warn_of_batch_norm
+from stretto.integrations.contract import FirstStep, has_gradient, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
@@ -168,7 +168,7 @@ class MicroBatches:
         """Whether the present micro-batch is the last of its step."""
         self._has_stepped = False
         """Whether the optimizer has stepped before, so the loop trains."""
-        self._first: FirstStep | None = FirstStep(run)
+        self._first: FirstStep | None = FirstStep(run, is_counted=callable(units))
         """Checks the first step of several micro-batches; None: done."""
         self._checks: FirstStep | None = None
         """The same, during that step."""
@@ -196,6 +196,9 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[Any]:
         accelerator, world_size = self._accelerator, self.run.loader.world_size
+        is_left, why = not self._is_last and has_gradient(self.run), "the loop left it inside"
+        instead = "break 'if accelerator.sync_gradients:', or call model.zero_grad()"
+        refuse((is_left, "begin a step anew", f"{why}, and its gradient is kept", instead))
         for step in self.run.steps():
             step.micro_batches = list(self._meter.micro_batches(step))
             units = "samples" if self._units is None else self._units
