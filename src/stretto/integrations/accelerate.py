@@ -20,6 +20,7 @@ from typing import Any, final
 
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -118,7 +119,8 @@ def attach(
     )
     run.bind(each, rank=accelerator.process_index, world_size=accelerator.num_processes)
     loader = MicroBatches(accelerator, run, units, model)
-    inner = getattr(each[-1], "optimizer", each[-1])
+    last = each[-1]
+    inner: Any = last.optimizer if isinstance(last, AcceleratedOptimizer) else last
     inner.register_step_post_hook(lambda *_: loader.note_update())
     accelerator.register_for_checkpointing(run)
     return loader, ClockScheduler(each[0], run.timer)
@@ -168,10 +170,10 @@ class MicroBatches:
         """Whether the present micro-batch is the last of its step."""
         self._has_stepped = False
         """Whether the optimizer has stepped before, so the loop trains."""
-        self._first: FirstStep | None = FirstStep(run, is_counted=callable(units))
-        """Checks the first step of several micro-batches; None: done."""
+        self._is_checked = False
+        """Whether a step had several micro-batches before."""
         self._checks: FirstStep | None = None
-        """The same, during that step."""
+        """Checks the first step of several micro-batches."""
         self._micro: MicroBatch | None = None
         """The present micro-batch."""
         accelerator.backward = self._measured
@@ -205,9 +207,9 @@ class MicroBatches:
             own, total = units_of(step, units, world_size=world_size)
             if self._units is None:
                 _check_targets(step)
-            self._checks = self._first if len(own) > 1 else None
-            if self._checks is not None:
-                self._checks.begin()
+            self._checks = None
+            if len(own) > 1 and not self._is_checked:
+                self._checks = FirstStep(self.run, is_counted=callable(units))
                 warn_of_batch_norm(*accelerator._models)
             self._loss, self._signals = 0.0, NO_SIGNALS
             for number, (micro, count) in enumerate(zip(step, own, strict=True), 1):
@@ -228,7 +230,7 @@ class MicroBatches:
     def _finish(self) -> None:
         if self._checks is not None:
             self._checks.end()
-            self._first = self._checks = None
+            self._is_checked, self._checks = True, None
         self.run.finish(self._signals)
 
     def note_update(self) -> None:

@@ -167,10 +167,6 @@ class FirstStep:
         self._run = run
         self._passes, self._had_gradient = 0, False
 
-    def begin(self) -> None:
-        """Begin the step."""
-        self._passes, self._had_gradient = 0, False
-
     def before_pass(self, loss: Tensor, num_samples: int, weight: float = 1.0) -> None:
         """Refuse gradients that were cleared between micro-batches; see `check_graph`, too.
 
@@ -277,7 +273,8 @@ def _terms(node: Any) -> list[tuple[Any, float, float]]:
         elif name in _SAME or is_scaled:
             number = 1.0
             if is_scaled:
-                saved = node._saved_other if node.next_functions[0][0] else node._saved_self
+                is_first = node.next_functions[0][0] is not None
+                saved = node._saved_other if is_first else node._saved_self
                 number = float(saved) if saved is not None and saved.numel() == 1 else math.nan
             is_divided = name == "DivBackward0"
             scale = 0.0 if is_divided else scale * abs(number)

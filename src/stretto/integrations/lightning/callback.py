@@ -242,10 +242,8 @@ class FollowRun(Callback):
         self._is_fit = True
         self._signals = NO_SIGNALS
         self._loss: Tensor | None = None
-        self._first: FirstStep | None = None
-        """Checks manual optimization."""
         self._checks: FirstStep | None = None
-        """The same, in the first step of several micro-batches."""
+        """Checks manual optimization, in the first step of several micro-batches."""
         self._num_cut = 0
         """Steps of several micro-batches."""
         self._seen: list[tuple[Any, int]]
@@ -335,8 +333,6 @@ class FollowRun(Callback):
             (is_hidden, "follow the noise of the gradient", where, "plan the batch sizes"),
         )
         is_manual = not pl_module.automatic_optimization
-        is_counted = callable(self._batches.units)
-        self._first = FirstStep(run, is_counted=is_counted) if is_manual else None
         self._seen, self._num_cut = [], 0
         self.on_train_batch_start = self._on_train_batch_start
         if run.loader.reads & {"noise", "loss"} or is_manual:
@@ -432,9 +428,8 @@ class FollowRun(Callback):
             return
         if batches.is_first:
             self._num_cut, self._seen, batches.is_weighed = self._num_cut + 1, [], False
-            self._checks = self._first if self._num_cut == 1 else None
-            if self._checks is not None:
-                self._checks.begin()
+            if self._num_cut == 1 and not pl_module.automatic_optimization:
+                self._checks = FirstStep(self._run, is_counted=callable(batches.units))
         if self._num_cut.bit_count() != 1:
             return
         self._seen.append((batch, step.micro_batches[len(self._seen)].num_samples))
