@@ -83,6 +83,12 @@ class Mean(hf.Trainer):
         return nn.functional.cross_entropy(logits, inputs["labels"])
 
 
+class NamedLoss(Mean):
+    """The same, with an attribute that the trainer of sentence-transformers has, too."""
+
+    loss = nn.CrossEntropyLoss()
+
+
 class NotScaled(Mean):
     """The same, as transformers wants to be told."""
 
@@ -182,6 +188,7 @@ CASES: dict[str, Case] = {
         "BertForTokenClassification", _BERT | _THREE, _TEXT | {"labels": _TOKENS}, smooth=0.1
     ),
     "own": case("BertForSequenceClassification", _BERT | _THREE, _CLASSES, kind=Mean),
+    "own-named": case("BertForSequenceClassification", _BERT | _THREE, _CLASSES, kind=NamedLoss),
     "own-not-scaled": case(
         "GPT2ForSequenceClassification", _GPT | _THREE, _CLASSES, kind=NotScaled
     ),

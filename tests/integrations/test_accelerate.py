@@ -214,6 +214,33 @@ def average_of_terms(model: Any, x: Any, y: Any) -> Any:
     return (mean_loss(model, x, y) + model(x).abs().mean()) / 2
 
 
+def of_rows(model: Any, x: Any, y: Any) -> Any:
+    return sum(mean_loss(model, *one) for one in zip(x, y, strict=True)) / len(x)
+
+
+def of_product(model: Any, x: Any, y: Any) -> Any:
+    found = (model(x) - y).flatten()
+    return found @ found / len(x)
+
+
+def with_penalty(model: Any, x: Any, y: Any) -> Any:
+    first = model[0].weight
+    return mean_loss(model, x, y) + 0.01 * first.square().sum() + (first.T @ first).sum()
+
+
+def of_sum(model: Any, x: Any, y: Any) -> Any:
+    return 0.5 * (model(x) - y).square().sum()
+
+
+def by_class(model: Any, x: Any, y: Any) -> Any:
+    scores, weight = torch.cat([model(x), x[:, :2]], 1), torch.tensor([1.0, 5.0, 9.0])
+    return torch.nn.functional.cross_entropy(scores, (y[:, 0] > 0).long(), weight=weight.double())
+
+
+def distances(model: Any, x: Any, y: Any) -> Any:
+    return torch.cdist(model(x), model(x)).mean()
+
+
 def train_with(body: Any, **settings: Any) -> torch.Tensor:
     accelerator, model = Accelerator(cpu=True), loop.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -234,9 +261,23 @@ def train_with(body: Any, **settings: Any) -> torch.Tensor:
         (plain_backward, "accelerator.backward"),
         (of_loss(lambda *given: mean_loss(*given) / 2), "divided by 2.0"),
         (of_loss(lambda *given: 0.5 * (mean_loss(*given) / 4)), "divided by 4.0"),
+        (of_loss(lambda *given: average_of_sum(*given) / 8), "divided by 32.0"),
+        (of_loss(of_sum), "a sum"),
+        (of_loss(by_class), "weights of the classes"),
         (of_loss(contrastive), "compares the samples"),
+        (of_loss(distances), "compares the samples"),
     ],
-    ids=["zero_grad first", "loss.backward", "divided", "divided and scaled", "contrastive"],
+    ids=[
+        "zero_grad first",
+        "loss.backward",
+        "divided",
+        "divided and scaled",
+        "divided twice",
+        "sum",
+        "weights of classes",
+        "contrastive",
+        "distances",
+    ],
 )
 def test_common_mistakes_are_refused_in_the_first_step(body: Any, said: str) -> None:
     with pytest.raises(TrainingError, match=said):
@@ -244,10 +285,39 @@ def test_common_mistakes_are_refused_in_the_first_step(body: Any, said: str) -> 
 
 
 @pytest.mark.small
-@pytest.mark.parametrize("loss_of", [mean_loss, average_of_sum, average_of_terms])
+@pytest.mark.parametrize(
+    "loss_of", [mean_loss, average_of_sum, average_of_terms, of_rows, of_product, with_penalty]
+)
 def test_losses_that_are_means_are_not_refused(loss_of: Any) -> None:
     whole = train_with(of_loss(loss_of), micro_batch_size=16)
     torch.testing.assert_close(train_with(of_loss(loss_of)), whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.small
+def test_weights_of_classes_may_be_counted() -> None:
+    def units(batch: Any) -> int:
+        return int((1 + 4 * (batch[1] > 0)).sum())
+
+    whole = train_with(of_loss(by_class), micro_batch_size=16)
+    found = train_with(of_loss(by_class), units=units)
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.small
+def test_a_step_that_the_loop_left_inside_does_not_count_twice() -> None:
+    accelerator, model = Accelerator(cpu=True), loop.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    data = DataLoader(TensorDataset(loop.X, loop.Y), batch_size=4)
+    loader, _ = attach(accelerator, 16, data=data, optimizer=optimizer, max_duration="1ep")
+    for batch in loader:
+        with accelerator.accumulate(model):
+            of_loss(mean_loss)(accelerator, model, optimizer, *batch)
+        break
+    with pytest.raises(TrainingError, match="sync_gradients"):
+        next(iter(loader))
+    model.zero_grad()
+    assert len(next(iter(loader))[0]) == 4
 
 
 @pytest.mark.small

@@ -331,13 +331,26 @@ class Weighted(lightning_toys.Module):
         return (weights * (self.net(batch[0]) - batch[1]).square()).sum() / weights.sum()
 
 
+class RareWeights(lightning_toys.Module):
+    """Weights that differ in one sample of the fourth step of several micro-batches."""
+
+    def mean_loss(self, batch: Any) -> Tensor:
+        rare = [at for at in [one for one in IDS if len(one) > 8][3] if at % 2]
+        weights = 1.0 + 30 * torch.isin(batch[2], torch.tensor(rare))[:, None]
+        return (weights * (self.net(batch[0]) - batch[1]).square()).sum() / weights.sum()
+
+
 class Manual(lightning_toys.Module):
     """Manual optimization without the weight, or with gradients cleared before each pass."""
 
-    def __init__(self, *, is_weighted: bool, clears: bool = False) -> None:
+    def __init__(self, *, is_weighted: bool, clears: bool = False, sums: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.is_weighted, self.clears = is_weighted, clears
+        self.is_weighted, self.clears, self.sums = is_weighted, clears, sums
+
+    def mean_loss(self, batch: Any) -> Tensor:
+        loss = (self.net(batch[0]) - batch[1]).square()
+        return loss.sum() if self.sums else loss.mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         batches: Any = self.trainer.train_dataloader
@@ -360,8 +373,10 @@ class Manual(lightning_toys.Module):
         (Weighted(), "is not the mean over samples"),
         (Manual(is_weighted=False), "dataloader.weight"),
         (Manual(is_weighted=True, clears=True), "zero_grad"),
+        (Manual(is_weighted=True, sums=True), "a sum"),
+        (RareWeights(), "is not the mean over samples"),
     ],
-    ids=["a sum", "compares", "weighted", "no weight", "cleared"],
+    ids=["a sum", "compares", "weighted", "no weight", "cleared", "a sum by hand", "rare weight"],
 )
 def test_common_mistakes_are_refused_in_the_first_step_of_several(module: Any, why: str) -> None:
     with pytest.raises(TrainingError, match=why):

@@ -89,7 +89,7 @@ class Fetch:
         if self._get_batch is not None:
             return self._get_batch(indices)
         own = getattr(self.dataset, "__getitems__", None)
-        samples = own(indices) if own else [self.dataset[index] for index in indices]
+        samples = own(indices) if own is not None else [self.dataset[index] for index in indices]
         return self.collate(samples)
 
     def _keyed(self, indices: list[int], seed: int) -> list[Any]:

@@ -20,6 +20,7 @@ from typing import Any, final
 
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -28,7 +29,7 @@ from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import MicroBatch, Step, count_target_tokens, move_batch
 from stretto.data.weights import Units, check_units, units_of
 from stretto.errors import DataError
-from stretto.integrations.contract import FirstStep, warn_of_batch_norm
+from stretto.integrations.contract import FirstStep, has_gradient, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
@@ -118,7 +119,8 @@ def attach(
     )
     run.bind(each, rank=accelerator.process_index, world_size=accelerator.num_processes)
     loader = MicroBatches(accelerator, run, units, model)
-    inner = getattr(each[-1], "optimizer", each[-1])
+    last = each[-1]
+    inner: Any = last.optimizer if isinstance(last, AcceleratedOptimizer) else last
     inner.register_step_post_hook(lambda *_: loader.note_update())
     accelerator.register_for_checkpointing(run)
     return loader, ClockScheduler(each[0], run.timer)
@@ -168,10 +170,10 @@ class MicroBatches:
         """Whether the present micro-batch is the last of its step."""
         self._has_stepped = False
         """Whether the optimizer has stepped before, so the loop trains."""
-        self._first: FirstStep | None = FirstStep(run)
-        """Checks the first step of several micro-batches; None: done."""
+        self._is_checked = False
+        """Whether a step had several micro-batches before."""
         self._checks: FirstStep | None = None
-        """The same, during that step."""
+        """Checks the first step of several micro-batches."""
         self._micro: MicroBatch | None = None
         """The present micro-batch."""
         accelerator.backward = self._measured
@@ -196,15 +198,18 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[Any]:
         accelerator, world_size = self._accelerator, self.run.loader.world_size
+        is_left, why = not self._is_last and has_gradient(self.run), "the loop left it inside"
+        instead = "break 'if accelerator.sync_gradients:', or call model.zero_grad()"
+        refuse((is_left, "begin a step anew", f"{why}, and its gradient is kept", instead))
         for step in self.run.steps():
             step.micro_batches = list(self._meter.micro_batches(step))
             units = "samples" if self._units is None else self._units
             own, total = units_of(step, units, world_size=world_size)
             if self._units is None:
                 _check_targets(step)
-            self._checks = self._first if len(own) > 1 else None
-            if self._checks is not None:
-                self._checks.begin()
+            self._checks = None
+            if len(own) > 1 and not self._is_checked:
+                self._checks = FirstStep(self.run, is_counted=callable(units))
                 warn_of_batch_norm(*accelerator._models)
             self._loss, self._signals = 0.0, NO_SIGNALS
             for number, (micro, count) in enumerate(zip(step, own, strict=True), 1):
@@ -225,7 +230,7 @@ class MicroBatches:
     def _finish(self) -> None:
         if self._checks is not None:
             self._checks.end()
-            self._first = self._checks = None
+            self._is_checked, self._checks = True, None
         self.run.finish(self._signals)
 
     def note_update(self) -> None:

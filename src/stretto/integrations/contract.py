@@ -21,10 +21,11 @@ from stretto.run import Run
 from stretto.runtime.gradients import all_sum, is_started
 from stretto.runtime.loss_measure import only_looking, reduction_of, tolerance_for
 
-_SUM = 2
-"""`reduction="sum"`, as a function of torch notes it."""
-_COPIES = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
-_SHAPES = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0"})
+_MEAN, _SUM = 1, 2
+"""`reduction="mean"` and `"sum"`, as functions of torch note it."""
+_SAME = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0", "NegBackward0"})
+_LAYERS = ("Mm", "Addmm", "Bmm", "Convolution", "Embedding")
+"""Functions of torch that take data."""
 Cut = tuple[Any, list[Any], list[int]]
 """A batch, its two parts, and how many samples these have; 0: it could not be cut."""
 
@@ -158,32 +159,35 @@ class FirstStep:
 
     Args:
         run: the run, bound.
+        is_counted: whether a function of the user counts what the loss is a mean over.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._groups = [group for one in run.optimizers for group in one.param_groups]
+    def __init__(self, run: Run, *, is_counted: bool = False) -> None:
+        self._is_counted = is_counted
+        self._run = run
         self._passes, self._had_gradient = 0, False
 
-    def begin(self) -> None:
-        """Begin the step."""
-        self._passes, self._had_gradient = 0, False
-
-    def before_pass(self, loss: Tensor | None = None, num_samples: int = 0) -> None:
+    def before_pass(self, loss: Tensor, num_samples: int, weight: float = 1.0) -> None:
         """Refuse gradients that were cleared between micro-batches; see `check_graph`, too.
+
+        Args:
+            loss: the loss of a micro-batch.
+            num_samples: its samples.
+            weight: what the loop has multiplied it by.
 
         Raises:
             TrainingError: they were.
         """
-        if loss is not None and not self._passes:
-            check_graph(loss, num_samples)
-        is_cleared = self._had_gradient and not self._has_gradient()
+        if not self._passes and weight:
+            check_graph(loss, num_samples, weight, is_counted=self._is_counted)
+        is_cleared = self._had_gradient and not has_gradient(self._run)
         why = "zero_grad() clears that of the micro-batches before"
         instead = "call zero_grad() after optimizer.step(), not before the backward pass"
         refuse((is_cleared, "accumulate the gradient of a step", why, instead))
 
     def after_pass(self) -> None:
         """Note a backward pass."""
-        self._passes, self._had_gradient = self._passes + 1, self._has_gradient()
+        self._passes, self._had_gradient = self._passes + 1, has_gradient(self._run)
 
     def end(self) -> None:
         """Refuse a step of which no backward pass was seen.
@@ -195,75 +199,107 @@ class FirstStep:
         instead = "write accelerator.backward(loss), not loss.backward()"
         refuse((not self._passes, "weigh the losses of micro-batches", why, instead))
 
-    def _has_gradient(self) -> bool:
-        return any(
-            one.grad is not None and bool(one.grad.any())
-            for group in self._groups
-            for one in group["params"]
-        )
+
+def has_gradient(run: Run) -> bool:
+    """Return whether what the optimizers of a run change has a gradient that is not zero."""
+    groups = (group for one in run.optimizers for group in one.param_groups)
+    return any(
+        one.grad is not None and bool(one.grad.any()) for group in groups for one in group["params"]
+    )
 
 
-def check_graph(loss: Tensor, num_samples: int) -> None:
+def check_graph(loss: Tensor, num_samples: int, weight: float, *, is_counted: bool) -> None:
     """Look in the graph of a loss for what cannot be weighed.
 
+    Args:
+        loss: the loss of a micro-batch.
+        num_samples: its samples.
+        weight: what the loop has multiplied it by.
+        is_counted: whether a function of the user counts what the loss is a mean over.
+
     Raises:
-        TrainingError: it multiplies each sample with each, or is divided by a number at its end.
+        TrainingError: it multiplies each sample with each, is divided by the weights of its
+            classes or by a number at its end, or is a sum.
     """
-    for node in _nodes(loss):
-        refuse(
-            (
-                _compares(node, num_samples),
-                "compute the loss in micro-batches",
-                "it compares the samples of a batch with each other",
-                "have micro-batches as large as the batch (micro_batch_size)",
-            )
+    what, weigh = "compute the loss in micro-batches", "weigh the losses of micro-batches"
+    for node in _nodes(loss.grad_fn):
+        is_nll = node.name().startswith("NllLoss") and node._saved_reduction == _MEAN
+        is_weighted = is_nll and node._saved_weight is not None and not is_counted
+        by_class = "it is divided by the weights of the classes in the micro-batch"
+        mean = (
+            "pass units=, a function that adds up these weights; or reduction='none', and .mean()"
         )
-    divisor = _divisor(loss)
-    is_scaled = divisor is not None
+        why = "it compares the samples of a batch with each other"
+        whole = "have micro-batches as large as the batch (micro_batch_size)"
+        refuse(
+            (_compares(node, num_samples), what, why, whole),
+            (is_weighted, what, by_class, mean),
+        )
+    terms = _terms(loss.grad_fn)
+    of_data = [one for one in terms if _reads_data(one[0])]
+    is_sum = any(
+        _num_added(node) and scale * num_samples > 1.001 * weight for node, scale, _ in of_data
+    )
+    divisors = {
+        divisor
+        for node, _, divisor in of_data
+        if _is_mean(node) or (not is_counted and 0 < _num_added(node) < divisor)
+    }
+    divisor = divisors.pop() if len(divisors) == 1 else 1.0
+    is_scaled = divisor.is_integer() and divisor not in (1, len(terms))
+    of_sum = "return a mean: divide it by what it is over, such as len(batch)"
     why = f"the loss is divided by {divisor}, and its share in the batch is set already"
     instead = f"remove that; or, if it is part of the loss, multiply it: loss * (1 / {divisor})"
-    refuse((is_scaled, "weigh the losses of micro-batches", why, instead))
+    refuse(
+        (num_samples > 1 and is_sum, weigh, "the loss is a sum over the samples", of_sum),
+        (is_scaled, weigh, why, instead),
+    )
 
 
-def _divisor(loss: Tensor) -> float | None:
-    """Return the number that a loss is divided by at its end; None: none, or it makes a mean."""
-    node: Any = loss.grad_fn
-    while node is not None and (node.name() in _COPIES or _is_scaled(node)):
-        node = next(one for one, _ in node.next_functions if one is not None)
-    if node is None or node.name() != "DivBackward0" or node.next_functions[1][0] is not None:
-        return None
-    value, terms = node._saved_other, list(_terms(node.next_functions[0][0]))
-    if value is None or value.numel() != 1 or any(map(_is_sum, terms)):
-        return None
-    found = float(value)
-    # Divided by the number of its terms, it is a mean of several losses.
-    return found if found.is_integer() and found not in (1, len(terms)) else None
+def _terms(node: Any) -> list[tuple[Any, float, float]]:
+    """Return the functions that a loss adds up, the factor and the divisor of each.
+
+    The factor is 0 if there is a divisor.
+    """
+    left, found = [(node, 1.0, 1.0)], list[tuple[Any, float, float]]()
+    while left:
+        node, scale, divisor = left.pop()
+        if node is None:
+            continue
+        name, inputs = node.name(), [one for one, _ in node.next_functions if one is not None]
+        is_scaled = name in ("DivBackward0", "MulBackward0") and len(inputs) == 1
+        if name in ("AddBackward0", "SubBackward0"):
+            left += [(one, scale, divisor) for one in inputs]
+        elif name in _SAME or is_scaled:
+            number = 1.0
+            if is_scaled:
+                is_first = node.next_functions[0][0] is not None
+                saved = node._saved_other if is_first else node._saved_self
+                number = float(saved) if saved is not None and saved.numel() == 1 else math.nan
+            is_divided = name == "DivBackward0"
+            scale = 0.0 if is_divided else scale * abs(number)
+            left.append((inputs[0], scale, divisor * number if is_divided else divisor))
+        else:
+            found.append((node, scale, divisor))
+    return found
 
 
-def _is_scaled(node: Any) -> bool:
-    """Return whether it multiplies by a number, such as a weight."""
-    return node.name() == "MulBackward0" and any(one is None for one, _ in node.next_functions)
+def _num_added(node: Any) -> float:
+    """Return how many numbers a function adds up; 0: it is no sum."""
+    if node.name() == "SumBackward0":
+        return float(math.prod(node._saved_self_sym_sizes))
+    is_sum = getattr(node, "_saved_reduction", None) == _SUM
+    return float(node._saved_target.numel()) if is_sum else 0
 
 
-def _terms(node: Any) -> Iterator[Any]:
-    """Yield the functions of the numbers that are added up in a loss."""
-    if node is not None and node.name() in ("AddBackward0", "SubBackward0"):
-        for one, _ in node.next_functions:
-            yield from _terms(one)
-    elif node is not None and node.name() in ("MulBackward0", "NegBackward0", "DivBackward0"):
-        yield from _terms(node.next_functions[0][0])
-    else:
-        yield node
+def _is_mean(node: Any) -> bool:
+    is_reduced = getattr(node, "_saved_reduction", None) == _MEAN
+    return is_reduced or bool(node.name().startswith("MeanBackward"))
 
 
-def _is_sum(node: Any) -> bool:
-    is_reduced = getattr(node, "_saved_reduction", None) == _SUM
-    return node is not None and (is_reduced or bool(node.name().startswith("Sum")))
-
-
-def _nodes(loss: Tensor) -> Iterator[Any]:
-    """Yield the functions that a loss was computed with."""
-    left, seen = [loss.grad_fn], set[Any]()
+def _nodes(node: Any) -> Iterator[Any]:
+    """Yield the functions that something was computed with."""
+    left, seen = [node], set[Any]()
     while left:
         node = left.pop()
         if node is not None and node not in seen:
@@ -273,19 +309,18 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def _compares(node: Any, num_samples: int) -> bool:
-    """Return whether it is the product of two matrices of activations, a row for each sample."""
-    if node.name() not in ("MmBackward0", "BmmBackward0") or num_samples < 2:
+    """Return whether it has a row and a column for each sample."""
+    if num_samples < 2 or not node.name().startswith(("Mm", "Bmm", "Cdist", "EuclideanDist")):
         return False
-    inputs = [one for one, _ in node.next_functions]
-    if any(one is None or _is_parameter(one) for one in inputs):
-        return False
-    one, other = node._saved_self, node._saved_mat2
-    rows, columns = int(one.shape[-2]), int(other.shape[-1])
-    return math.prod(one.shape[:-2]) == 1 and rows == columns and rows % num_samples == 0
+    *more, rows, columns = node._input_metadata[0].shape
+    is_square = math.prod(more) == 1 and rows == columns and rows % num_samples == 0
+    return is_square and all(_reads_data(one) for one, _ in node.next_functions)
 
 
-def _is_parameter(node: Any) -> bool:
-    while node.name() in _COPIES | _SHAPES:
-        node = node.next_functions[0][0]
-    name: str = node.name()
-    return name.endswith("AccumulateGrad")
+def _reads_data(node: Any) -> bool:
+    """Return whether it is a function of data, and not of parameters alone."""
+    return any(
+        one.name().startswith("Embedding") or None in [before for before, _ in one.next_functions]
+        for one in _nodes(node)
+        if one.name().startswith(_LAYERS)
+    )

@@ -64,7 +64,7 @@ def attach(
     Raises:
         StrettoError: the trainer or its settings cannot follow; the message says why.
     """
-    when = every or {}
+    when = {} if every is None else every
     check_trainer(trainer, when)
     args, kind = trainer.args, type(trainer)
     if issubclass(kind, Follows):  # attached before, as in a notebook
@@ -73,13 +73,13 @@ def attach(
     length = f"{args.max_steps}ba" if args.max_steps > 0 else f"{args.num_train_epochs}ep"
     trainer.stretto = own = StrettoCallback(
         batch_size=batch_size,
-        schedules={} if isinstance(batch_size, Pair) and not schedules else schedules,
+        schedules={} if isinstance(batch_size, Pair) and schedules is None else schedules,
         rule=rule,
-        max_duration=max_duration or length,
+        max_duration=length if max_duration is None else max_duration,
         every=when,
     )
     ending: LastBatch = "drop" if args.dataloader_drop_last else "keep"
-    own.loading, own.facts = Loading(last_batch=last_batch or ending), facts
+    own.loading, own.facts = Loading(last_batch=ending if last_batch is None else last_batch), facts
     trainer.__class__ = type(f"Stretto{kind.__name__}", (Follows, kind), {})
     trainer.callback_handler.callbacks.insert(0, own)
     args.ignore_data_skip = True  # the run itself finds its place in the data

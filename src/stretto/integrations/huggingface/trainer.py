@@ -62,7 +62,7 @@ def check_trainer(trainer: Any, every: Mapping[str, Any]) -> None:
     unknown = set(every) - set(_EVENTS)
     is_parallel = any(getattr(trainer, f"get_{one}_size")() > 1 for one in ("tp", "cp", "sp"))
     is_apart = args.world_size > 1 and not args.average_tokens_across_devices
-    is_lost = args.load_best_model_at_end and every and args.save_strategy != "best"
+    is_lost = args.load_best_model_at_end and len(every) and args.save_strategy != "best"
     own = trainer.lr_scheduler
     refuse(
         (is_other, f"use transformers {version}", "it has other hooks", "install 5.22 to 5.24"),
@@ -83,7 +83,8 @@ def check_loss(trainer: Any, run: Run, kind: Kind | None) -> None:
     Raises:
         TrainingError: the trainer has such a loss.
     """
-    own = getattr(trainer, "loss", None)
+    packages = {one.__module__.partition(".")[0] for one in type(trainer).__mro__}
+    own = trainer.loss if "sentence_transformers" in packages else None
     if kind is not None and (own is None or _is_mean(own)):
         return
     sizes, bounds = run.prepared.sizes, run.prepared.bound_policy.bounds

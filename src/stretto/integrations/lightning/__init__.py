@@ -83,7 +83,7 @@ def attach(
     Raises:
         StrettoError: the trainer or the settings cannot be followed; the message says why.
     """
-    when = every or {}
+    when = {} if every is None else every
     check_trainer(trainer, when)
     check_units(units)
     FollowRun.leave(trainer)  # one that was attached before

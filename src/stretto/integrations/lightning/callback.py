@@ -98,7 +98,7 @@ class MicroBatches:
     def __init__(self, run: Run, units: Units) -> None:
         self.run = run
         """The run: its clock is `run.timer`."""
-        self._weight, self.is_weighed = 1.0, False
+        self.present_weight, self.is_weighed = 1.0, False
         self.is_first = self.is_last = True
         """Whether a step begins with the present micro-batch, or ends with it."""
         self.units: Units = units
@@ -113,7 +113,7 @@ class MicroBatches:
     def weight(self) -> float:
         """The factor of the loss of the present micro-batch, for manual optimization."""
         self.is_weighed = True
-        return self._weight
+        return self.present_weight
 
     def follow(self, trainer: Trainer, meter: StepMeter, *, is_open: bool) -> None:
         """Begin to set where in a step `trainer` is.
@@ -149,7 +149,11 @@ class MicroBatches:
             last = len(step) - 1
             weights = self.run.weights(step, self.units)
             for number, (micro, weight) in enumerate(zip(step, weights, strict=True)):
-                self._weight, self.is_first, self.is_last = weight, number == 0, number == last
+                self.present_weight, self.is_first, self.is_last = (
+                    weight,
+                    number == 0,
+                    number == last,
+                )
                 self.watch = self.meter.watch(micro, is_last=number == last)
                 self._begin()
                 yield micro.batch
@@ -163,7 +167,9 @@ class MicroBatches:
         refuse((is_other, "set accumulate_grad_batches", BY_SIZE, "remove the callback that does"))
         number = progress.current.ready + 1
         self._set(
-            Accumulation.of(self._weight, number, is_first=self.is_first, is_last=self.is_last)
+            Accumulation.of(
+                self.present_weight, number, is_first=self.is_first, is_last=self.is_last
+            )
         )
         trainer.val_check_batch = UNKNOWN
         if self.is_last and self._ends_epoch:
@@ -236,10 +242,10 @@ class FollowRun(Callback):
         self._is_fit = True
         self._signals = NO_SIGNALS
         self._loss: Tensor | None = None
-        self._first: FirstStep | None = None
-        """Checks manual optimization."""
         self._checks: FirstStep | None = None
-        """The same, in the first step of several micro-batches."""
+        """Checks manual optimization, in the first step of several micro-batches."""
+        self._num_cut = 0
+        """Steps of several micro-batches."""
         self._seen: list[tuple[Any, int]]
         """The micro-batches of the step that is checked, and their samples."""
         self._kept: tuple[Any, Any, Any] | None = None
@@ -327,7 +333,7 @@ class FollowRun(Callback):
             (is_hidden, "follow the noise of the gradient", where, "plan the batch sizes"),
         )
         is_manual = not pl_module.automatic_optimization
-        self._first, self._seen = FirstStep(run) if is_manual else None, []
+        self._seen, self._num_cut = [], 0
         self.on_train_batch_start = self._on_train_batch_start
         if run.loader.reads & {"noise", "loss"} or is_manual:
             self.on_before_backward = self._on_before_backward
@@ -415,21 +421,22 @@ class FollowRun(Callback):
     def _on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Check what the loss is over, in the first step of several micro-batches."""
+        """Check what the loss is over, in steps 1, 2, 4, 8, ... of several micro-batches."""
         step, batches = self._run.step, self._batches
         assert step is not None, "drawn"
-        self._checks = self._first if len(step) > 1 else None
         if len(step) == 1:
             return
         if batches.is_first:
-            self._seen, batches.is_weighed = [], False
-            if self._checks is not None:
-                self._checks.begin()
+            self._num_cut, self._seen, batches.is_weighed = self._num_cut + 1, [], False
+            if self._num_cut == 1 and not pl_module.automatic_optimization:
+                self._checks = FirstStep(self._run, is_counted=callable(batches.units))
+        if self._num_cut.bit_count() != 1:
+            return
         self._seen.append((batch, step.micro_batches[len(self._seen)].num_samples))
         if not batches.is_last:
             return
-        self.on_train_batch_start = None
-        warn_of_batch_norm(pl_module)
+        if self._num_cut == 1:
+            warn_of_batch_norm(pl_module)
         if not pl_module.automatic_optimization:
             why, instead = "its loss has no weight", "multiply it: dataloader.weight * loss"
             refuse((not batches.is_weighed, "train in manual optimization", why, instead))
@@ -443,7 +450,8 @@ class FollowRun(Callback):
         if pl_module.automatic_optimization:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         elif self._checks is not None:
-            self._checks.before_pass(loss, self._seen[-1][1])
+            weight = self._batches.present_weight
+            self._checks.before_pass(loss, self._seen[-1][1], weight)
         self._batches.watch.__enter__()
 
     def _on_after_backward(self, *_: Any) -> None:
@@ -469,9 +477,7 @@ class FollowRun(Callback):
             why, instead = "it steps inside a step", "step 'if dataloader.is_last:'"
             refuse((is_early, "train in manual optimization", why, instead))
             return
-        self._global_step = trainer.global_step
-        if self.on_train_batch_start is None:
-            self._checks = None
+        self._global_step, self._checks = trainer.global_step, None
         due = self._run.finish(self._signals)
         if is_over(self._run):
             trainer.should_stop = True
