@@ -550,7 +550,9 @@ def test_a_step_that_may_have_been_trained_is_not_saved_silently() -> None:
     step = next(loader)
     with pytest.raises(DataError, match=r"finish\(\)"):
         loader.state_dict()
-    again, trained = loader.state_dict(again=True), loader.finish() and loader.state_dict()
+    again = loader.state_dict(again=True)
+    loader.finish()
+    trained = loader.state_dict()
     found = []
     for state in (again, trained):
         other = StepLoader(list(range(8)), 2, max_duration="1ep", seed=0)
