@@ -156,7 +156,8 @@ def _detailed(answer: Answer, trial: Trial) -> Answer:
         return answer
     peak = report.peak_allocated
     least = min(one for one, two in trials.items() if two.fits and two.peak_allocated == peak)
-    return answer if least == number else _detailed(Answer(least, trials), trial)
+    # Near numbers are rounded to the same blocks.
+    return answer if 2 * least > number else _detailed(Answer(least, trials), trial)
 
 
 def _indices(smallest: int, largest: int, multiple: int, *, powers: bool) -> tuple[int, int]:
