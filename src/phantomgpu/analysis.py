@@ -95,7 +95,7 @@ def line_of(frame: FrameType | None) -> tuple[str, str]:
         if "/torch/" in file and not file.endswith(("/_ops.py", "/_tensor.py", "_contextlib.py")):
             inner = inner or line
         frame = frame.f_back
-    return "", inner
+    return "backward", inner  # autograd's thread has no frame of the script
 
 
 def unknown() -> list[str]:

@@ -31,7 +31,7 @@ Memory = Annotated[str | None, typer.Option(help="Another size than that kind's,
 Ranks = Annotated[int, typer.Option(min=1, help="Run rank 0 of so many.")]
 Steps = Annotated[int, typer.Option(min=1, help="End after so many optimizer steps.")]
 Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end.")]
-Timeout = Annotated[float | None, typer.Option(min=0, help="Seconds that the script may take.")]
+Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds that the script may take.")]
 
 
 @app.command()
@@ -222,6 +222,6 @@ def main() -> None:
     """Run the command line; errors are one line."""
     try:
         app()
-    except (PhantomError, ValueError) as error:
+    except (PhantomError, ValueError, OSError) as error:
         typer.echo(f"phantomgpu: {error}", err=True)
         raise SystemExit(CANNOT_RUN) from None

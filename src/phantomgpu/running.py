@@ -185,6 +185,7 @@ class Session:
             "PHANTOMGPU_RUN": json.dumps(asdict(settings)),
             "PHANTOMGPU_FACTS": self.facts,
             "PYTHONPATH": os.pathsep.join(path),
+            "TMPDIR": settings.folder,  # what a script that is ended leaves behind goes with it
         }
         if self.ranks > 1:
             ours |= {
@@ -198,7 +199,7 @@ class Session:
             }
         hidden = ("CUDA_VISIBLE_DEVICES",)
         rest = {name: value for name, value in os.environ.items() if name not in hidden}
-        return {**rest, **ours}
+        return {"TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"), **rest, **ours}
 
     def start(
         self,

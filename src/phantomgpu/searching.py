@@ -48,7 +48,12 @@ class Answer:
         """What ends the range: memory, or a number with which nothing was trained."""
         above = [number for number in self.trials if number > (self.largest or 0)]
         if above and self.trials[min(above)].fits:
-            return f"with {min(above)}, no optimizer step ended: are there fewer samples?"
+            what = (
+                "took no more memory"
+                if self.trials[min(above)].steps
+                else "ended no optimizer step"
+            )
+            return f"{min(above)} {what}: are there fewer samples?"
         return f"{min(above)} does not fit" if above else "no larger one was asked for"
 
 
@@ -133,10 +138,26 @@ def search(
         )
         answer = Answer(None if found is None else number_of(found), trials)
         if details:
-            number = next(one for one, report in trials.items() if report is answer.report)
             settings.details = True
-            trials[number] = trial(number)
+            answer = _detailed(answer, trial)
     return answer
+
+
+def _detailed(answer: Answer, trial: Trial) -> Answer:
+    """Run the number that the report is of once more.
+
+    Bytes of a forward or backward pass grow with a batch. If they do not, the script has made no
+    larger batch: it has fewer samples.
+    """
+    trials = answer.trials
+    number = next(one for one, report in trials.items() if report is answer.report)
+    report = trials[number] = trial(number)
+    if answer.largest is None or report.phase not in ("forward", "backward", "recomputation"):
+        return answer
+    peak = report.peak_allocated
+    least = min(one for one, two in trials.items() if two.fits and two.peak_allocated == peak)
+    # Near numbers are rounded to the same blocks.
+    return answer if 2 * least > number else _detailed(Answer(least, trials), trial)
 
 
 def _indices(smallest: int, largest: int, multiple: int, *, powers: bool) -> tuple[int, int]:

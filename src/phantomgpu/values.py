@@ -85,7 +85,9 @@ class Kernel:
         self.is_random = torch.Tag.nondeterministic_seeded in operation.tags
         is_out = schema.overload_name.endswith("out")
         self.overwrites = self.is_random or is_out or self.base in ("zero_", "fill_")
-        self.few = MOST // 4 if self.base.startswith("bernoulli") else FEW
+        # How many elements a mask of tokens has: `bernoulli(full(shape, 0.15))` in scripts.
+        is_mask = self.base.startswith(("bernoulli", "fill_", "masked_fill"))
+        self.few = MOST // 4 if is_mask else FEW
 
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Run it."""

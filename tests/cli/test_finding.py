@@ -163,7 +163,6 @@ def test_a_model_that_reads_values_while_it_is_built(
     ("arguments", "message"),
     [
         ("--device-memory 80G", "may be 1000 or 1024; write 80GiB or 80GB"),
-        ("--method guess", "method='guess'"),
         ("--gpu abacus", "gpu='abacus'"),
         ("--world-size 8", "--gpu h100"),
         ("--margin all", "read 'all' as memory"),
@@ -189,9 +188,9 @@ def test_here_under_a_real_limit(wide: Path, limited: Callable[..., str]) -> Non
         leave(200 * 2**20)
         main(["find-batch-size", "run.yaml", "--maximum", "20000", "--json", *sys.argv[1:]])
     """
-    for arguments, certainty in (([], "tried"), (["--method", "halve"], "tried")):
+    for arguments in ([], ["--power-of-two"]):
         found = json.loads(limited(code, *arguments, folder=wide))
-        assert found["certainty"] == certainty
+        assert found["certainty"] == "tried"
         assert "RLIMIT_DATA" in found["limit"]
         assert found["size"] > 2_000
 

@@ -38,9 +38,7 @@ CASES = [
     ("memory-minimum", lambda: CandidateSizes(minimum=0)),
     ("memory-no-power-of-two", lambda: CandidateSizes(power_of_two=True, multiple_of=3)),
     ("memory-no-size", lambda: CandidateSizes(minimum=5, maximum=7, multiple_of=4)),
-    ("memory-method", lambda: find(method="guess")),
     ("memory-device", lambda: find(device_memory="1GiB")),
-    ("memory-gpu-method", lambda: find(gpu="h100", method="try")),
     ("memory-gpu", lambda: find(gpu="abacus")),
     ("memory-ranks", lambda: find(world_size=8)),
     ("memory-shard", lambda: least_ranks("zero")),
@@ -50,5 +48,5 @@ CASES = [
     ("memory-sandbox-lazy", lambda: enter(nn.LazyLinear(3))),
     ("memory-sandbox-other", lambda: enter(nn.Linear(1, 1), object())),
     ("memory-unknown", lambda: free_memory(torch.device("cpu"), root=Path("nowhere"))),
-    ("memory-other-rank", lambda: find(method="try", agree_minimum=lambda number: -1)),
+    ("memory-other-rank", lambda: find(agree_minimum=lambda number: -1)),
 ]

@@ -50,15 +50,15 @@ def main() -> None:
     step = SupervisedStep(model, optimizer, lambda m, x: m(x).square().mean() + m(x).sum())
     before = [value.clone() for value in inner.state_dict().values()]
     seen: dict[str, object] = {}
-    for method in ("try", "halve"):
+    for way, powers in (("try", False), ("powers", True)):
         answer = find_batch_size(
             step,
             torch.ones(2, 2),
-            method=method,
+            power_of_two=powers,
             maximum=64,
             agree_minimum=least,
         )
-        seen[method] = [answer.size, answer.too_large]
+        seen[way] = [answer.size, answer.too_large]
     after = inner.state_dict().values()
     seen["same"] = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     # The reducer has seen nothing of all that.

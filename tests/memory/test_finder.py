@@ -99,9 +99,9 @@ def test_the_answer_is_the_largest_that_ran(
     assert answer.too_large == min(failed, default=None)
 
 
-@pytest.mark.parametrize(("method", "least"), [("try", 490), ("halve", 256)])
-def test_ways_of_real_steps(method: Any, least: int) -> None:
-    answer = ask(500, method=method, maximum=4096)
+@pytest.mark.parametrize(("powers", "least"), [(False, 490), (True, 256)])
+def test_ways_of_real_steps(powers: bool, least: int) -> None:
+    answer = ask(500, power_of_two=powers, maximum=4096)
     assert least <= answer.size <= 500
     assert answer.cost.num_out_of_memory > 0
     assert answer.cost.real_steps == len(TRIED)
@@ -116,16 +116,12 @@ def test_without_the_phantom_a_gpu_gets_one_line_that_says_how_to_set_it_up() ->
 @pytest.mark.parametrize(
     ("how", "word"),
     [
-        ({"method": "guess"}, "method"),
         ({"world_size": 8}, "gpu"),
         ({"world_size": 0, "gpu": "h100"}, "positive"),
-        ({"gpu": "h100", "method": "try"}, "GPU"),
-        ({"gpu": "h100", "method": "phantom"}, "set"),
+        ({"gpu": "h100"}, "set"),
         ({"gpu": "h100", "world_size": 2, "shard": "zero"}, "fsdp"),
         ({"device_memory": 0}, "zero"),
         ({"device_memory": "1GiB"}, "gpu='h100'"),
-        ({"method": "estimate"}, "method"),
-        ({"method": "phantom"}, "gpu"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
@@ -197,8 +193,8 @@ def test_ranks_agree_on_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = on_threads(
         monkeypatch,
         [
-            lambda agree: ask(600, method="halve", maximum=1024, agree_minimum=agree).size,
-            lambda agree: ask(300, method="halve", maximum=1024, agree_minimum=agree).size,
+            lambda agree: ask(600, power_of_two=True, maximum=1024, agree_minimum=agree).size,
+            lambda agree: ask(300, power_of_two=True, maximum=1024, agree_minimum=agree).size,
         ],
     )
     assert sizes == [256, 256]
@@ -208,11 +204,9 @@ def test_an_error_on_one_rank_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(agree: Callable[[int], int]) -> Any:
         model = nn.Linear(25, 1)
         step = SupervisedStep(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x))
-        return find_batch_size(step, torch.ones(2, 25), method="try", agree_minimum=agree)
+        return find_batch_size(step, torch.ones(2, 25), agree_minimum=agree)
 
-    first, second = on_threads(
-        monkeypatch, [lambda agree: ask(method="try", agree_minimum=agree), fail]
-    )
+    first, second = on_threads(monkeypatch, [lambda agree: ask(agree_minimum=agree), fail])
     assert isinstance(first, FitError)
     assert "another rank" in first.message.why
     assert isinstance(second, RuntimeError)
@@ -227,5 +221,5 @@ def test_processes_with_different_memory_find_one_answer(
     launch_ranks(Path(__file__).with_name("distributed_find.py"), tmp_path, ranks=3)
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     for one in seen:
-        assert one == {"try": [11, 12], "halve": [8, 16], "same": True, "weights": one["weights"]}
+        assert one == {"try": [11, 12], "powers": [8, 16], "same": True, "weights": one["weights"]}
     assert seen[0]["weights"] == seen[1]["weights"] == seen[2]["weights"]

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import FitError
-from stretto.memory.finder import _halves
 from stretto.memory.search import CandidateSizes
 
 COUNTS = st.integers(1, 3_000)
@@ -45,15 +44,6 @@ def test_sizes(sizes: CandidateSizes, size: int) -> None:
 def test_indices_count_the_sizes(sizes: CandidateSizes) -> None:
     first, last = sizes.indices
     assert [sizes.number(index) for index in range(first, last + 1)] == brute(sizes)
-
-
-@given(wanted())
-def test_halves_end_at_the_smallest(sizes: CandidateSizes) -> None:
-    first, last = sizes.indices
-    tried = [sizes.number(one) for one in _halves(first, last, powers=sizes.power_of_two)]
-    assert (tried[0], tried[-1]) == (brute(sizes)[-1], brute(sizes)[0])
-    assert len(tried) == len(set(tried)) <= 13
-    assert set(tried) <= set(brute(sizes))
 
 
 @pytest.mark.parametrize(

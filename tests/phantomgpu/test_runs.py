@@ -259,6 +259,9 @@ def floats() -> None:
     mask = torch.bernoulli(torch.full((64, 256), 0.15, device="cuda")).bool()
     assert 0.1 < mask.sum().item() / mask.numel() < 0.2
     assert mask.nonzero().shape[0] == mask.sum().item()
+    chances = torch.full((64, 4096), 0.15, device="cuda")  # of a usual batch of tokens
+    chances.masked_fill_(torch.zeros_like(chances, dtype=torch.bool), 0.0)
+    assert 0.1 < torch.bernoulli(chances).bool().sum().item() / chances.numel() < 0.2
     boxes = torch.tensor([[0.0, 0.0, 2.0, 3.0]], device="cuda") * 1.5
     assert not (boxes[:, 2:] <= boxes[:, :2]).any()
     policy = distributions.Categorical(logits=torch.randn(32, 6, device="cuda"))

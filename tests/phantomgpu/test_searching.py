@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phantomgpu import Report, RunFailedError
 from phantomgpu.report import Status
-from phantomgpu.searching import Answer, _indices, _Tried, bisect
+from phantomgpu.searching import Answer, _detailed, _indices, _Tried, bisect
 
 
 @given(
@@ -140,6 +142,20 @@ def test_a_number_that_trains_nothing_does_not_fit() -> None:
     assert len(runs) <= 20
     assert "2001" in Answer(found, tried.reports).bound
     assert "optimizer step" in Answer(found, tried.reports).bound
+
+
+@pytest.mark.parametrize("phase", ["backward", "optimizer"])
+def test_a_number_that_takes_no_more_memory_is_no_larger_batch(phase: str) -> None:
+    """A data set of 2,000 samples, and a loader that keeps the last batch."""
+
+    def made(number: int) -> Report:
+        peak = min(number, 2000)
+        return replace(report(steps=1), peak_allocated=peak, phase=phase)
+
+    trials = {number: made(number) for number in (2, 4, 128, 4096, 88983, 1 << 20)}
+    answer = _detailed(Answer(1 << 20, trials), made)
+    assert answer.largest == (4096 if phase == "backward" else 1 << 20)
+    assert ("88983 took no more memory" in answer.bound) == (phase == "backward")
 
 
 def test_a_script_that_never_trains_is_asked_for_its_end() -> None:

@@ -232,13 +232,6 @@ def find_batch_size(
         str | None,
         _option("Memory of that GPU, such as 40GiB; by default that of its kind.", "AMOUNT"),
     ] = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|phantom|try|halve",
-            help="torch's CUDA code without a GPU (with --gpu), real trials, or halving.",
-        ),
-    ] = "auto",
     gpu: Annotated[
         str | None,
         _option("The GPU to ask about, such as h100; 'phantomgpu gpus' lists them.", "KIND"),
@@ -300,7 +293,6 @@ def find_batch_size(
         "world_size": world_size,
         "shard": shard,
         "maximum": maximum,
-        "method": method,
         "device_memory": device_memory,
         "gpu": gpu,
         "context": context,

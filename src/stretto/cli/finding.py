@@ -19,9 +19,6 @@ from stretto.settings import DATA_DIMENSIONS
 if TYPE_CHECKING:
     from stretto.cli.causal import CausalModel
 
-REAL = ("try", "halve")
-"""Methods that need a model with values."""
-
 
 class Found(NamedTuple):
     """An answer as text and for JSON."""
@@ -62,7 +59,7 @@ def find(
     numbers = _numbers("--world-size", world_size or "1")
     _check_ranks(asked, world_size, micro_batch_size, shard)
     found = None
-    if asked["gpu"] is not None and asked["method"] not in REAL:
+    if asked["gpu"] is not None:
         # The model may be larger than this machine. If it reads values while it is built, or is
         # wrong, it is built again with them.
         with suppress(ConfigError, RuntimeError, NotImplementedError):

@@ -7,10 +7,10 @@ step: here, or on the phantom (torch's CUDA build without a GPU).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, final, get_args
+from typing import Any, NamedTuple, final
 
 from phantomgpu import Report
 from phantomgpu.searching import bisect
@@ -30,7 +30,6 @@ from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import release_memory
 from stretto.timing.grammar import checked_whole
 
-FindMethod = Literal["auto", "phantom", "try", "halve"]
 MARGIN = "1.5%"
 """The default margin of real steps: run-to-run variation."""
 MARGIN_OF_PHANTOM = "1%"
@@ -46,7 +45,6 @@ def find_batch_size(
     *,
     accumulation: int = 1,
     measures_noise: bool = False,
-    method: FindMethod = "auto",
     device_memory: str | int | None = None,
     gpu: str | None = None,
     context: str | int | None = None,
@@ -65,11 +63,6 @@ def find_batch_size(
     steps answer for the device of the model: the size grows until memory runs out, along the line
     of the peaks where the device tells them. Model, optimizer and random state are restored.
 
-    - `phantom`: runs the steps on torch's CUDA build without a GPU.
-    - `try`: runs real steps.
-    - `halve`: runs real steps from `maximum` down. It needs the fewest steps, but the answer may be
-      only half of what fits.
-
     Args:
         step: the training step; or a function that makes it, which is called with
             `torch.device("meta")`, with the phantom in its process: a large model is built once.
@@ -79,7 +72,6 @@ def find_batch_size(
             forward pass.
         measures_noise: whether the gradient of each micro-batch is kept apart before it is
             accumulated.
-        method: how to find the size.
         device_memory: the memory of that GPU, such as `"40GiB"`. Default: that of its kind.
         gpu: the kind of GPU to ask about, such as `"a100"`; `phantomgpu gpus` lists them.
         context: what the CUDA context takes of it. Default: as stated for the kind.
@@ -107,13 +99,9 @@ def find_batch_size(
     (64, 'tried')
 
     Raises:
-        FitError: no candidate fits, or the method cannot give an answer.
+        FitError: no candidate fits, or an argument is wrong.
         ConfigError: an amount of memory cannot be read.
     """
-    if method not in get_args(FindMethod):
-        raise FitError.bad(
-            "method", method, "there is no such method", f"write one of {get_args(FindMethod)}"
-        )
     ranks = checked_whole(
         world_size, FitError, f"use world_size={shown(world_size)}", "write a positive number"
     )
@@ -129,13 +117,13 @@ def find_batch_size(
         agree=agree_minimum,
     )
     if gpu is not None:
-        answer = finder.for_gpu(method, Question(gpu, device_memory, context, ranks, shard))
+        answer = finder.for_gpu(Question(gpu, device_memory, context, ranks, shard))
     elif device_memory is not None:
         stated(device_memory)
         why = "it is the memory of a GPU that is not here, and its kind is not known"
         raise FitError.bad("device_memory", device_memory, why, "add gpu='h100'")
     else:
-        answer = finder.here(method)
+        answer = finder.here()
     return replace(answer, cost=answer.cost._replace(seconds=time.perf_counter() - start))
 
 
@@ -206,10 +194,10 @@ class _Finder:
         """The step."""
         return self.given() if callable(self.given) else self.given
 
-    def here(self, method: FindMethod) -> Answer:
+    def here(self) -> Answer:
         """Answer for the device of the model, in this process."""
         device = self.step.device
-        if device.type == "meta" or method == "phantom":
+        if device.type == "meta":
             raise FitError.cannot(
                 f"find a batch size for the device '{device}'",
                 why="it is not known which GPU is meant",
@@ -220,14 +208,10 @@ class _Finder:
         static = [*self.step.tensors(), *gradients]
         free = free_memory(device)
         limit = free._replace(bytes=free.bytes + allocated_bytes(static, device))
-        return self._tried(limit, halves=method == "halve")
+        return self._tried(limit)
 
-    def for_gpu(self, method: FindMethod, question: Question) -> Answer:
+    def for_gpu(self, question: Question) -> Answer:
         """Answer for a kind of GPU that need not be here."""
-        if method not in ("auto", "phantom"):
-            raise FitError.bad(
-                "method", method, "a real step needs the GPU", "leave it out, or leave gpu out"
-            )
         least_ranks(question.shard)
         limit, outside, notes = question.memory()
         self.notes += notes
@@ -256,7 +240,7 @@ class _Finder:
         answer = self._answer(found, "phantom", limit, reserve, peaks)
         return replace(answer, outside=outside)
 
-    def _tried(self, limit: MemoryLimit, *, halves: bool) -> Answer:
+    def _tried(self, limit: MemoryLimit) -> Answer:
         """Answer by real steps."""
         reserve = margin_of(MARGIN if self.margin is None else self.margin, limit.bytes)
         sizes, device, peaks, failed = self.sizes, self.step.device, dict[int, int](), list[int]()
@@ -275,16 +259,9 @@ class _Finder:
                 return peaks[sizes.number(index)], peaks[sizes.number(index)]
 
             first, last = sizes.indices
-            if halves:
-                found = next(filter(fits, _halves(first, last, powers=sizes.power_of_two)), None)
-            else:
-                grow = (
-                    (lambda index: index + 3) if sizes.power_of_two else (lambda index: 8 * index)
-                )
-                usable = limit.bytes - reserve
-                found = bisect(
-                    fits, used, usable, first=first, last=last, farthest=grow, within=_NEAR
-                )
+            grow = (lambda index: index + 3) if sizes.power_of_two else (lambda index: 8 * index)
+            usable = limit.bytes - reserve
+            found = bisect(fits, used, usable, first=first, last=last, farthest=grow, within=_NEAR)
         self.cost = self.cost._replace(
             real_steps=tried.num_steps,
             num_samples=tried.num_samples,
@@ -343,12 +320,3 @@ class _Finder:
             peaks=dict(sorted(peaks.items())),
             notes=tuple(self.notes),
         )
-
-
-def _halves(first: int, last: int, *, powers: bool) -> Iterator[int]:
-    """Yield indices down to the first, each half of the one before."""
-    while True:
-        yield last
-        if last == first:
-            return
-        last = max(first, last - 1 if powers else last // 2)

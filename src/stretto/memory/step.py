@@ -238,7 +238,7 @@ def written(thing: object) -> bytes:
         raise FitError.cannot(
             f"copy a {type(thing).__name__} without its memory",
             why=f"it cannot be pickled: {first_line(error)}",
-            instead="pass a function that makes it, or use method='try' on the device",
+            instead="pass a function that makes it, or leave gpu out, on the device",
         ) from error
     return file.getvalue()
 
