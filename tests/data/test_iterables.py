@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.policies import cycled
+from tests.data.records import read
 from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConversionError, DataError
 from stretto.ordering import share
 from stretto.planning import plan, walk
-from stretto.testing.data import read
 from stretto.timing import LastBatch
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.policies import cycled, policies
+from tests.data.records import StepRecord, read
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from stretto.batching import (
@@ -37,7 +38,6 @@ from stretto.data.ranks import agreed
 from stretto.errors import BatchSizeError, ConversionError, DataError, PlanError
 from stretto.ordering import SampleOrder, share
 from stretto.planning import walk
-from stretto.testing.data import StepRecord, read
 from stretto.timing import Horizon, LastBatch, Timestamp
 
 MODES = st.sampled_from(["keep", "drop", "carry"])

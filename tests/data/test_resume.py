@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.policies import cycled, policies
+from tests.data.records import assert_resumes, read
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stretto.batching import (
@@ -37,7 +38,6 @@ from stretto.batching import (
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.errors import CheckpointError, DataError
 from stretto.ordering import SampleOrder
-from stretto.testing.data import assert_resumes, read
 from stretto.timing import Horizon, LastBatch, Timestamp
 
 

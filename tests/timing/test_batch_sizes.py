@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.timing.by_hand import count_by_hand
+from tests.timing.strategies import horizons
 
 from stretto.errors import BatchSizeError
-from stretto.testing import horizons
 from stretto.timing import BatchSizes, Horizon, LastBatch
 from stretto.timing.batch_sizes import EqualBatches, constant_batches
 

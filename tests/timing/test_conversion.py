@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.timing.by_hand import count_by_hand
+from tests.timing.strategies import horizons, times, units
 
 from stretto.errors import BatchSizeError, ConversionError, TimeError
-from stretto.testing import horizons, times, units
 from stretto.timing import Horizon, Time, TimeUnit, convert
 from stretto.timing.batch_sizes import EqualBatches
 

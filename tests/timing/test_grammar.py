@@ -8,9 +8,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.timing.strategies import times
 
 from stretto.errors import TimeError
-from stretto.testing import times
 from stretto.timing import Time, TimeUnit
 from stretto.timing.grammar import MAX_DIGITS, MAX_TEXT, parse, show
 

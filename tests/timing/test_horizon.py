@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.timing.by_hand import count_by_hand
+from tests.timing.strategies import horizons, lengths, timestamps
 
 from stretto.errors import BatchSizeError, ConversionError, TimeError
-from stretto.testing import horizons, lengths, timestamps
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.batch_sizes import EqualBatches, constant_batches
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.timing.strategies import lengths, times, units
 
 from stretto.errors import TimeError, UnitError
-from stretto.testing import lengths, times, units
 from stretto.timing import Time, TimeUnit
 
 BEYOND_FLOATS = 2**53 + 1

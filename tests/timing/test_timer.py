@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.timing.by_hand import count_by_hand
+from tests.timing.strategies import horizons, timestamps
 
 from stretto.errors import TimeError
-from stretto.testing import horizons, timestamps
 from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
 from stretto.timing.batch_sizes import EqualBatches
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.timing.strategies import horizons, timestamps
 
 from stretto.errors import TimeError, UnitError
-from stretto.testing import horizons, timestamps
 from stretto.timing import Horizon, Time, Timestamp
 from stretto.timing.timestamp import nanoseconds
 

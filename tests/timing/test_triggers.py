@@ -13,9 +13,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.timing.by_hand import count_by_hand
+from tests.timing.strategies import horizons, lengths
 
 from stretto.errors import ConversionError, TimeError
-from stretto.testing import horizons, lengths
 from stretto.timing import (
     AnyOf,
     At,

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests.data.policies import cycled
+from tests.data.records import assert_resumes, read
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -38,7 +39,6 @@ from stretto.data import DataSpec, StepLoader, sample_seed
 from stretto.data.indices import Bundle
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder, share
-from stretto.testing.data import assert_resumes, read
 from stretto.timing import Horizon, Timestamp
 
 

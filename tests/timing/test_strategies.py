@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.timing.by_hand import count_by_hand
+from tests.timing.strategies import horizons, lengths, times, units
 
-from stretto.testing import horizons, lengths, times, units
 from stretto.timing import Horizon, LastBatch, Time, TimeUnit
 
 

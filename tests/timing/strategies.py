@@ -15,26 +15,12 @@ _BEYOND_FLOATS = 2**70
 
 
 def units() -> st.SearchStrategy[TimeUnit]:
-    """Any unit of time.
-
-    >>> from hypothesis import given
-    >>> @given(units())
-    ... def test_units_are_short(unit):
-    ...     assert len(unit) <= 3
-    >>> test_units_are_short()
-    """
+    """Any unit of time."""
     return st.sampled_from(TimeUnit)
 
 
 def times(unit: str | None = None) -> st.SearchStrategy[Time]:
-    """Any time, of `unit` or of any: negative, zero, fractional, beyond what a float holds.
-
-    >>> from hypothesis import given
-    >>> @given(times("ba"))
-    ... def test_a_time_reads_back(time):
-    ...     assert Time(str(time)) == time
-    >>> test_a_time_reads_back()
-    """
+    """Any time, of `unit` or of any: negative, zero, fractional, beyond what a float holds."""
     if unit is None:
         return units().flatmap(times)
     found = parse_unit(unit)
@@ -48,14 +34,7 @@ def times(unit: str | None = None) -> st.SearchStrategy[Time]:
 
 
 def lengths(unit: str | None = None) -> st.SearchStrategy[Time]:
-    """Any positive time: an interval or a duration.
-
-    >>> from hypothesis import given
-    >>> @given(lengths("ba"))
-    ... def test_lengths_are_positive(length):
-    ...     assert length >= Time("1ba")
-    >>> test_lengths_are_positive()
-    """
+    """Any positive time: an interval or a duration."""
     return times(unit).map(abs).filter(bool)
 
 
@@ -68,12 +47,6 @@ def horizons(
     has_batch_size: bool | None = None,
 ) -> Horizon:
     """Any horizon of a short run with consistent facts.
-
-    >>> from hypothesis import given
-    >>> @given(horizons(run_unit="sp"))
-    ... def test_the_end_is_known(horizon):
-    ...     assert horizon.end_sample == int(horizon.max_duration)
-    >>> test_the_end_is_known()
 
     Args:
         draw: passed by hypothesis.
@@ -116,12 +89,6 @@ def _run_lengths(unit: TimeUnit, *, is_whole: bool) -> st.SearchStrategy[Time]:
 @st.composite
 def timestamps(draw: st.DrawFn, horizon: Horizon) -> Timestamp:
     """Any timestamp of a run over `horizon`, with consistent counters.
-
-    >>> from hypothesis import given
-    >>> @given(timestamps(Horizon("9sp", batch_sizes=4)))
-    ... def test_batches_begin_at_multiples(now):
-    ...     assert now.sample in {0, 4, 8, 9}
-    >>> test_batches_begin_at_multiples()
 
     Args:
         draw: passed by hypothesis.

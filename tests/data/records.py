@@ -23,12 +23,7 @@ class StepRecord(NamedTuple):
 
 
 def read(loader: StepLoader, values: Callable[[Any], list[Any]]) -> Iterator[StepRecord]:
-    """Yield a record of each step of a loader; `values` lists the samples of a batch.
-
-    >>> loader = StepLoader(["a", "b", "c"], 2, max_duration="1ep", shuffle=False)
-    >>> [record.samples for record in read(loader, list)]
-    [('a', 'b'), ('c',)]
-    """
+    """Yield a record of each step of a loader; `values` lists the samples of a batch."""
     for step in loader:
         yield record_of(step, values)
         if loader.world_size > 1:
@@ -50,10 +45,7 @@ def record_of(step: Step, values: Callable[[Any], list[Any]]) -> StepRecord:
 def assert_resumes(
     make_loader: Callable[[], StepLoader], values: Callable[[Any], list[Any]]
 ) -> None:
-    """Save before, during and after every step, resume in a new loader, and compare.
-
-    >>> assert_resumes(lambda: StepLoader(list("abcde"), 2, max_duration="2ep"), list)
-    """
+    """Save before, during and after every step, resume in a new loader, and compare."""
     loader = make_loader()
     states, records = [(0, json.dumps(loader.state_dict()))], []
     for record in read(loader, values):
