@@ -303,7 +303,8 @@ class Run:
         """Warn once of what is probably a mistake."""
         sizes, micro = self.prepared.sizes, self.micro_batch_size
         stages = () if sizes is None else sizes.stages
-        bound = self.hyperparameters.bound
+        # A schedule that does not fit these sizes may fit those of a run that is resumed.
+        bound = self.hyperparameters.bound if self.prepared.refused is None else {}
         lines = [*mistakes_of(self.prepared.facts, sizes, stages, bound)]
         modules = () if self._model is None else self._model.modules()
         norm = next((one for one in modules if isinstance(one, _BatchNorm)), None)

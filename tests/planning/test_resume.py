@@ -104,6 +104,19 @@ def test_after_a_resume_schedules_follow_the_clock(
     assert again.num_steps.exact == len(batches)
 
 
+@pytest.mark.parametrize(
+    "schedule", [Periods([("50ba", 1.0), ("rest", 0.1)]), Constant(warmup="30ba"), Cosine(warmup="30ba")]
+)
+def test_a_schedule_too_long_for_the_new_sizes_alone_fits_the_resumed_run(schedule: Any) -> None:
+    """From batch 0 on, batches of 50 would be 20; the run that is resumed has 68."""
+    run = run_of(5, "500sp", schedule)
+    before = steps_of(run, 60)
+    again = run_of(25, "500sp", schedule)
+    again.load_state_dict(run.state_dict())
+    whole = run_of(Steps("0ba:5 60ba:25"), "500sp", schedule)
+    assert before + steps_of(again) == steps_of(whole)
+
+
 @pytest.mark.parametrize("then", [NoiseScale(4, 64), SizeFunction(lambda *_: 5, planned=False)])
 def test_places_of_the_past_are_known_though_later_sizes_are_not(then: BatchSizePolicy) -> None:
     run = run_of(2, "3ep", Cosine(warmup="4ba"))
