@@ -105,10 +105,11 @@ def test_after_a_resume_schedules_follow_the_clock(
 
 
 @pytest.mark.parametrize(
-    "schedule", [Periods([("50ba", 1.0), ("rest", 0.1)]), Constant(warmup="30ba"), Cosine(warmup="30ba")]
+    "schedule",
+    [Periods([("50ba", 1.0), ("rest", 0.1)]), Constant(warmup="30ba"), Cosine(warmup="30ba")],
 )
 def test_a_schedule_too_long_for_the_new_sizes_alone_fits_the_resumed_run(schedule: Any) -> None:
-    """From batch 0 on, batches of 50 would be 20; the run that is resumed has 68."""
+    """From batch 0 on there would be 20 batches; the run that is resumed has 68."""
     run = run_of(5, "500sp", schedule)
     before = steps_of(run, 60)
     again = run_of(25, "500sp", schedule)

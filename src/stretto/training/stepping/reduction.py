@@ -1,19 +1,31 @@
-"""Sees whether a loss is a sum over the samples, from how it was computed."""
+"""Sees whether a loss is a sum over the samples: from how it was computed, or by measuring it."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
 from torch import Tensor
+
+from stretto.data import DataSpec, MicroBatch, move_batch
+from stretto.runtime import SupervisedStep
+from stretto.runtime.compiled import uncompiled
+from stretto.runtime.loss_measure import only_looking, reduction_of, tolerance_for
 
 _SUM = 2
 """The number of `reduction="sum"` in torch's criteria."""
+_PASSED = ("AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "DivBackward0")
+_MOST_SAMPLES = 8
 
 
 def is_sum(loss: Tensor, num_samples: int) -> bool:
     """Return whether a loss is a sum over the samples. It reads no values and calls nothing again.
 
-    What was divided later may be a mean, so it is none.
+    What was divided later may be a mean, so it is none; `has_sum` is true of it.
 
-    >>> import torch
     >>> x = torch.ones(4, 3, requires_grad=True)
     >>> is_sum(x.square().sum(), 4), is_sum(x.square().mean(), 4), is_sum(x.sum() / 12, 4)
     (True, False, False)
@@ -25,8 +37,68 @@ def is_sum(loss: Tensor, num_samples: int) -> bool:
         sizes, inner = root._saved_self_sym_sizes, root.next_functions[0][0]  # type: ignore[attr-defined]
         is_list = inner is not None and inner.name() in ("StackBackward0", "CatBackward0")
         return bool(sizes) and sizes[0] % num_samples == 0 and not is_list
+    return any(
+        getattr(node, "_saved_reduction", None) == _SUM for node in _outer(root, ("AddBackward0",))
+    )
+
+
+def has_sum(loss: Tensor) -> bool:
+    """Return whether a loss is computed from a sum by plain arithmetic, so it may be a sum.
+
+    >>> x = torch.ones(4, 3, requires_grad=True)
+    >>> has_sum(x.sum() / 12), has_sum(x.mean() / 12)
+    (True, False)
+    """
+    return loss.grad_fn is not None and any(
+        node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", None) == _SUM
+        for node in _outer(loss.grad_fn, _PASSED)
+    )
+
+
+def _outer(root: Any, passed: tuple[str, ...]) -> Iterator[Any]:
+    """Yield the nodes of a graph from its end on, through those of some kinds."""
     nodes = [root]
     for node in nodes:
-        if node.name() == "AddBackward0":
+        yield node
+        if node.name() in passed:
             nodes += [one for one, _ in node.next_functions if one is not None]
-    return any(getattr(node, "_saved_reduction", None) == _SUM for node in nodes)
+
+
+def adds_up(step: SupervisedStep, spec: DataSpec, micro: MicroBatch) -> bool:
+    """Return whether the loss of some samples is the sum of the losses of both halves.
+
+    It calls the loss three times, in evaluation mode. What the loss may note of its calls is put
+    back, so call this only if its graph leaves the question open.
+    """
+    from stretto.memory.sandbox import sandbox  # imported only if needed
+
+    half, model = min(micro.num_samples, _MOST_SAMPLES) // 2, uncompiled(step.model)
+    parts = slice(0, 2 * half), slice(0, half), slice(half, 2 * half)
+
+    def loss(part: slice) -> float:
+        random.restore()
+        batch = spec.take_samples(micro.batch, part, micro.num_samples)
+        return float(step.loss(model, move_batch(batch, step.device)))
+
+    if not half:
+        return False
+    try:
+        with sandbox(_reached(step.loss)), only_looking(model) as random, step.autocast():
+            whole, *halves = map(loss, parts)
+    except Exception:  # noqa: BLE001  it may need the training mode, or more than these samples
+        return False
+    is_coarse = torch.is_autocast_enabled(step.device.type) or step.scaler is not None
+    tolerance = tolerance_for(step.parameters, is_coarse=is_coarse)
+    return reduction_of(whole, halves, [half, half], tolerance=tolerance) == "sum"
+
+
+def _reached(loss: Callable[..., Any]) -> list[Any]:
+    """Return the containers that a loss may change: in its closure, of its module, and its own."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    code, cells = getattr(loss, "__code__", None), getattr(loss, "__closure__", None) or ()
+    names, outside = getattr(code, "co_names", ()), getattr(loss, "__globals__", {})
+    found = [outside.get(name) for name in names]
+    found += [one.cell_contents for one in cells if one != type(one)()]
+    found += [getattr(one, "__dict__", None) for one in (loss, getattr(loss, "__self__", None))]
+    return [one for one in found if isinstance(one, (list, dict, set, deque))]

@@ -37,7 +37,7 @@ from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.criterion import HINT
 from stretto.training.stepping.finite import FiniteCheck, Gradient
-from stretto.training.stepping.reduction import is_sum
+from stretto.training.stepping.reduction import adds_up, has_sum, is_sum
 from stretto.training.stepping.retry import Retry
 
 
@@ -131,6 +131,7 @@ class Stepper:
         self._is_plain = is_alone and self.count is None and not self._is_sum
         """Whether the weights of the loader are final, and there is no other rank."""
         self._supervised = step if isinstance(step, SupervisedStep) else None
+        self._spec = spec
         self._has_gradient: Sequence[bool] = ()
         """Which parameters had a gradient before the average gave all of them one."""
         self._is_seen = self._is_sum or self.count is not None
@@ -259,14 +260,19 @@ class Stepper:
         if type(loss) is not Tensor or loss.dim():  # a subclass, or an error
             loss = scalar(loss)
         if self._looks:
-            self._look(loss, micro.num_samples)
+            self._look(loss, micro)
         loss = loss.detach()  # what `detached` does, without a call for each micro-batch
         return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
-    def _look(self, loss: Tensor, num_samples: int) -> None:
+    def _look(self, loss: Tensor, micro: MicroBatch) -> None:
         """Warn of a loss that is a sum, when a batch is cut for the first time."""
         self._looks, self._is_seen = False, True
-        if self._ranks.is_first and is_sum(loss, num_samples):
+        found = is_sum(loss, micro.num_samples)
+        # Layers that meet other ranks would wait for them; transforms change what the loss sees.
+        is_own = self._supervised if not (self._layers_meet or self._step.transforms) else None
+        if is_own is not None and not found and has_sum(loss):
+            found = adds_up(is_own, self._spec, micro)
+        if self._ranks.is_first and found:
             warnings.warn(
                 "the loss is a sum over the samples, so the gradient depends on how a batch is "
                 "cut; return the mean, or write Stepping(loss_reduction='sum')",
