@@ -415,7 +415,8 @@ class Run:
         if step is not None:
             self.step, self.is_open, self.batch_size = step, True, step.batch_size
             self.latest_loss = _NAN
-            is_shared = self._model is not None and self.loader.world_size > 1
+            loader = self._loader
+            is_shared = loader is not None and loader.world_size > 1 and self._model is not None
             if is_shared and not all(one.weight for one in step.micro_batches):
                 step.around_dummy = partial(kept_buffers, self.model)
             loop, scheduled = self._loop, self._scheduled

@@ -22,7 +22,7 @@ DATA = TensorDataset(torch.zeros(200, 3))
 class StopEarly(Callback):
     def on_batch_end(self, run: Run, step: Step) -> None:
         if run.timer.batch == 10:
-            run.stop("early")
+            run.stop("early", is_final=False)
 
 
 def trainer(folder: Path, size: int, schedule: Schedule, *callbacks: Callback) -> Trainer:

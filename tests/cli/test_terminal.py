@@ -43,7 +43,9 @@ def test_prints_json(verb: str) -> None:
 
 
 def test_quiet_prints_only_errors(stretto: Stretto, project: Path) -> None:
-    assert stretto("plan", "run.yaml", "--quiet") == (0, "", "")
+    said = stretto("plan", "run.yaml", "--quiet")
+    assert (said.code, said.out) == (0, "")
+    assert all(line.startswith("note: not checked") for line in said.err.splitlines())
     said = stretto("--quiet", "convert", "1q", "--to", "ep")
     assert (said.code, said.out) == (2, "")
     assert said.err.startswith("Error [time]: ")

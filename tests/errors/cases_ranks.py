@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,7 @@ def unlike(name: str, call: str = "Trainer()") -> None:
 
     ranks = Ranks(torch.device("cpu"))
     ranks.world_size = 2
+    ranks._shared = SimpleNamespace(calling=nullcontext)  # type: ignore[assignment]
     with patch.object(dist, "all_gather_object", gathered):
         check_agreement({name: "8"}, ranks, call=call)
 

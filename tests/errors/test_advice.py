@@ -151,6 +151,7 @@ def prepared(**given: Any) -> object:
     return stretto.prepare(**{**usual, **given})
 
 
+@pytest.mark.filterwarnings("ignore::stretto.errors.PlanWarning")
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("call", [trained, prepared, Cosine, Linear])
 def test_the_argument_that_replaces_another_is_accepted(

@@ -91,5 +91,5 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [NoScikitLearn, *sys.meta_path])
-    with pytest.raises(MissingPackageError, match=r"stretto\[sklearn\]"):
+    with pytest.raises(MissingPackageError, match=r"\.\[sklearn\]"):
         Digits()

@@ -44,6 +44,7 @@ RUNS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.filterwarnings("ignore::stretto.errors.PlanWarning")
 @given(
     RUNS,
     st.lists(st.tuples(st.integers(1, 90), st.integers(3, 20)), max_size=3),

@@ -102,7 +102,7 @@ def test_a_plan_binds_each_part_once(counts: Counter[str]) -> None:
 def test_a_loader_binds_its_sizes_once(counts: Counter[str]) -> None:
     loader = StepLoader(DATA, SIZES, max_duration="2ep")
     next(loader)
-    loader.load_state_dict(loader.state_dict())
+    loader.load_state_dict(loader.state_dict(again=True))
     assert counts == {"policy": 1, "sizes": 1, "horizon": 2}
 
 

@@ -96,7 +96,7 @@ def test_two_ranks_at_the_edges(tmp_path: Path, launch_ranks: Callable[..., Any]
     for rank in (first, second):
         assert rank["unlike"] == pytest.approx(alone, rel=1e-12)
 
-    assert first["stopped"] == {"batch": 3, "reason": "enough", "after": 1}
+    assert first["stopped"] == {"batch": 4, "reason": "enough", "after": 1}
     assert second["stopped"] == first["stopped"]
     assert first["too late"] == {"batch": 10, "reason": "enough", "after": 1}
     assert second["too late"]["batch"] == 10

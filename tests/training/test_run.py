@@ -391,6 +391,7 @@ def test_a_step_that_is_not_finished_is_an_error() -> None:
         list(run)
 
 
+@pytest.mark.filterwarnings("ignore:a micro-batch of one sample")
 def test_dummies_leave_the_buffers_of_a_model_alone_in_a_loop_of_your_own() -> None:
     data, model = TensorDataset(torch.arange(9.0)[:, None]), nn.BatchNorm1d(1)
     run = prepare(data, 3, max_duration="9sp", micro_batch_size=1, model=model)

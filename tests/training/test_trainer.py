@@ -445,7 +445,7 @@ def test_a_curve_over_an_epoch_of_unknown_size_is_refused_and_one_in_batches_is_
         "batch_size": 4,
     }
     stream = DataSpec(_Endless(batches))
-    with pytest.raises(ConversionError, match="dataset_num_samples"):
+    with pytest.raises(ConversionError, match="num_samples"):
         Trainer(run.model, stream, schedules={"lr": Cosine()}, **settings)
     trainer = Trainer(run.model, stream, schedules={"lr": Cosine(over="6ba")}, **settings)
     trainer.fit()

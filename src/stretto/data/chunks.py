@@ -409,9 +409,10 @@ def fingerprint(batch: Any) -> str:
     for node in nodes(batch):
         digest.update(type(node).__name__.encode())
         if isinstance(node, Tensor):
-            digest.update(str(node.dtype).encode() + _bytes(node))
+            shape = "nested" if node.is_nested else tuple(node.shape)
+            digest.update(f"{node.dtype} {shape}".encode())
+            digest.update(_bytes(node))
         elif isinstance(node, np.ndarray) and not node.dtype.hasobject:  # the rest are addresses
-            digest.update(f"{node.dtype} {node.shape}".encode())
             digest.update(node.tobytes())
         elif isinstance(node, (str, bytes, int, float)):
             digest.update(repr(node).encode())
@@ -455,9 +456,10 @@ def record_of_rank(part: Part, saved: Mapping[str, Any]) -> dict[str, Any]:
 def _bytes(tensor: Tensor) -> bytes:
     try:
         if tensor.is_nested:
-            return b"".join(map(_bytes, tensor.unbind()))
+            parts = tensor.unbind()
+            return b"".join(str(tuple(one.shape)).encode() + _bytes(one) for one in parts)
         dense = tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
         flat = dense.detach().cpu().contiguous().flatten()
-        return str(tuple(tensor.shape)).encode() + flat.view(torch.uint8).numpy().tobytes()
+        return flat.view(torch.uint8).numpy().tobytes()
     except (RuntimeError, TypeError):  # without storage
         return b""

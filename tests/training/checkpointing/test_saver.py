@@ -177,6 +177,7 @@ def test_a_callback_that_is_gone_is_told(problem: Make, tmp_path: Path) -> None:
     assert line.endswith("Memory_2: its state is dropped")
 
 
+@pytest.mark.filterwarnings("ignore::stretto.errors.PlanWarning")
 @pytest.mark.parametrize("last_batch", ["keep", "drop", "carry"])
 def test_every_epoch_ends_once(problem: Make, last_batch: Any) -> None:
     """Also where one batch ends several, and where the end of the run does."""

@@ -375,5 +375,5 @@ def test_a_missing_package_names_its_extra(
 ) -> None:
     # None in sys.modules is how Python itself marks a module that cannot be imported.
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingPackageError, match=rf"stretto\[{extra}\]"):
+    with pytest.raises(MissingPackageError, match=rf"\.\[{extra}\]"):
         logger()

@@ -131,7 +131,7 @@ class Stepper:
         self._is_plain = is_alone and self.count is None and not self._is_sum
         """Whether the weights of the loader are final, and there is no other rank."""
         self._supervised = step if isinstance(step, SupervisedStep) else None
-        self._spec = spec
+        self._spec, self._world_size = spec, strategy.world_size
         self._has_gradient: Sequence[bool] = ()
         """Which parameters had a gradient before the average gave all of them one."""
         self._is_seen = self._is_sum or self.count is not None
@@ -160,7 +160,7 @@ class Stepper:
             retry.rewind.save()
         while True:
             pieces = step.micro_batches if retry.size is None else retry.pieces(step)
-            self._looks = not self._is_seen and len(pieces) * self._strategy.world_size > 1
+            self._looks = not self._is_seen and len(pieces) * self._world_size > 1
             try:
                 return self._gradient(step, pieces)
             except Exception as error:  # noqa: BLE001  others are raised again
@@ -220,7 +220,7 @@ class Stepper:
             averages = is_last or (meter is not None and meter.averages_each)
             with self._strategy.sync(averages=averages, is_empty=not units), measured:
                 if units:
-                    loss = self._pass(micro, factor * self._strategy.world_size / whole)
+                    loss = self._pass(micro, factor * self._world_size / whole)
                     losses.append(MicroLoss(loss, factor, units))
                 elif self._passes_meet:  # other ranks wait for it
                     with kept_buffers(self._modules):
@@ -250,7 +250,7 @@ class Stepper:
         if self._divides_late:
             return step.num_samples
         own = sum(counts)
-        return own if self._strategy.world_size == 1 else self._ranks.total((own,))[0]
+        return own if self._world_size == 1 else self._ranks.total((own,))[0]
 
     def _pass(self, micro: MicroBatch, weight: float) -> Tensor:
         """Run the step on one micro-batch, and return its loss."""
