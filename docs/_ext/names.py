@@ -12,7 +12,7 @@ from sphinx.application import Sphinx
 
 import stretto
 
-MODULES = (*stretto._MODULES, "config", "testing", "training.algorithms")
+MODULES = (*stretto._MODULES, "config", "training.algorithms")
 CALL = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?P<call>\(.*\))?", re.DOTALL)
 
 
