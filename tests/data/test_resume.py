@@ -29,11 +29,11 @@ from stretto.batching import (
     MultipleOf,
     NoiseScale,
     PeriodSizes,
+    PiecewiseConstant,
     Plateau,
     PolicyState,
     PowerOfTwo,
     Signals,
-    Steps,
 )
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.errors import CheckpointError, DataError
@@ -67,7 +67,7 @@ def test_a_run_that_is_cut_before_any_step_goes_on_as_if_it_had_not_been(
 @pytest.mark.parametrize(
     "policy",
     [
-        PeriodSizes([("7sp", 2), ("rest", Monotone(Steps("0sp:6 12sp:3")))]),
+        PeriodSizes([("7sp", 2), ("rest", Monotone(PiecewiseConstant("0sp:6 12sp:3")))]),
         PeriodSizes([("7sp", 2), ("rest", Hysteresis(LinearRamp(2, 9, "1ep"), 1.5, wait="9sp"))]),
         AtMost(PeriodSizes([("9sp", 3), ("rest", IncreaseFunction(lambda epoch, _: 1, 2, 7))]), 6),
     ],
