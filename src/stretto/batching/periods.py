@@ -17,7 +17,7 @@ from stretto.batching.policy import (
     Signals,
     inner_state,
 )
-from stretto.batching.steps import as_policy, line
+from stretto.batching.steps import PolicyLike, as_policy, line
 from stretto.errors import BatchSizeError
 from stretto.schedules.fields import fill, interval, time_or_rest
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
@@ -149,7 +149,7 @@ def _timestamp(state: PolicyState) -> Timestamp:
 
 Rest: TypeAlias = Literal["rest"]
 """The length of the period that takes the rest of the run."""
-Periods: TypeAlias = Iterable[tuple[TimeLike, object]]
+Periods: TypeAlias = Iterable[tuple[TimeLike | Literal["rest"], PolicyLike]]
 """Lengths, each with a policy or its written form."""
 
 

@@ -1,8 +1,8 @@
 """Kinds of values in a run file: each reads a value, and describes itself as JSON Schema.
 
-They are made from type hints. A schedule or a batch size is written as in Python:
-`{Cosine: {warmup: 5%}}` is `Cosine(warmup="5%")`. Classes check their own values; here are keys,
-types and places.
+They are made from type hints, so a setting is declared once. A schedule or a batch size is written
+as in Python: `{Cosine: {warmup: 5%}}` is `Cosine(warmup="5%")`. Classes check their own values;
+this module knows keys, types and places.
 """
 
 from __future__ import annotations
@@ -12,29 +12,41 @@ import inspect
 import re
 import textwrap
 import types
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cache
 from inspect import Parameter
-from typing import Annotated, Any, Literal, Union, final, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    Union,
+    final,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from stretto import batching, schedules
 from stretto._foreign import FOREIGN, OLD_WORDS
 from stretto.batching import BatchSizePolicy, Pair, as_policy, as_rule
+from stretto.batching.noise_scale import NormTest
 from stretto.batching.split import RULES, RuleLike
 from stretto.batching.steps import PolicyLike
-from stretto.config.targets import TARGET_PATTERN, Target
+from stretto.config.targets import Target
 from stretto.config.yaml import Path, Source
 from stretto.errors import ConfigError, Message, StrettoError, nearest, shown
 from stretto.schedules import Schedule, ScheduleLike, as_schedule
-from stretto.schedules.fields import Check
-from stretto.timing import Time, Trigger
+from stretto.schedules.fields import Check, interval
+from stretto.timing import Time, TimeLike, Trigger
 from stretto.timing.time import Number
 
 MAX_ERRORS = 20
 """Most errors that one message lists."""
+Parts: TypeAlias = dict[str, Any]
+"""The definitions of a JSON schema, by name."""
 
 
 @final
@@ -42,23 +54,28 @@ class Mistakes:
     """All that is wrong in a run file, each with its place."""
 
     def __init__(self, source: Source) -> None:
-        self.source = source
-        self.messages: list[Message] = []
+        self._source = source
+        self._messages: list[Message] = []
+
+    def __len__(self) -> int:
+        return len(self._messages)
 
     def read(self, kind: Kind, value: object, path: Path) -> Any:
         """Return what a value describes; note what is wrong with it, and return None then."""
         try:
-            if not kind.fits(value):
-                raise refused(value, kind.text)
-            return kind.read(value, path, self)
+            if kind.fits(value):
+                return kind.read(value, path, self)
+            raise ConfigError.cannot(
+                f"use {shown(value)}", why="it is not valid here", instead=f"write {kind.text}"
+            )
         except StrettoError as error:
             self.add(error, path)
         return None
 
     def add(self, error: StrettoError, path: Path) -> None:
         """Note an error at a place, unless it has one."""
-        where = self.source.where(path)
-        self.messages += [one if one.where else one.recast(where, None) for one in error.messages]
+        where = self._source.where(path)
+        self._messages += [one if one.where else one.recast(where, None) for one in error.messages]
 
     def check(self) -> None:
         """Raise one error for all mistakes.
@@ -66,7 +83,7 @@ class Mistakes:
         Raises:
             ConfigError: there are some.
         """
-        found = list(dict.fromkeys(self.messages))
+        found = list(dict.fromkeys(self._messages))
         if found:
             error = ConfigError(*found[:MAX_ERRORS])
             if len(found) > MAX_ERRORS:
@@ -74,34 +91,21 @@ class Mistakes:
             raise error
 
 
-def refused(value: object, text: str) -> ConfigError:
-    """Return the error for a value of another kind."""
-    return ConfigError.cannot(
-        f"use {shown(value)}", why="it is not valid here", instead=f"write {text}"
-    )
-
-
-class Kind(ABC):
+@final
+@dataclass(frozen=True, slots=True)
+class Kind:
     """A kind of values."""
 
     text: str
     """What to write, for messages."""
-
-    @abstractmethod
-    def fits(self, value: object) -> bool:
-        """Return whether a value has the form of this kind."""
-
-    @abstractmethod
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
-        """Return what a value of that form describes.
-
-        Raises:
-            StrettoError: it is wrong; what is wrong inside it goes to `mistakes`.
-        """
-
-    @abstractmethod
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        """Return the JSON schema; what has a name goes to `parts`."""
+    fits: Callable[[Any], bool]
+    """Returns whether a value has the form of this kind."""
+    schema: Callable[[Parts], Mapping[str, Any]]
+    """Returns the JSON schema; definitions with a name are added to the parts."""
+    read: Callable[[Any, Path, Mistakes], Any] = lambda value, *_: value
+    """Returns what a value of that form describes, or raises; what is wrong inside is noted."""
+    is_section: bool = False
+    """Whether it is a mapping of the arguments of a class."""
 
 
 _PLAIN: Mapping[Any, tuple[str, str]] = {
@@ -112,389 +116,318 @@ _PLAIN: Mapping[Any, tuple[str, str]] = {
 }
 
 
-@final
-class Plain(Kind):
-    """A number, a text, true or false."""
+def _plain(of: type) -> Kind:
+    text, name = _PLAIN[of]
+    kinds = (int, float) if of is float else (of,)
+    return Kind(text, lambda value: type(value) in kinds, lambda _: {"type": name})
 
-    def __init__(self, of: type) -> None:
-        self.of = of
-        self.text, self._name = _PLAIN[of]
 
-    def fits(self, value: object) -> bool:
-        return type(value) is self.of or (self.of is float and type(value) is int)
+def _choice(choices: Sequence[str]) -> Kind:
+    text = " or ".join(map(repr, choices))
 
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
+    def read(value: str, *_: object) -> str:
+        if value not in choices:
+            near = nearest(value, choices)
+            why, instead = "there is no such choice", f"did you mean {near!r}?"
+            what = f"use {shown(value)}"
+            raise ConfigError.cannot(what, why=why, instead=instead if near else f"write {text}")
         return value
 
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        return {"type": self._name}
+    return Kind(text, lambda value: isinstance(value, str), lambda _: {"enum": [*choices]}, read)
 
 
-@final
-class Anything(Kind):
-    """A value that the class it is for checks; or a target."""
+def _time(check: Check | None = None, *, may_rest: bool = False) -> Kind:
+    here = {"$ref": "#/$defs/Time"}
+    schema = {"anyOf": [{"const": "rest"}, here]} if may_rest else here
 
-    text = "a value, or {target: 'package.module:name'}"
-
-    def fits(self, value: object) -> bool:
-        return True
-
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
-        is_target = isinstance(value, dict) and "target" in value
-        return mistakes.read(section_of(Target), value, path) if is_target else value
-
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        return {}
-
-
-@final
-class Choice(Kind):
-    """One of several texts."""
-
-    def __init__(self, choices: Sequence[str]) -> None:
-        self.choices = choices
-        self.text = " or ".join(map(repr, choices))
-
-    def fits(self, value: object) -> bool:
-        return isinstance(value, str)
-
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
-        if value in self.choices:
-            return value
-        near = nearest(value, self.choices)
-        instead = f"did you mean {near!r}?" if near else f"write {self.text}"
-        raise ConfigError.cannot(
-            f"use {shown(value)}", why="there is no such choice", instead=instead
-        )
-
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        return {"enum": list(self.choices)}
-
-
-@final
-class Moment(Kind):
-    """A time: a number with a unit."""
-
-    def __init__(self, check: Check | None = None, *, may_rest: bool = False) -> None:
-        self.check, self.may_rest = check, may_rest
-        self.text = "a time such as 90ep, 1_000sp, 10% or 1h30m" + ", or rest" * may_rest
-
-    def fits(self, value: object) -> bool:
-        return isinstance(value, (str, int, float))
-
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
-        if self.may_rest and (value == "rest" or str(value) == "-1"):  # which is answered later
-            return value
+    def read(value: Any, path: Path, *_: object) -> Any:
         text = str(value)
-        return Time(text) if self.check is None else self.check.converted(text, *_name(path))
+        if may_rest and text in ("rest", "-1"):  # -1 is answered by the class
+            return text
+        return Time(text) if check is None else check.converted(text, str(path[-1]), ConfigError)
 
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        time = {"$ref": "#/$defs/Time"}
-        return {"anyOf": [{"const": "rest"}, time]} if self.may_rest else time
-
-
-def _name(path: Path) -> tuple[str, type[StrettoError]]:
-    return str(path[-1]) if path else "", ConfigError
+    text = "a time such as 90ep, 1_000sp, 10% or 1h30m" + ", or rest" * may_rest
+    return Kind(text, lambda value: isinstance(value, (str, int, float)), lambda _: schema, read)
 
 
-@final
-class Checked(Kind):
-    """A value with a check, from an annotation."""
+def _checked(kind: Kind, check: Check) -> Kind:
+    def read(value: Any, path: Path, mistakes: Mistakes) -> Any:
+        before = len(mistakes)
+        found = kind.read(value, path, mistakes)
+        is_right = len(mistakes) == before
+        return check.converted(found, str(path[-1]), ConfigError) if is_right else None
 
-    def __init__(self, kind: Kind, check: Check) -> None:
-        self.kind, self.check, self.text = kind, check, kind.text
-
-    def fits(self, value: object) -> bool:
-        return self.kind.fits(value)
-
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
-        before = len(mistakes.messages)
-        found = self.kind.read(value, path, mistakes)
-        if len(mistakes.messages) > before:
-            return None
-        return self.check.converted(found, *_name(path))
-
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        return self.kind.schema(parts)
+    return Kind(kind.text, kind.fits, kind.schema, read)
 
 
-@final
-class Several(Kind):
-    """A list; a mapping alone may stand for a list of one."""
+def _several(item: Kind) -> Kind:
+    """Return the kind of a list; one mapping of arguments may stand for a list of one."""
 
-    def __init__(self, item: Kind) -> None:
-        self.item, self.text = item, f"a list: each {item.text}"
+    def read(value: Any, path: Path, mistakes: Mistakes) -> Any:
+        if isinstance(value, dict):
+            return [mistakes.read(item, value, path)]
+        return [mistakes.read(item, one, (*path, at)) for at, one in enumerate(value)]
 
-    def fits(self, value: object) -> bool:
-        return isinstance(value, list) or self._is_one(value)
+    def schema(parts: Parts) -> Mapping[str, Any]:
+        inner = item.schema(parts)
+        several = {"type": "array", "items": inner}
+        return {"anyOf": [inner, several]} if item.is_section else several
 
-    def _is_one(self, value: object) -> bool:
-        return isinstance(self.item, Section) and isinstance(value, dict)
-
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
-        if self._is_one(value):
-            return [mistakes.read(self.item, value, path)]
-        return [mistakes.read(self.item, one, (*path, at)) for at, one in enumerate(value)]
-
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        item = self.item.schema(parts)
-        several = {"type": "array", "items": item}
-        return {"anyOf": [item, several]} if isinstance(self.item, Section) else several
+    kinds = (list, dict) if item.is_section else (list,)
+    return Kind(f"a list: each {item.text}", lambda value: isinstance(value, kinds), schema, read)
 
 
-@final
-class Row(Kind):
-    """A list of so many values, each of its own kind."""
+def _row(items: Sequence[Kind]) -> Kind:
+    """Return the kind of a list of so many values, each of its own kind."""
 
-    def __init__(self, items: Sequence[Kind]) -> None:
-        self.items = items
-        self.text = f"[{', '.join(one.text for one in items)}]"
+    def read(value: Any, path: Path, mistakes: Mistakes) -> Any:
+        return [
+            mistakes.read(kind, one, (*path, at))
+            for at, (kind, one) in enumerate(zip(items, value, strict=True))
+        ]
 
-    def fits(self, value: object) -> bool:
-        return isinstance(value, list) and len(value) == len(self.items)
+    def schema(parts: Parts) -> Mapping[str, Any]:
+        inner = [one.schema(parts) for one in items]
+        return {"type": "array", "prefixItems": inner, "minItems": len(inner), "items": False}
 
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
-        pairs = enumerate(zip(self.items, value, strict=True))
-        return [mistakes.read(kind, one, (*path, at)) for at, (kind, one) in pairs]
-
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        items = [one.schema(parts) for one in self.items]
-        return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
-
-
-@final
-class Entries(Kind):
-    """A mapping from names to values of one kind; null counts as absent."""
-
-    def __init__(self, key: Kind, value: Kind) -> None:
-        self.key, self.value = key, value
-        self.text = f"a mapping from names: each {value.text}"
-
-    def fits(self, value: object) -> bool:
-        return isinstance(value, dict)
-
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
-        return {
-            mistakes.read(self.key, name, (*path, name)): mistakes.read(
-                self.value, one, (*path, name)
-            )
-            for name, one in value.items()
-            if one is not None
-        }
-
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "object", "additionalProperties": self.value.schema(parts)}
+    return Kind(
+        f"[{', '.join(one.text for one in items)}]",
+        lambda value: isinstance(value, list) and len(value) == len(items),
+        schema,
+        read,
+    )
 
 
-@final
-class Either(Kind):
-    """One of several kinds, the first that has the form of the value."""
+def _entries(key: Kind, value: Kind) -> Kind:
+    """Return the kind of a mapping from names; null counts as absent."""
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
-        self.kinds = kinds
-        self.text = " or ".join(one.text for one in kinds)
+    def read(given: Any, path: Path, mistakes: Mistakes) -> Any:
+        found = {}
+        for name, one in given.items():
+            if one is not None:
+                known = mistakes.read(key, name, (*path, name))
+                found[known] = mistakes.read(value, one, (*path, name))
+        return found
 
-    def fits(self, value: object) -> bool:
-        return any(one.fits(value) for one in self.kinds)
-
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
-        kind = next(one for one in self.kinds if one.fits(value))
-        return kind.read(value, path, mistakes)
-
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        return {"anyOf": [one.schema(parts) for one in self.kinds]}
+    return Kind(
+        f"a mapping from names: each {value.text}",
+        lambda given: isinstance(given, dict),
+        lambda parts: {"type": "object", "additionalProperties": value.schema(parts)},
+        read,
+    )
 
 
-@final
-class Section(Kind):
-    """A mapping of the arguments of a class or a function.
+def _either(kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of values that have the form of one of several kinds; the first counts."""
+
+    def read(value: Any, path: Path, mistakes: Mistakes) -> Any:
+        return next(one for one in kinds if one.fits(value)).read(value, path, mistakes)
+
+    return Kind(
+        " or ".join(one.text for one in kinds),
+        lambda value: any(one.fits(value) for one in kinds),
+        lambda parts: {"anyOf": [one.schema(parts) for one in kinds]},
+        read,
+    )
+
+
+@cache
+def parameters_of(make: Callable[..., Any]) -> Mapping[str, Parameter]:
+    """Return the parameters of a class or a function, with their hints as objects."""
+    init = vars(make).get("__init__") if isinstance(make, type) else make
+    options = getattr(make, "__dataclass_params__", None)
+    hints = get_type_hints(make if options and options.init else init, include_extras=True)
+    return {
+        name: one.replace(annotation=hints[name])
+        for name, one in inspect.signature(make).parameters.items()
+        if hints[name] is not Source
+    }
+
+
+@cache
+def section(make: Callable[..., Any], without: tuple[str, ...] = ()) -> Kind:
+    """Return the kind of mappings of the arguments of a class or a function.
 
     If it has an argument `arguments`, that takes all other keys. A null counts as absent, except
     among those.
+
+    Args:
+        make: the class or function.
+        without: arguments that are not read.
     """
+    known = {
+        name: one
+        for name, one in parameters_of(make).items()
+        if name not in ("arguments", *without)
+    }
+    is_open = "arguments" in parameters_of(make)
+    required = [name for name, one in known.items() if _is_required(one)]
 
-    text = "a mapping"
-
-    def __init__(self, make: Callable[..., Any], without: Collection[str] = ()) -> None:
-        self.make = make
-        self._without = without
-        if make is Target:
-            self.text = "{target: 'package.module:name'}"
-
-    @cached_property
-    def parameters(self) -> Mapping[str, tuple[Kind, Parameter]]:
-        """The kind of each argument."""
-        make: Any = self.make
-        has_own = isinstance(make, type) and "__init__" in vars(make)
-        generated = is_dataclass(make) and make.__dataclass_params__.init  # type: ignore[attr-defined]
-        hints = get_type_hints(
-            make.__init__ if has_own and not generated else make, include_extras=True
-        )
-        found = {}
-        for name, one in inspect.signature(make).parameters.items():
-            if name in ("arguments", *self._without) or hints[name] is Source:
-                continue
-            kind = kind_of(hints[name])
-            found[name] = Several(kind) if one.kind is Parameter.VAR_POSITIONAL else kind, one
-        return found
-
-    @property
-    def required(self) -> list[str]:
-        """The arguments without a default."""
-        return [
-            name
-            for name, (_, one) in self.parameters.items()
-            if one.default is Parameter.empty and one.kind is not Parameter.VAR_POSITIONAL
-        ]
-
-    @cached_property
-    def is_open(self) -> bool:
-        """Whether other keys are arguments of something else."""
-        return "arguments" in inspect.signature(self.make).parameters
-
-    def fits(self, value: object) -> bool:
-        return isinstance(value, dict)
-
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
-        before, known, named = len(mistakes.messages), self.parameters, dict[str, Any]()
-        others = {key: one for key, one in value.items() if key not in known}
-        meant = {} if self.is_open else {key: nearest(key, known) for key in others}
+    def read(given: Any, path: Path, mistakes: Mistakes) -> Any:
+        before, named = len(mistakes), dict[str, Any]()
+        others = {key: one for key, one in given.items() if key not in known}
+        wrong = [] if is_open else [key for key, one in others.items() if one is not None]
+        meant = {key: nearest(key, known) for key in wrong}
         for key, near in meant.items():
-            if others[key] is not None:
-                mistakes.add(self._no_such_key(key, near), (*path, key))
-        for name, (kind, one) in known.items():
-            if value.get(name) is not None:
-                named[name] = mistakes.read(kind, value[name], (*path, name))
-            elif name in self.required and name not in meant.values():
-                why, instead = "it has no default", f"write '{name}:' and {kind.text}"
+            mistakes.add(_no_such_key(key, near, known), (*path, key))
+        for name, one in known.items():
+            kind = _kind_of(one)
+            if given.get(name) is not None:
+                named[name] = mistakes.read(kind, given[name], (*path, name))
+            elif name in required and name not in meant.values():
+                why, instead = "it has no default", f"write '{name}: ...', {kind.text}"
                 mistakes.add(ConfigError.cannot(f"omit {name!r}", why=why, instead=instead), path)
-        if len(mistakes.messages) > before:
+            elif isinstance(one.default, str):
+                named[name] = kind.read(one.default, (*path, name), mistakes)
+        if len(mistakes) > before:
             return None
-        if self.is_open:
+        if is_open:
             named["arguments"] = others
-        positional = [
-            item
-            for name, (_, one) in known.items()
-            if one.kind is Parameter.VAR_POSITIONAL
-            for item in named.pop(name, ())
-        ]
-        return self.make(*positional, **named)
+        several = [name for name, one in known.items() if one.kind is Parameter.VAR_POSITIONAL]
+        positional = [item for name in several for item in named.pop(name, ())]
+        return make(*positional, **named)
 
-    def _no_such_key(self, key: str, near: str | None) -> ConfigError:
-        instead = f"did you mean {near!r}?" if near else f"the keys here are {', '.join(self.parameters)}"
-        if key in FOREIGN and near is None:
-            instead = FOREIGN[key][-1]
-        return ConfigError.cannot(
-            f"use the key {key!r}", why="there is no such key here", instead=instead
-        )
-
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        name = self.make.__name__
+    def schema(parts: Parts) -> Mapping[str, Any]:
+        name = make.__name__
         if name not in parts:
             parts[name] = {}  # a value inside may be of the same kind
-            texts = texts_of(self.make)
-            properties = {}
-            for key, (kind, one) in self.parameters.items():
-                properties[key] = {**kind.schema(parts), "description": texts.get(key, "")}
-                default = one.default
-                if default not in (None, Parameter.empty) and is_plain(default):
-                    properties[key]["default"] = str(default) if isinstance(default, Time) else default
+            texts = _texts_of(make)
             parts[name] = {
                 "type": "object",
-                "description": summary_of(self.make),
-                "properties": properties,
-                "required": self.required,
-                "additionalProperties": self.is_open,
+                "description": (make.__doc__ or "").partition("\n")[0],
+                "properties": {
+                    key: _described(one, texts.get(key), parts) for key, one in known.items()
+                },
+                "required": required,
+                "additionalProperties": is_open,
             }
         return {"$ref": f"#/$defs/{name}"}
 
+    text = f"some of the keys {', '.join(known)}"
+    if make is Target:
+        text = "{target: 'package.module:name'}"
+    return Kind(text, lambda value: isinstance(value, dict), schema, read, is_section=True)
 
-def is_plain(value: object) -> bool:
-    """Return whether a default can be shown."""
-    return isinstance(value, (bool, int, float, str, Time))
+
+def _is_required(one: Parameter) -> bool:
+    return one.default is Parameter.empty and one.kind is not Parameter.VAR_POSITIONAL
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Named(Kind):
-    """A schedule, a batch size or a rule: `{Name: {argument: value}}`, a plain form, or a target."""
+def _kind_of(one: Parameter) -> Kind:
+    kind = kind_of(one.annotation)
+    return _several(kind) if one.kind is Parameter.VAR_POSITIONAL else kind
 
-    text: str
-    names: Mapping[str, Callable[..., Any]]
-    plain: Callable[[Any], Any]
-    """Makes it of a plain form, or of a target."""
-    is_plain: Callable[[Any], bool]
-    forms: Sequence[Mapping[str, Any]]
-    """The schemas of the plain forms."""
 
-    def fits(self, value: object) -> bool:
-        return True
+def _described(one: Parameter, text: str | None, parts: Parts) -> Mapping[str, Any]:
+    """Return the schema of a parameter."""
+    found = dict(_kind_of(one).schema(parts))
+    if text is not None:
+        found["description"] = text
+    if isinstance(one.default, (bool, int, float, str, Time)):
+        found["default"] = str(one.default) if isinstance(one.default, Time) else one.default
+    return found
 
-    def read(self, value: Any, path: Path, mistakes: Mistakes) -> Any:
-        before = len(mistakes.messages)
+
+def _no_such_key(key: str, near: str | None, known: Iterable[str]) -> ConfigError:
+    instead = f"did you mean {near!r}?" if near else f"the keys here are {', '.join(known)}"
+    if key in FOREIGN:
+        instead = FOREIGN[key][-1]
+    why = "there is no such key here"
+    return ConfigError.cannot(f"use the key {key!r}", why=why, instead=instead)
+
+
+def _named(
+    title: str,
+    text: str,
+    names: Mapping[str, Callable[..., Any]],
+    plain: Callable[[Any], Any],
+    is_plain: Callable[[Any], bool],
+    *forms: Mapping[str, Any],
+) -> Kind:
+    """Return the kind of `{Name: {argument: value}}`, of a target, and of plain forms.
+
+    Args:
+        title: the name of its schema.
+        text: what to write.
+        names: the classes and functions that can be named.
+        plain: makes the object of a plain form, or of a target.
+        is_plain: whether a value has a plain form.
+        forms: the schemas of the plain forms.
+    """
+
+    def read(value: Any, path: Path, mistakes: Mistakes) -> Any:
+        before = len(mistakes)
         if isinstance(value, dict) and "target" in value:
-            value = mistakes.read(section_of(Target), value, path)
-        elif isinstance(value, dict) and len(value) == 1 and next(iter(value)) in self.names:
+            value = mistakes.read(section(Target), value, path)
+        elif isinstance(value, dict) and len(value) == 1 and next(iter(value)) in names:
             [(name, given)] = value.items()
-            return self._named(name, given, (*path, name), mistakes)
-        elif isinstance(value, list) and self.plain is as_schedule:
-            factors = mistakes.read(Several(self), value, path)
-            return None if len(mistakes.messages) > before else schedules.Product(*factors)
-        elif not self.is_plain(value):
-            raise self._unknown(value)
-        return None if len(mistakes.messages) > before else self.plain(value)
+            return _named_arguments(names[name], given, (*path, name), mistakes)
+        elif isinstance(value, list) and "Product" in names:  # as a Trainer takes several
+            return _named_arguments(schedules.Product, value, path, mistakes)
+        elif not is_plain(value):
+            raise _unnamed(value, names, text)
+        return plain(value) if len(mistakes) == before else None
 
-    def _named(self, name: str, given: Any, path: Path, mistakes: Mistakes) -> Any:
-        """Return the object of that name; its first argument may be given without a name."""
-        section = section_of(self.names[name])
-        first, (kind, _) = next(iter(section.parameters.items()))
-        is_inner = isinstance(given, dict) and isinstance(kind, (Named, Checked)) and (
-            len(given) == 1 and next(iter(given)) in (*_CURVES, *_SIZES, "target")
-        )
-        if given is None:
-            given = {}
-        if not isinstance(given, dict) or is_inner:
-            given = {first: given}
-        return section.read(given, path, mistakes)
-
-    def _unknown(self, value: object) -> ConfigError:
-        keys = [str(key) for key in value] if isinstance(value, dict) else []
-        near = next(filter(None, (nearest(key, self.names) for key in keys)), None)
-        old = next((OLD_WORDS[key] for key in keys if key in OLD_WORDS), None)
-        instead = old or self.text
-        if near is not None and old is None:
-            needed = section_of(self.names[near]).required
-            arguments = ", ".join(f"{key}: ..." for key in needed)
-            instead = f"did you mean {{{near}: {{{arguments}}}}}?"
-        why = "it is none of the possible forms"
-        return ConfigError.cannot(f"use {shown(value)}", why=why, instead=f"write {instead}")
-
-    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
-        title = {as_schedule: "Schedule", as_policy: "BatchSize", as_rule: "Rule"}[self.plain]
+    def schema(parts: Parts) -> Mapping[str, Any]:
         here = {"$ref": f"#/$defs/{title}"}
         if title not in parts:
             parts[title] = {}
-            properties = {name: self._argument(name, parts) for name in self.names}
-            several = [{"type": "array", "items": here}] if title == "Schedule" else []
             named = {
                 "type": "object",
-                "properties": properties,
+                "properties": {
+                    name: {"anyOf": [section(make).schema(parts), _first(make)[1].schema(parts)]}
+                    for name, make in names.items()
+                },
                 "minProperties": 1,
                 "maxProperties": 1,
                 "additionalProperties": False,
             }
-            target = section_of(Target).schema(parts)
-            parts[title] = {"anyOf": [*self.forms, *several, named, target]}
+            several = [{"type": "array", "items": here}] if "Product" in names else []
+            parts[title] = {"anyOf": [*forms, *several, named, section(Target).schema(parts)]}
         return here
 
-    def _argument(self, name: str, parts: dict[str, Any]) -> dict[str, Any]:
-        section = section_of(self.names[name])
-        whole = section.schema(parts)
-        first, _ = next(iter(section.parameters.values()))
-        return {"anyOf": [whole, first.schema(parts)]}
+    return Kind(text, lambda _: True, schema, read)
 
 
-def _kinds_in(module: types.ModuleType, *bases: type) -> dict[str, type]:
+def _first(make: Callable[..., Any]) -> tuple[str, Kind]:
+    """Return the first argument and its kind."""
+    name, one = next(iter(parameters_of(make).items()))
+    return name, _kind_of(one)
+
+
+def _named_arguments(make: Callable[..., Any], given: Any, path: Path, mistakes: Mistakes) -> Any:
+    """Return what a class makes; its first argument may be given alone, without its name."""
+    given = {} if given is None else given
+    first, _ = _first(make)
+    is_value = (
+        not isinstance(given, dict) or "target" in given or _is_named(given) or _is_steps(given)
+    )
+    return section(make).read({first: given} if is_value else given, path, mistakes)
+
+
+def _is_named(value: Mapping[str, Any]) -> bool:
+    return len(value) == 1 and not {*value}.isdisjoint({*_CURVES, *_SIZES})
+
+
+def _is_steps(value: object) -> bool:
+    """Return whether a value is a mapping from times."""
+    return isinstance(value, dict) and {str.isidentifier(key) for key in value} == {False}
+
+
+def _unnamed(value: object, names: Mapping[str, Any], text: str) -> ConfigError:
+    """Return the error for a value that names none of the classes."""
+    keys = [str(key) for key in value] if isinstance(value, dict) else []
+    near = next(filter(None, (nearest(key, names) for key in keys)), None)
+    old = next((write for key, write in OLD_WORDS.items() if key in keys), None)
+    if near is not None and old is None:
+        given = parameters_of(names[near]).items()
+        needed = ", ".join(f"{name}: ..." for name, one in given if _is_required(one))
+        old = f"{{{near}: {{{needed}}}}}"
+    why = "it is none of the possible forms"
+    return ConfigError.cannot(f"use {shown(value)}", why=why, instead=f"write {old or text}")
+
+
+def _names_in(module: types.ModuleType, *bases: type) -> dict[str, type]:
     """Return the classes of a module that can be made, by their names."""
     found = {name: getattr(module, name) for name in module.__all__}
     return {
@@ -506,53 +439,52 @@ def _kinds_in(module: types.ModuleType, *bases: type) -> dict[str, type]:
     }
 
 
-_CURVES = _kinds_in(schedules, Schedule)
+_CURVES = _names_in(schedules, Schedule) | _names_in(batching, Schedule)
 _SIZES: Mapping[str, Callable[..., Any]] = {
-    **_kinds_in(batching, BatchSizePolicy, Pair),
-    "NormTest": batching.noise_scale.NormTest,
+    **_names_in(batching, BatchSizePolicy, Pair),
+    "NormTest": NormTest,
     "rampup": batching.rampup,
 }
-SCHEDULE = Named(
+_SIZE = {"type": "integer", "minimum": 1}
+SCHEDULE = _named(
+    "Schedule",
     "for example {Cosine: {end: 0.1, warmup: 5%}}, or a number",
     _CURVES,
     as_schedule,
-    lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
-    [{"type": "number", "minimum": 0}],
+    lambda value: type(value) in (int, float),
+    {"type": "number", "minimum": 0},
 )
-SIZES = Named(
+SIZES = _named(
+    "BatchSize",
     "a number, '0ep:8 1ep:16', or for example {DoublingRamp: {start: 8, end: 64, over: 40%}}",
     _SIZES,
     as_policy,
-    lambda value: type(value) in (int, str)
-    or (isinstance(value, dict) and not any(str(key).isidentifier() for key in value)),
-    [
-        {"type": "integer", "minimum": 1},
-        {"type": "string", "examples": ["0tok:768 250Btok:1536"]},
-        {
-            "type": "object",
-            "description": "A size from each of some times on.",
-            "propertyNames": {"$ref": "#/$defs/Time"},
-            "additionalProperties": {"type": "integer", "minimum": 1},
-            "minProperties": 1,
-        },
-    ],
+    lambda value: type(value) in (int, str) or _is_steps(value),
+    _SIZE,
+    {"type": "string", "examples": ["0tok:768 250Btok:1536"]},
+    {
+        "type": "object",
+        "description": "A size from each of some times on.",
+        "propertyNames": {"$ref": "#/$defs/Time"},
+        "additionalProperties": _SIZE,
+        "minProperties": 1,
+    },
 )
-RULE = Named(
+RULE = _named(
+    "Rule",
     "{sqrt: 256} or {linear: 256}, with the size that the rate is meant for",
     {one.__name__: one for one in (batching.LinearRule, batching.SquareRootRule)},
     as_rule,
-    lambda value: isinstance(value, dict) and set(value) <= set(RULES),
-    [
-        {
-            "type": "object",
-            "properties": dict.fromkeys(RULES, {"type": "integer", "minimum": 1}),
-            "minProperties": 1,
-            "maxProperties": 1,
-            "additionalProperties": False,
-        }
-    ],
+    lambda value: isinstance(value, dict) and len(value) == 1 and {*value} <= {*RULES},
+    {
+        "type": "object",
+        "properties": dict.fromkeys(RULES, _SIZE),
+        "minProperties": 1,
+        "maxProperties": 1,
+        "additionalProperties": False,
+    },
 )
-_NAMED: Mapping[Any, Named] = {
+_NAMED: Mapping[Any, Kind] = {
     Schedule: SCHEDULE,
     ScheduleLike: SCHEDULE,
     BatchSizePolicy: SIZES,
@@ -563,15 +495,10 @@ _NAMED: Mapping[Any, Named] = {
 _TIMES = {Time, str, timedelta, Trigger, Literal["rest"]}
 
 
-@cache
-def section_of(make: Callable[..., Any], without: tuple[str, ...] = ()) -> Section:
-    """Return the kind of the arguments of a class or function."""
-    return Section(make, without)
-
-
-@dataclass(frozen=True)
+@final
+@dataclass(frozen=True, slots=True)
 class Without:
-    """Keys that a section leaves out: `Annotated[Loading, Without("seed")]`."""
+    """Arguments that a section leaves out: `Annotated[Loading, Without(("seed",))]`."""
 
     names: tuple[str, ...]
 
@@ -583,59 +510,52 @@ def kind_of(hint: Any) -> Kind:
     >>> kind_of(int | None).text
     'a whole number'
     """
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        arguments = tuple(one for one in arguments if one is not type(None))
-        hint = Union[arguments]  # noqa: UP007  of a tuple
+        inner = tuple(one for one in inner if one is not type(None))
+        hint = Union[inner]  # noqa: UP007  of a tuple
     if hint in _NAMED:
         return _NAMED[hint]
-    if hint is Time or (Time in arguments and _TIMES.issuperset(arguments)):
-        return Moment(may_rest=Literal["rest"] in arguments)
-    if hint is Number:
-        return Plain(float)
-    if origin in (Union, types.UnionType):
-        return kind_of(arguments[0]) if len(arguments) == 1 else Either([*map(kind_of, arguments)])
+    if hint is Time or (Time in inner and _TIMES.issuperset(inner)):
+        check = Check(interval) if Trigger in inner else None
+        return _time(check, may_rest=Literal["rest"] in inner)
+    if hint == Number:
+        return _plain(float)
+    if hint is Any:  # a place that a text names, or an object of yours
+        return _either((_plain(str), section(Target)))
     if origin is Annotated:
-        kind = kind_of(arguments[0])
-        for mark in arguments[1:]:
-            if isinstance(mark, Without) and isinstance(kind, Section):
-                kind = section_of(kind.make, mark.names)
-            elif isinstance(mark, Check):
-                kind = Moment(mark) if isinstance(kind, Moment) else Checked(kind, mark)
-        return kind
+        return _annotated(inner[0], inner[1:])
+    if origin is Callable or origin is None:
+        return _plain(hint) if hint in _PLAIN else section(Target if origin else hint)
+    return _generic(origin, inner)
+
+
+def _annotated(hint: Any, marks: Sequence[Any]) -> Kind:
+    for mark in marks:
+        if isinstance(mark, Without):
+            return section(hint, mark.names)
+        if isinstance(mark, Check):
+            is_time = hint == TimeLike
+            return _time(mark) if is_time else _checked(kind_of(hint), mark)
+    return kind_of(hint)
+
+
+def _generic(origin: Any, inner: tuple[Any, ...]) -> Kind:
     if origin is Literal:
-        return Choice(arguments)
+        return _choice(inner)
+    kinds = [*map(kind_of, inner)]
+    if origin in (Union, types.UnionType):
+        return kinds[0] if len(kinds) == 1 else _either(kinds)
     if origin is tuple:
-        return Row([*map(kind_of, arguments)])
-    if origin in (dict, Mapping):
-        return Entries(*map(kind_of, arguments))
-    if origin in (list, Sequence, Iterable):
-        return Several(kind_of(arguments[0]))
-    if origin is Callable:
-        return section_of(Target)
-    if hint is Any:
-        return Anything()
-    return Plain(hint) if hint in _PLAIN else section_of(hint)
+        return _row(kinds)
+    return _entries(*kinds) if origin in (dict, Mapping) else _several(kinds[0])
 
 
-def summary_of(make: object) -> str:
-    """Return the first line of a docstring.
-
-    >>> summary_of(len)
-    'Return the number of items in a container.'
-    """
-    return (make.__doc__ or "").partition("\n")[0]
-
-
-def texts_of(make: Any) -> dict[str, str]:
-    """Return the description of each argument: its docstring below it, or under `Args`.
-
-    >>> texts_of(batching.StagedRamp)["sizes"]
-    'two or more sizes in ascending order.'
-    """
+def _texts_of(make: Any) -> dict[str, str]:
+    """Return the description of each argument: the docstring below the field, or under `Args`."""
     written = (inspect.getdoc(make) or "").partition("Args:\n")[2]
     found = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", written, re.MULTILINE))
-    for base in reversed(make.__mro__ if is_dataclass(make) else ()):
+    for base in reversed(make.__mro__ if isinstance(make, type) else ()):
         if base.__module__.startswith("stretto.") and is_dataclass(base):
             found |= dict(_field_texts(base))
     return {name: " ".join(text.split()) for name, text in found.items()}

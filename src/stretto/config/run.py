@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias, final
 
 import yaml
 
 from stretto._location import local_path, open_plain, public
-from stretto.batching import BatchSizePolicy, Fixed, IncreaseFunction, Pair, PiecewiseConstant
+from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareRootRule
 from stretto.batching.policy import Count
 from stretto.batching.split import RuleLike
 from stretto.batching.steps import PolicyLike
-from stretto.config.kinds import Mistakes, Without, section_of
+from stretto.config.kinds import Mistakes, Without, section
 from stretto.config.targets import Target
 from stretto.config.yaml import (
     MAX_BYTES,
@@ -27,13 +28,11 @@ from stretto.config.yaml import (
     parse_yaml,
 )
 from stretto.errors import ConfigError, StrettoError
-from stretto.schedules import Constant, Custom, Product, Schedule, ScheduleLike
-from stretto.schedules.fields import Check, Interval, Positive, Timed, parse_name, values_of
+from stretto.schedules import Custom, Product, ScheduleLike
+from stretto.schedules.fields import Check, Interval, Positive, Timed, parse_name
 from stretto.settings import DATA_DIMENSIONS, Checkpointing, Loading, Precision, Stepping
 from stretto.timing import LastBatch, Time, TimeLike
 from stretto.timing.conversion import read_run
-
-MicroBatchSize: TypeAlias = Count | Literal["auto"] | None
 
 
 def _seed(value: int, name: str, error: type[StrettoError]) -> int:
@@ -42,18 +41,35 @@ def _seed(value: int, name: str, error: type[StrettoError]) -> int:
     return value
 
 
-def _pattern(value: str, name: str, error: type[StrettoError]) -> re.Pattern[str]:
+def _pattern(value: str, name: str, error: type[StrettoError]) -> str:
     try:
-        return re.compile(value)
+        re.compile(value)
     except (re.error, OverflowError) as wrong:
         why = f"it is not a regular expression: {wrong}"
         raise error.bad(name, value, why, "write for example embedding") from None
+    return value
 
 
 def _name(value: str, name: str, error: type[StrettoError]) -> str:
     if not re.fullmatch(r"[\w.-]+", value):
         raise error.bad(name, value, "it is not of letters, digits, '.' and '-'", "write one word")
     return value
+
+
+def _folder(value: str, *_: object) -> str:
+    local_path(value, "keep a run in", ConfigError)
+    return value
+
+
+def _hyperparameter(value: str, *_: object) -> str:
+    parse_name(value)
+    return value
+
+
+RunLength: TypeAlias = Annotated[TimeLike, Check(lambda value, *_: read_run(value))]
+Seed: TypeAlias = Annotated[int, Check(_seed)]
+Folder: TypeAlias = Annotated[str, Check(_folder)]
+HyperparameterName: TypeAlias = Annotated[str, Check(_hyperparameter)]
 
 
 @final
@@ -142,7 +158,7 @@ class RunConfig:
     (Time('2ep'), Fixed(64))
     """
 
-    max_duration: Annotated[TimeLike, Check(lambda value, *_: read_run(value))]
+    max_duration: RunLength
     """The length of the run, in any unit but `dur`."""
     model: Target | None = None
     """Makes the model. A plan needs none."""
@@ -155,14 +171,12 @@ class RunConfig:
     step: Target | None = None
     """Makes a `stretto.TrainStep` of yours: called with `model`, with `optimizer` if the file has
     one, and with `loss` if it takes one."""
-    micro_batch_size: MicroBatchSize = None
+    micro_batch_size: Count | Literal["auto"] | None = None
     """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
     memory; by default all its share."""
     world_size: Count | None = None
     """How many ranks a plan is for; by default one. Training has those that torchrun starts."""
-    schedules: dict[
-        Annotated[str, Check(lambda value, *_: parse_name(value) and value)], ScheduleLike
-    ] = field(default_factory=dict)
+    schedules: dict[HyperparameterName, ScheduleLike] = field(default_factory=dict)
     """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `betas.0`,
     `lr@group`."""
     batch_size: PolicyLike | Pair
@@ -193,12 +207,9 @@ class RunConfig:
     """When metrics are written."""
     callbacks: list[Target] = field(default_factory=list)
     """Listeners and algorithms: each makes a `stretto.training.Callback`."""
-    folder: Annotated[
-        str,
-        Check(lambda value, *_: local_path(value, "keep a run in", ConfigError) and value),
-    ] | None = None
+    folder: Folder | None = None
     """Where the run is kept; by default a new folder in `runs`."""
-    seed: Annotated[int, Check(_seed)] = 0
+    seed: Seed = 0
     """Seed of the order of samples, and of all chance in building and training the model."""
     parallel: Literal["ddp", "fsdp"] | Target = "ddp"
     """How several ranks share the model: each has all of it, or a part of each block (FSDP2); or a
@@ -223,7 +234,7 @@ class RunConfig:
             ConfigError: some are wrong; every mistake is listed.
         """
         mistakes = Mistakes(source)
-        found = mistakes.read(section_of(cls), of_seeds(values), ())
+        found: Self = mistakes.read(section(RunConfig), of_seeds(values), ())
         mistakes.check()
         return replace(found, source=source)
 
@@ -275,15 +286,16 @@ def of_seeds(values: Any) -> Any:
     >>> of_seeds({"batch_size": 8, "use_maximum_batch_size": True})
     {'batch_size': 8, 'micro_batch_size': 'auto'}
     """
-    if not isinstance(values, dict) or not {"use_maximum_batch_size", "batch_increase_function"} & {
-        *values
-    }:
+    if not isinstance(values, dict):
         return values
     found = dict(values)
-    if type(found.get("use_maximum_batch_size")) is bool and "micro_batch_size" not in found:
-        if found.pop("use_maximum_batch_size"):
-            found["micro_batch_size"] = "auto"
-    if type(found.get("batch_size")) is int and "batch_increase_function" in found:
+    if found.get("use_maximum_batch_size") is False:
+        del found["use_maximum_batch_size"]
+    if found.get("use_maximum_batch_size") is True and "micro_batch_size" not in found:
+        del found["use_maximum_batch_size"]
+        found["micro_batch_size"] = "auto"
+    function = found.get("batch_increase_function")
+    if type(found.get("batch_size")) is int and isinstance(function, dict):
         grow = {"function": found.pop("batch_increase_function"), "start": found["batch_size"]}
         found["batch_size"] = {"IncreaseFunction": {**grow, "max_batch_size": "auto"}}
     return found
@@ -344,8 +356,6 @@ def written(value: Any) -> Any:
     """
     if isinstance(value, (Time, PiecewiseConstant)):
         return str(value)
-    if isinstance(value, re.Pattern):
-        return value.pattern
     if isinstance(value, (list, tuple)):
         return [written(one) for one in value]
     if isinstance(value, dict):
@@ -354,16 +364,30 @@ def written(value: Any) -> Any:
         return value.size
     if isinstance(value, Product):
         return written(value.schedules)
-    if isinstance(value, Custom) or (
-        isinstance(value, Timed) and values_of(value, without_defaults=True).keys() == {"function"}
-    ):
-        return written(value.function)  # type: ignore[attr-defined]
-    if isinstance(value, Timed) or type(value).__name__.endswith("Rule"):
-        arguments = values_of(value, without_defaults=True)
-        return {type(value).__name__: written(arguments)}
+    if isinstance(value, Custom):
+        return written(value.function)
+    if isinstance(value, (Timed, LinearRule, SquareRootRule)):
+        own = _arguments(value)
+        function = own.get("function")
+        is_plain = [*own] == ["function"] and isinstance(function, Target)
+        return written(function) if is_plain else {type(value).__name__: written(own)}
     if not is_dataclass(value):
         return value
-    names = [one.name for one in fields(value) if one.name not in ("arguments", "source")]
-    found = {name: written(getattr(value, name)) for name in names}
-    kept = {name: one for name, one in found.items() if one not in (None, [], {})}
-    return kept | dict(getattr(value, "arguments", {}))
+    hidden = {"arguments", "source"} | ({"seed", "last_batch"} if type(value) is Loading else set())
+    # No logger is not the same as not saying which; no callback is.
+    found = {
+        one.name: written(getattr(value, one.name))
+        for one in fields(value)
+        if one.name not in hidden and (getattr(value, one.name) or one.default_factory is MISSING)
+    }
+    kept = {name: one for name, one in found.items() if one is not None}
+    return kept | written(getattr(value, "arguments", {}))
+
+
+def _arguments(value: object) -> dict[str, Any]:
+    """Return the arguments of a value that differ from their defaults."""
+    return {
+        name: getattr(value, name)
+        for name, one in inspect.signature(type(value)).parameters.items()
+        if one.default is one.empty or getattr(value, name) != one.default
+    }
