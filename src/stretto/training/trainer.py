@@ -19,7 +19,8 @@ from stretto._location import local_path
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike, as_rule, awaits_maximum
 from stretto.batching.following import followed_metric, metrics_of
 from stretto.batching.seesaw import Pair, paired
-from stretto.checkpoint import checkpoint_path, load_dcp_weights
+from stretto.checkpoint import checkpoint_path
+from stretto.checkpoint.formats import load_dcp_weights
 from stretto.data import DataSpec, StepLoader
 from stretto.distributed.mesh import Mesh
 from stretto.distributed.ranks import Plain, Ranks, plain

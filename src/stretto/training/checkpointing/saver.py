@@ -16,20 +16,16 @@ from typing import NamedTuple, final
 
 from torch import nn
 
-from stretto.checkpoint import (
-    HostCopies,
+from stretto.checkpoint import checkpoint_path, checkpoints, keep, open_checkpoint
+from stretto.checkpoint.folder import position_of
+from stretto.checkpoint.sharding import HostCopies, Staged
+from stretto.checkpoint.writing import (
     abandon_checkpoint,
     begin_checkpoint,
-    checkpoint_path,
-    checkpoints,
     encode_records,
     finish_checkpoint,
-    keep,
-    open_checkpoint,
     write_part,
 )
-from stretto.checkpoint.folder import position_of
-from stretto.checkpoint.sharding import Staged
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, TrainingError
 from stretto.run import Run

@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.checkpoint import (
-    Box,
-    CheckpointReader,
-    LazyTensor,
-    Shard,
-    pack_optimizer,
-    shard_like,
-    unpack_optimizer,
-)
+from stretto.checkpoint import CheckpointReader, Shard, pack_optimizer, unpack_optimizer
 from stretto.checkpoint.parts import check_tensor
-from stretto.checkpoint.sharding import Tensors, replicas
+from stretto.checkpoint.sharding import Box, LazyTensor, Tensors, replicas, shard_like
 from stretto.distributed.ranks import Ranks, as_text
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, StrettoError, TrainingError, cannot, shown
@@ -335,7 +327,7 @@ def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, LazyTe
         return checkpoint.part(group, name, part)
 
     return {
-        name: LazyTensor(checkpoint.shape(group, name), partial(read, name))
+        name: LazyTensor(checkpoint.entry(group, name).shape, partial(read, name))
         for name in checkpoint.names(group)
     }
 

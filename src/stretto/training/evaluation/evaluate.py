@@ -25,7 +25,7 @@ from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.packing import count, count_or_none, number
 from stretto.runtime.random_state import RandomState
-from stretto.settings import Checkpointing
+from stretto.settings import Checkpointing, Loading
 from stretto.training.callback import Events
 from stretto.training.criterion import CriterionLoss
 from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
@@ -190,9 +190,7 @@ class Evaluator:
             batch_size * self._strategy.world_size,
             max_duration="1ep",
             micro_batch_size=batch_size,
-            shuffle=False,
-            last_batch="keep",
-            collate_fn=self._collate_fn,
+            loading=Loading(shuffle=False, last_batch="keep", collate_fn=self._collate_fn),
             rank=self._strategy.rank,
             world_size=self._strategy.world_size,
         )
