@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.checkpoint import (
-    Box,
-    HostCopies,
-    Shard,
+from stretto.checkpoint import Shard, latest_good, open_checkpoint, write_checkpoint
+from stretto.checkpoint.sharding import Box, HostCopies
+from stretto.checkpoint.writing import (
     begin_checkpoint,
     encode_records,
     finish_checkpoint,
-    latest_good,
-    open_checkpoint,
-    write_checkpoint,
     write_part,
 )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from tests.data.records import loader_with
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from stretto.data import DataSpec, StepLoader, count_samples, count_target_tokens, take_samples
@@ -35,7 +36,7 @@ class Lies(list[int]):
 
 
 def loader(data: Any = NUMBERS, batch_size: Any = 4, **settings: Any) -> StepLoader:
-    return StepLoader(data, batch_size, **({"max_duration": "1ep"} | settings))
+    return loader_with(data, batch_size, **({"max_duration": "1ep"} | settings))
 
 
 def run(data: Any = NUMBERS, batch_size: Any = 4, **settings: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stretto.batching import DoublingRamp, SizeFunction, Steps
+from stretto.batching import DoublingRamp, PiecewiseConstant, SizeFunction
 from stretto.planning import PlannedSizes, bind_run, plan
 from stretto.schedules import Linear, StepDecay
 from stretto.timing import Horizon
@@ -14,7 +14,7 @@ DROPPING = Horizon("2ep", dataset_num_samples=100, last_batch="drop")
 MEASURED = SizeFunction(lambda timestamp, current: 8, planned=False)
 
 CASES: list[tuple[str, Callable[[], object]]] = [
-    ("planning-ranks", lambda: plan(RUN, Steps("0ep:16 1ep:6"), world_size=8)),
+    ("planning-ranks", lambda: plan(RUN, PiecewiseConstant("0ep:16 1ep:6"), world_size=8)),
     (
         "planning-uneven",
         lambda: plan(RUN, DoublingRamp(8, 20, "50%"), world_size=2, micro_batch_size=4, even=True),
