@@ -20,5 +20,5 @@ def find(device: str = "cpu", **options: Any) -> object:
 
 CASES = [
     ("memory-context", lambda: find(gpu="h100", device_memory="16MiB", context="1GiB")),
-    ("memory-zero", lambda: find(device_memory="0")),
+    ("memory-zero", lambda: find(device_memory="0GiB")),
 ]
