@@ -63,7 +63,7 @@ def test_every_event_gets_the_run_of_the_trainer(problem: Make, tmp_path: Path) 
     assert seen == {name: {id(trainer.run)} for name in EVENTS}
     run = trainer.run
     assert (run.model, run.optimizers) == (trainer.model, (trainer.optimizer,))
-    assert (run.timer, run.horizon, run.plan) == (trainer.timer, trainer.horizon, trainer.plan)
+    assert (run.timer, run.horizon, run.plan) == (trainer.timer, trainer.run.horizon, trainer.plan)
     assert run.folder == tmp_path
     assert (run.rank, run.world_size, run.is_first_rank) == (0, 1, True)
 
