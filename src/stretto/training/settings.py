@@ -15,9 +15,8 @@ from stretto.errors import TrainingError
 from stretto.schedules import as_schedule
 from stretto.settings import Checkpointing
 from stretto.timing import Time, TimeLike, Trigger, parse_trigger
-from stretto.timing.conversion import rounded
 from stretto.timing.grammar import exact
-from stretto.timing.time import Number
+from stretto.timing.time import Number, rounded
 from stretto.training.callback import Callback
 from stretto.training.evaluation.metrics import Metric, Predict, check_metric, is_object
 from stretto.training.logs.loggers import Logger
