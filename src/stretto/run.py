@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
@@ -264,16 +263,14 @@ class Run:
         elif rank is None and self._mesh is not None:
             rank, world_size = self._mesh.rank, self._mesh.world_size
         self._use(self._from_start)
-        settings = {one.name: getattr(self.loading, one.name) for one in fields(Loading)}
-        del settings["last_batch"]
         self._loader = StepLoader(
             self.spec,
             self.prepared,
             micro_batch_size=self.micro_batch_size,
+            loading=self.loading,
             rank=rank,
             world_size=world_size,
             idle_ranks=self._idle_ranks,
-            **settings,
         )
         self._loader.agrees |= self._mesh is not None and self._mesh.mesh.size() > 1
         self.optimizers = tuple(each)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from stretto.checkpoint import Shard, to_shard
-from stretto.checkpoint.sharding import is_dtensor, is_sharded
+from stretto.checkpoint import Shard
+from stretto.checkpoint.sharding import is_dtensor, is_sharded, to_shard
 from stretto.data.containers import nodes
 from stretto.distributed.mesh import Mesh, as_mesh
 from stretto.distributed.ranks import Ranks

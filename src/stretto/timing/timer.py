@@ -106,7 +106,8 @@ class Timer:
     def seconds_since_update(self) -> float:
         """Return the wall time since the last update; rank 0 sends its value to the others.
 
-        >>> Timer(clock=iter([0, 1_500_000_000]).__next__).seconds_since_update()
+        >>> clock = iter([0, 1_500_000_000]).__next__
+        >>> Timer(Horizon("9ba"), clock=clock).seconds_since_update()
         1.5
         """
         return max(0, self._clock() - self._mark) / NANOSECONDS
