@@ -14,8 +14,8 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.checkpoint import Box, LazyTensor, pack_optimizer, unpack_optimizer
-from stretto.checkpoint.sharding import is_dtensor
 from stretto.errors import CheckpointError
+from stretto.runtime.sharded import is_dtensor
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -20,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.checkpoint import Box, LazyTensor, Shard, shard_like, to_shard
 from stretto.checkpoint.parts import tile
-from stretto.checkpoint.sharding import is_dtensor, replicate_like
+from stretto.checkpoint.sharding import replicate_like
+from stretto.runtime.sharded import is_dtensor
 
 
 @contextmanager

@@ -48,5 +48,4 @@ CASES = [
     ("memory-sandbox-lazy", lambda: enter(nn.LazyLinear(3))),
     ("memory-sandbox-other", lambda: enter(nn.Linear(1, 1), object())),
     ("memory-unknown", lambda: free_memory(torch.device("cpu"), root=Path("nowhere"))),
-    ("memory-other-rank", lambda: find(agree_minimum=lambda number: -1)),
 ]

@@ -20,14 +20,7 @@ from stretto.checkpoint.reading import (
     open_checkpoint,
     read_checkpoint,
 )
-from stretto.checkpoint.sharding import (
-    Box,
-    HostCopies,
-    LazyTensor,
-    Shard,
-    shard_like,
-    to_shard,
-)
+from stretto.checkpoint.sharding import Box, HostCopies, LazyTensor, Shard, shard_like, to_shard
 from stretto.checkpoint.writing import (
     abandon_checkpoint,
     begin_checkpoint,

@@ -16,13 +16,13 @@ from stretto.batching import NO_SIGNALS, Signals
 from stretto.batching.following import measured_value
 from stretto.data import Step
 from stretto.distributed.logged import mean_loss
-from stretto.distributed.ranks import Ranks, check_agreement, in_batch
 from stretto.run import Run
-from stretto.runtime.gradients import all_same, marks
+from stretto.runtime.ranks import Ranks, all_same, marks
 from stretto.runtime.step import Info
 from stretto.timing import Timestamp
 from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Progress, Saver
+from stretto.training.describe import check_agreement, in_batch
 from stretto.training.evaluation.evaluate import Best, Evaluator
 from stretto.training.evaluation.weights import TrainingWeights
 from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder

@@ -22,7 +22,6 @@ from stretto.batching.seesaw import Pair, paired
 from stretto.checkpoint import checkpoint_path, load_dcp_weights
 from stretto.data import DataSpec, StepLoader
 from stretto.distributed.mesh import Mesh
-from stretto.distributed.ranks import Plain, Ranks, plain
 from stretto.distributed.strategy import Strategy, strategy_on
 from stretto.errors import CheckpointError, PlanError, StrettoError, TrainingError
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
@@ -30,6 +29,7 @@ from stretto.planning import Plan, bind_run
 from stretto.planning.bind import check_tokens
 from stretto.run import Run
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
 from stretto.settings import (
     Checkpointing,
@@ -56,7 +56,7 @@ from stretto.training.checkpointing.state import (
 )
 from stretto.training.checks import check_listeners, check_parts, given_size, read_evaluations
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
-from stretto.training.describe import BuiltWith, compare_ranks, describe
+from stretto.training.describe import BuiltWith, Plain, compare_ranks, describe, plain
 from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluator
 from stretto.training.evaluation.metrics import check_merging
 from stretto.training.evaluation.weights import TrainingWeights
@@ -559,7 +559,7 @@ class Trainer:
             loop.stepper.clear()  # a gradient from before is no part of the first batch
             share_random_state(self._strategy)
             self._weights.train()
-            with loop.events.fit(), self._ranks.peers.meeting(inside_a_pass=True):
+            with loop.events.fit(), self._ranks.monitor.watch(inside_a_pass=True):
                 loop.train()
                 self._weights.eval()  # what is trained is used next
         if on_signal == "raise":

@@ -19,10 +19,10 @@ from stretto.data.spec import Collate
 from stretto.distributed.strategy import Strategy, reshard
 from stretto.errors import TrainingError
 from stretto.ordering import evenly
-from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.packing import count, count_or_none, number
 from stretto.runtime.random_state import RandomState
+from stretto.runtime.ranks import all_same, marks
 from stretto.settings import Checkpointing
 from stretto.training.criterion import CriterionLoss
 from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
@@ -96,7 +96,7 @@ class Evaluator:
         restored.
         """
         # Weights are equal on all ranks, but statistics of batch normalisation are not.
-        self._ranks.copy_from_first(self._model.buffers())
+        self._ranks.broadcast(self._model.buffers())
         modes = [(module, module.training) for module in self._model.modules()]
         chance = RandomState.now()
         self._model.eval()
@@ -142,7 +142,7 @@ class Evaluator:
         return sums, loader.timer.sample
 
     def _update(self, arguments: Any) -> None:
-        if self._ranks.counts:
+        if self._ranks.is_loss_rank:
             self._objects.update(arguments)
 
     def _in_chunks(self, batch: Any, num_samples: int) -> list[float]:
@@ -183,14 +183,13 @@ class Evaluator:
     def _loader(self, batch_size: int) -> StepLoader:
         return StepLoader(
             self._spec,
-            batch_size * self._strategy.world_size,
+            batch_size * self._ranks.dp_world_size,
             max_duration="1ep",
             micro_batch_size=batch_size,
             shuffle=False,
             last_batch="keep",
             collate_fn=self._collate_fn,
-            rank=self._strategy.rank,
-            world_size=self._strategy.world_size,
+            ranks=self._ranks,
         )
 
 

@@ -14,11 +14,11 @@ from typing import Any, final
 from torch import nn
 
 from stretto.data import DataSpec, MicroBatch, Step
-from stretto.distributed.ranks import Ranks
 from stretto.errors import DataError, TrainingError
 from stretto.ordering import evenly
 from stretto.runtime.out_of_memory import release_memory
 from stretto.runtime.packing import count, count_or_none
+from stretto.runtime.ranks import Ranks
 from stretto.runtime.rewind import Rewind
 from stretto.timing import Timestamp
 
