@@ -19,7 +19,14 @@ from typing import Any
 
 from machine import processor
 
-from stretto.batching import BatchSizePolicy, DoublingRamp, Fixed, LinearRamp, PeriodSizes, Steps
+from stretto.batching import (
+    BatchSizePolicy,
+    DoublingRamp,
+    Fixed,
+    LinearRamp,
+    PeriodSizes,
+    PiecewiseConstant,
+)
 from stretto.planning import Plan, plan, walk
 from stretto.schedules import Cosine, Linear, Periods
 from stretto.timing import Horizon, LastBatch
@@ -34,7 +41,7 @@ RUNS: dict[str, tuple[BatchSizePolicy, int]] = {
     "constant 512": (Fixed(512), 1_706_666_777),
     "doubling ramp 64 to 1024": (DoublingRamp(64, 1024, "40%"), 950_000_777),
     "linear ramp 64 to 4096": (LinearRamp(64, 4096, "40%"), 6_000_000_777),
-    "steps in mixed units": (Steps("0ep:64 2_000_000ba:512 1.5ep:1024"), 1_900_000_777),
+    "steps in mixed units": (PiecewiseConstant("0ep:64 2_000_000ba:512 1.5ep:1024"), 1_900_000_777),
     "periods, ramp in the second": (
         PeriodSizes([("1_000_000ba", 64), ("50%", LinearRamp(64, 1024, "1dur")), ("rest", 1024)]),
         1_560_000_777,

@@ -22,9 +22,9 @@ _FACE = {
         "LinearRamp",
         "LinearRule",
         "NoiseScale",
+        "PiecewiseConstant",
         "Seesaw",
         "SquareRootRule",
-        "Steps",
     ),
     "stretto.data": (
         "DataSpec",

@@ -21,9 +21,9 @@ from stretto.batching import DoublingRamp as DoublingRamp
 from stretto.batching import LinearRamp as LinearRamp
 from stretto.batching import LinearRule as LinearRule
 from stretto.batching import NoiseScale as NoiseScale
+from stretto.batching import PiecewiseConstant as PiecewiseConstant
 from stretto.batching import Seesaw as Seesaw
 from stretto.batching import SquareRootRule as SquareRootRule
-from stretto.batching import Steps as Steps
 from stretto.data import DataSpec as DataSpec
 from stretto.data import Step as Step
 from stretto.data import StepLoader as StepLoader
@@ -82,6 +82,7 @@ __all__ = [
     "Logger",
     "Logging",
     "NoiseScale",
+    "PiecewiseConstant",
     "Plan",
     "Run",
     "Schedule",
@@ -90,7 +91,6 @@ __all__ = [
     "Step",
     "StepLoader",
     "Stepping",
-    "Steps",
     "StrettoError",
     "SupervisedStep",
     "Time",

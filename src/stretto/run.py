@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
@@ -262,15 +261,13 @@ class Run:
         if strategy is None and rank is None and self._mesh is not None:
             self._mesh.tell(ranks)
         self._use(self._from_start)
-        settings = {one.name: getattr(self.loading, one.name) for one in fields(Loading)}
-        del settings["last_batch"]
         self._loader = StepLoader(
             self.spec,
             self.prepared,
             micro_batch_size=self.micro_batch_size,
+            loading=self.loading,
             ranks=ranks,
             idle_ranks=self._idle_ranks,
-            **settings,
         )
         self.optimizers = tuple(each)
         self._hyperparameters = Hyperparameters(

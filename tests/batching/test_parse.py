@@ -5,8 +5,8 @@ import pytest
 from stretto.batching import (
     BatchSizePolicy,
     Fixed,
+    PiecewiseConstant,
     SizeFunction,
-    Steps,
     as_policy,
 )
 from stretto.errors import BatchSizeError, TimeError
@@ -24,9 +24,9 @@ def mine(timestamp: Timestamp, current: int | None) -> int:
         ("64", Fixed(64)),
         (" 1_024 ", Fixed(1024)),
         (Fixed(8), Fixed(8)),
-        ("0tok:768 250Btok:1536", Steps({"0tok": 768, "250Btok": 1536})),
-        ({"0tok": 768, "250Btok": 1536}, Steps({"0tok": 768, "250Btok": 1536})),
-        ({Time("0ep"): 8}, Steps("0ep:8")),
+        ("0tok:768 250Btok:1536", PiecewiseConstant({"0tok": 768, "250Btok": 1536})),
+        ({"0tok": 768, "250Btok": 1536}, PiecewiseConstant({"0tok": 768, "250Btok": 1536})),
+        ({Time("0ep"): 8}, PiecewiseConstant("0ep:8")),
         (mine, SizeFunction(mine)),
     ],
     # A function by its name: its repr holds an address, and workers must agree on ids.

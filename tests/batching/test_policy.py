@@ -20,11 +20,11 @@ from stretto.batching import (
     NoiseScale,
     NormTest,
     PeriodSizes,
+    PiecewiseConstant,
     Plateau,
     Seesaw,
     SizeFunction,
     StagedRamp,
-    Steps,
     as_policy,
     checked_size,
     rampup,
@@ -72,7 +72,7 @@ def test_a_saved_state_goes_with_its_policy() -> None:
 
 def test_the_state_of_a_later_period_goes_with_that_period() -> None:
     """What is kept inside depends on the period, and so does what is accepted."""
-    policy = PeriodSizes([("10sp", 8), ("rest", Monotone(Steps("0sp:16 20sp:8")))])
+    policy = PeriodSizes([("10sp", 8), ("rest", Monotone(PiecewiseConstant("0sp:16 20sp:8")))])
     bound = policy.bind(HORIZON)
     _, state = bound.decide(Timestamp(sample=16), bound.start, NO_SIGNALS)
     assert state["period"] == 1
@@ -97,7 +97,7 @@ def _np(size: int) -> Any:
     "make",
     [
         lambda n: as_policy(n(8)),
-        lambda n: Steps({"0ep": n(8)}),
+        lambda n: PiecewiseConstant({"0ep": n(8)}),
         lambda n: LinearRamp(n(8), n(24), "1ep", increment=n(8)),
         lambda n: DoublingRamp(n(8), n(16), "1ep"),
         lambda n: StagedRamp([n(8), n(16)], "1ep"),

@@ -20,11 +20,11 @@ from stretto.batching import (
     LinearRamp,
     Monotone,
     MultipleOf,
+    PiecewiseConstant,
     PolicyState,
     PowerOfTwo,
     Signals,
     SizeFunction,
-    Steps,
 )
 from stretto.errors import BatchSizeError
 from stretto.planning import plan
@@ -97,7 +97,7 @@ def test_hysteresis_is_its_rule(wanted: list[int], ratio: float, wait: int) -> N
 
 def test_hysteresis_waits_in_any_unit() -> None:
     horizon = Horizon("2ep", dataset_num_samples=100)
-    policy = Hysteresis(Steps("0sp:10 10sp:20 20sp:40"), 2, wait="0.5ep").bind(horizon)
+    policy = Hysteresis(PiecewiseConstant("0sp:10 10sp:20 20sp:40"), 2, wait="0.5ep").bind(horizon)
     state = policy.start
     got = []
     for sample in (0, 10, 20, 59, 60, 61):
@@ -114,7 +114,7 @@ def test_hysteresis_by_wall_time_is_not_static() -> None:
 def test_a_plan_does_not_leap_over_the_end_of_a_wait() -> None:
     # The steps hold for 30 batches, the wait of 10 is over before, and a plan must see that.
     run = Horizon("60ba")
-    waits = Hysteresis(Steps("0ba:8 5ba:16 10ba:32 40ba:64"), 2, wait="10ba")
+    waits = Hysteresis(PiecewiseConstant("0ba:8 5ba:16 10ba:32 40ba:64"), 2, wait="10ba")
     assert [(stage.size, stage.first.batch) for stage in plan(run, waits).stages] == [
         (8, 0),
         (16, 5),
@@ -165,7 +165,7 @@ def test_no_signal_leaves_the_bounds(signals: list[tuple[float | None, ...]]) ->
 
 def test_wrappers_take_policies_as_they_are_written() -> None:
     assert AtMost(512, 256) == AtMost(Fixed(512), 256)  # type: ignore[arg-type]
-    assert Monotone("0ep:8 1ep:4") == Monotone(Steps("0ep:8 1ep:4"))  # type: ignore[arg-type]
+    assert Monotone("0ep:8 1ep:4") == Monotone(PiecewiseConstant("0ep:8 1ep:4"))  # type: ignore[arg-type]
 
 
 RAMP = LinearRamp(8, 64, "2ep")

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.checkpoint import HostCopies, Shard, begin_checkpoint, finish_checkpoint, write_part
+from stretto.checkpoint import Shard
 from stretto.checkpoint.manifest import manifest_text
+from stretto.checkpoint.sharding import HostCopies
+from stretto.checkpoint.writing import begin_checkpoint, finish_checkpoint, write_part
 
 Build = Callable[[Mapping[str, Any], bytes], bytes]
 

@@ -15,7 +15,7 @@ from stretto.checkpoint import describe, read_checkpoint
 from stretto.errors import CheckpointError
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = ["format-2", "format-2-of-two-writers"]
+NAMES = ["format-3", "format-3-of-two-writers"]
 
 
 def spots(path: Path) -> list[tuple[Path, int]]:

@@ -13,17 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stretto.checkpoint import (
-    HostCopies,
-    Shard,
-    begin_checkpoint,
-    checkpoint_path,
-    export_weights,
-    finish_checkpoint,
-    load_dcp_weights,
-    write_checkpoint,
-    write_part,
-)
+from stretto.checkpoint import Shard, checkpoint_path, export_weights, write_checkpoint
+from stretto.checkpoint.formats import load_dcp_weights
+from stretto.checkpoint.sharding import HostCopies
+from stretto.checkpoint.writing import begin_checkpoint, finish_checkpoint, write_part
 from stretto.errors import CheckpointError
 
 

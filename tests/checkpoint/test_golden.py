@@ -1,4 +1,4 @@
-"""Checkpoints that older versions wrote stay readable, and today's are written as pinned.
+"""Checkpoints stay readable, and today's are written as pinned.
 
 `golden/` holds one of each format. To add one, run this file with `STRETTO_UPDATE_GOLDEN=1`: it
 writes those of the present format that are missing, and never touches another.
@@ -17,18 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from stretto.checkpoint import (
-    HostCopies,
-    Shard,
-    begin_checkpoint,
-    describe,
-    finish_checkpoint,
-    read_checkpoint,
-    write_part,
-)
+from stretto.checkpoint import Shard, describe, read_checkpoint
+from stretto.checkpoint.sharding import HostCopies
+from stretto.checkpoint.writing import begin_checkpoint, finish_checkpoint, write_part
 from stretto.training import Checkpointing, Trainer
 
 GOLDEN = Path(__file__).parent / "golden"
+NAMES = ["format-3", "format-3-of-two-writers"]
 RECORDS = {
     "clock": {"sample": 2**60 + 1},
     "loss": 0.1,
@@ -72,7 +67,7 @@ def content(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-@pytest.mark.parametrize("name", ["format-2", "format-2-of-two-writers", "format-3-of-two-writers"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_every_format_is_read_to_the_last_bit(name: str) -> None:
     found, records = read_checkpoint(GOLDEN / name)
     assert records == RECORDS
@@ -85,7 +80,7 @@ def test_a_checkpoint_of_every_format_is_read_to_the_last_bit(name: str) -> None
     assert describe(GOLDEN / name).is_whole
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("format-2", 1), ("format-3-of-two-writers", 2)])
+@pytest.mark.parametrize(("name", "world_size"), [(NAMES[0], 1), (NAMES[1], 2)])
 def test_the_present_format_is_written_as_pinned(
     name: str, world_size: int, tmp_path: Path
 ) -> None:
@@ -111,7 +106,7 @@ def make_trainer(folder: Path) -> Trainer:
 
 
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    golden = GOLDEN / "run-format-2"
+    golden = GOLDEN / "run-format-3"
     if os.environ.get("STRETTO_UPDATE_GOLDEN") and not golden.exists():
         make_trainer(tmp_path / "first").fit()
         shutil.copytree(tmp_path / "first" / "checkpoints" / "checkpoint-000000000018", golden)

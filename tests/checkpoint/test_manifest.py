@@ -45,7 +45,7 @@ def test_a_file_that_no_checkpoint_has_is_refused(name: str, sharded: Path) -> N
 
 
 def document(**changed: Any) -> dict[str, Any]:
-    return {"format": 2, "files": {"state.json": [2, DIGEST]}} | changed
+    return {"format": 3, "files": {"state.json": [2, DIGEST]}} | changed
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,8 @@ def test_any_bytes_are_refused(content: bytes, tmp_path_factory: pytest.TempPath
         open_checkpoint(folder)
 
 
-def test_a_newer_format_is_said_to_be_newer(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text('{"format": 4, "something": "else"}')
-    with pytest.raises(CheckpointError, match="install"):
+@pytest.mark.parametrize(("version", "instead"), [(2, "the older"), (4, "a newer")])
+def test_another_format_is_refused_by_name(version: int, instead: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(f'{{"format": {version}, "something": "else"}}')
+    with pytest.raises(CheckpointError, match=f"format {version}.*install {instead} stretto"):
         open_checkpoint(tmp_path)

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stretto.checkpoint import Box, LazyTensor, pack_optimizer, unpack_optimizer
+from stretto.checkpoint import pack_optimizer, unpack_optimizer
+from stretto.checkpoint.sharding import Box, LazyTensor
 from stretto.errors import CheckpointError
 from stretto.runtime.sharded import is_dtensor
 

@@ -12,16 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.checkpoint import (
-    Box,
-    HostCopies,
-    Shard,
-    begin_checkpoint,
-    finish_checkpoint,
-    open_checkpoint,
-    write_checkpoint,
-    write_part,
-)
+from stretto.checkpoint import Shard, open_checkpoint, write_checkpoint
+from stretto.checkpoint.sharding import Box, HostCopies
+from stretto.checkpoint.writing import begin_checkpoint, finish_checkpoint, write_part
 from stretto.errors import CheckpointError
 
 Seal = Callable[[Path], None]
@@ -51,8 +44,8 @@ def test_any_part_of_a_tensor_that_was_cut_is_that_part(
     path = tmp_path_factory.mktemp("cut") / "a"
     write_cut(path, whole, dim, lengths)
     reader = open_checkpoint(path)
-    assert reader.shape("model", "weight") == tuple(shape)
-    assert reader.entries("model")[0].dtype == torch.int64
+    assert reader.entry("model", "weight").shape == tuple(shape)
+    assert reader.entry("model", "weight").dtype == torch.int64
     assert torch.equal(reader.tensor("model", "weight"), whole)
     at = [data.draw(st.integers(0, size), label="offset") for size in shape]
     most = [size - start for size, start in zip(shape, at, strict=True)]

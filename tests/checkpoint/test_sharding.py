@@ -18,9 +18,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard as Strided
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stretto.checkpoint import Box, LazyTensor, Shard, shard_like, to_shard
+from stretto.checkpoint import Shard
 from stretto.checkpoint.parts import tile
-from stretto.checkpoint.sharding import replicate_like
+from stretto.checkpoint.sharding import Box, LazyTensor, replicate_like, shard_like, to_shard
 from stretto.runtime.sharded import is_dtensor
 
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.checkpoint import HostCopies, Shard
+from stretto.checkpoint import Shard
+from stretto.checkpoint.sharding import HostCopies
 from stretto.errors import CheckpointError
 
 

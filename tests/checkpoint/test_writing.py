@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from stretto.checkpoint import (
-    HostCopies,
     Shard,
-    abandon_checkpoint,
-    begin_checkpoint,
     checkpoint_path,
-    encode_records,
     export_weights,
-    finish_checkpoint,
     open_checkpoint,
     read_checkpoint,
     write_checkpoint,
+)
+from stretto.checkpoint.sharding import HostCopies
+from stretto.checkpoint.writing import (
+    abandon_checkpoint,
+    begin_checkpoint,
+    encode_records,
+    finish_checkpoint,
     write_part,
 )
 from stretto.errors import CheckpointError

@@ -232,7 +232,7 @@ def test_verbs_without_a_model_import_no_torch(stated: Path) -> None:
     code = (
         "import sys\n"
         "from stretto.cli import main\n"
-        "for line in ('plan stated.yaml', 'convert 1ep --to ep', 'schema'):\n"
+        "for line in ('plan', 'plan stated.yaml', 'convert 1ep --to ep', 'schema'):\n"
         "    try:\n"
         "        main(line.split())\n"
         "    except SystemExit as end:\n"

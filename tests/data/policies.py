@@ -9,9 +9,9 @@ from stretto.batching import (
     DoublingRamp,
     Fixed,
     LinearRamp,
+    PiecewiseConstant,
     SizeFunction,
     StagedRamp,
-    Steps,
 )
 
 
@@ -30,7 +30,7 @@ def policies(max_size: int = 20) -> st.SearchStrategy[BatchSizePolicy]:
     ascending = st.lists(sizes, min_size=2, max_size=4, unique=True).map(sorted)
     return st.one_of(
         sizes.map(Fixed),
-        st.tuples(sizes, sizes).map(lambda two: Steps(f"0sp:{two[0]} 30%:{two[1]}")),
+        st.tuples(sizes, sizes).map(lambda two: PiecewiseConstant(f"0sp:{two[0]} 30%:{two[1]}")),
         ascending.map(lambda some: LinearRamp(some[0], some[-1], "70%")),
         ascending.map(lambda some: DoublingRamp(some[0], some[-1], "50%")),
         ascending.map(lambda some: StagedRamp(some, "80%")),

@@ -15,11 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stretto.checkpoint import pack_optimizer, unpack_optimizer
 from stretto.distributed.strategy import strategy_for
 from stretto.runtime.rank_monitor import RankMonitor
 from stretto.runtime.ranks import Ranks
-from stretto.settings import Stepping
 from stretto.training.describe import check_agreement
 
 
@@ -74,21 +72,11 @@ def unlike(name: str, call: str = "Trainer()") -> None:
         check_agreement({name: "8"}, ranks, call=call)
 
 
-def more_parameters() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.zeros(1, 2)).sum().backward()
-    optimizer.step()
-    other = torch.optim.Adam([nn.Parameter(torch.zeros(2, 2))])
-    unpack_optimizer(other, pack_optimizer(optimizer))
-
-
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("ranks-lost", lost),
     ("ranks-late", lambda: late(2)),
     ("ranks-all-wait", lambda: late(1, 2)),
     ("ranks-unknown", lambda: lost("Timed out waiting 300ms for recv operation to complete")),
-    ("ranks-timeout", lambda: Stepping(rank_timeout="5ba")),
     ("ranks-unlike", lambda: unlike("loading.seed")),
     ("ranks-apart", lambda: unlike("position in sp", "fit()")),
     ("ranks-parts-sharded", lambda: spread(lambda model: fully_shard(model.body))),
@@ -100,5 +88,4 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("ranks-some", lambda: spread(over_some)),
     ("ranks-device", lambda: spread(fully_shard, device="cuda")),
-    ("ranks-optimizer", more_parameters),
 ]

@@ -38,7 +38,7 @@ def key(name: str, value: Callable[[Any], Any]) -> Call:
 
 def sizes(given: Any) -> object:
     """Batch sizes from steps, as a whole or with one time."""
-    return batching.Steps(given if ":" in str(given) else {"0ep": 8, given: 16})
+    return batching.PiecewiseConstant(given if ":" in str(given) else {"0ep": 8, given: 16})
 
 
 PLACES: dict[str, Call] = {

@@ -49,7 +49,7 @@ def test_its_weights_are_those_of_a_step_of_the_trainer(
     spec = DataSpec.of(list(whole))
     stepper = Stepper(steps[1], spec, settings=Stepping(), strategy=strategy)
     (given,) = StepLoader(
-        list(whole), len(whole), max_duration="1ba", micro_batch_size=4, shuffle=False
+        list(whole), len(whole), max_duration="1ba", micro_batch_size=4, loading={"shuffle": False}
     )
     stepper.gradient(given)
     stepper.update()

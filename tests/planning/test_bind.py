@@ -19,8 +19,8 @@ from stretto import (
     Every,
     Horizon,
     NoiseScale,
+    PiecewiseConstant,
     StepLoader,
-    Steps,
     Trainer,
     plan,
 )
@@ -47,7 +47,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, method, counted)
 
-    count(Steps, "bind", "policy")
+    count(PiecewiseConstant, "bind", "policy")
     count(Cosine, "within", "schedule")
     count(Every, "bind", "trigger")
     count(Horizon, "__init__", "horizon")
@@ -95,7 +95,9 @@ def test_a_trainer_that_resumes_binds_nothing_again(counts: Counter[str], tmp_pa
 
 
 def test_a_plan_binds_each_part_once(counts: Counter[str]) -> None:
-    plan(HORIZON, Steps(SIZES), schedules={"lr": Cosine()}, triggers={"evaluate": "1ep"})
+    plan(
+        HORIZON, PiecewiseConstant(SIZES), schedules={"lr": Cosine()}, triggers={"evaluate": "1ep"}
+    )
     assert counts == {"policy": 1, "schedule": 1, "sizes": 1, "trigger": 1, "horizon": 1}
 
 

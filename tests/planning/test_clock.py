@@ -17,8 +17,8 @@ from stretto.batching import (
     Fixed,
     IncreaseFunction,
     LinearRamp,
+    PiecewiseConstant,
     SizeFunction,
-    Steps,
 )
 from stretto.errors import BatchSizeError, PlanError
 from stretto.planning import next_step, walk
@@ -129,7 +129,7 @@ def steps(horizon: Horizon, start: int, end: int, over: Time) -> Made:
     def size(sample: int, batch: int, epoch: int) -> int:
         return end if passed(horizon, over, sample, batch) >= 1 else start
 
-    return Steps({Time("0sp"): start, over: end}), size
+    return PiecewiseConstant({Time("0sp"): start, over: end}), size
 
 
 def increases(horizon: Horizon, start: int, end: int, over: Time) -> Made:
@@ -231,7 +231,7 @@ def test_drop_passes_over_the_rest_at_the_end_of_the_last_batch_of_the_epoch() -
 
 def test_drop_passes_over_the_rest_that_a_grown_batch_does_not_fit_into() -> None:
     horizon = Horizon("2ep", dataset_num_samples=20, last_batch="drop")
-    walked = walk(horizon, Steps("0sp:4 16sp:10").bind(horizon))
+    walked = walk(horizon, PiecewiseConstant("0sp:4 16sp:10").bind(horizon))
     steps = list(walked)
     assert [(s.timestamp.sample, s.size, s.skipped) for s in steps[3:]] == [
         (12, 4, 0),
@@ -242,7 +242,7 @@ def test_drop_passes_over_the_rest_that_a_grown_batch_does_not_fit_into() -> Non
 
 def test_a_walk_returns_the_clock_at_the_end() -> None:
     horizon = Horizon("20sp", dataset_num_samples=20, last_batch="drop")
-    walked = walk(horizon, Steps("0sp:4 16sp:10").bind(horizon))
+    walked = walk(horizon, PiecewiseConstant("0sp:4 16sp:10").bind(horizon))
     sizes = []
     while True:
         try:
@@ -257,7 +257,7 @@ def test_a_walk_returns_the_clock_at_the_end() -> None:
 
 def test_the_size_after_passing_over_is_that_of_the_new_epoch() -> None:
     horizon = Horizon("2ep", dataset_num_samples=20, last_batch="drop")
-    policy = Steps("0sp:6 18sp:9 1ep:3").bind(horizon)
+    policy = PiecewiseConstant("0sp:6 18sp:9 1ep:3").bind(horizon)
     assert [s.size for s in walk(horizon, policy)] == [6, 6, 6, 3, 3, 3, 3, 3, 3]
 
 
@@ -277,9 +277,9 @@ def test_a_batch_larger_than_an_epoch_cannot_be_dropped_to_fit() -> None:
 @pytest.mark.parametrize(
     ("horizon", "policy", "why"),
     [
-        (Horizon("1h"), Steps("0sec:8 60sec:16"), "they follow the wall clock"),
-        (Horizon("9tok"), Steps("0tok:8 6tok:16"), "they follow tokens"),
-        (Horizon("9ep"), Steps("0ep:8 6ep:16"), "they follow epochs"),
+        (Horizon("1h"), PiecewiseConstant("0sec:8 60sec:16"), "they follow the wall clock"),
+        (Horizon("9tok"), PiecewiseConstant("0tok:8 6tok:16"), "they follow tokens"),
+        (Horizon("9ep"), PiecewiseConstant("0ep:8 6ep:16"), "they follow epochs"),
         (
             Horizon("9ep", dataset_num_samples=9),
             SizeFunction(lambda timestamp, current: 8, planned=False),

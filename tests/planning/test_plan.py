@@ -20,10 +20,10 @@ from stretto.batching import (
     MultipleOf,
     NoiseScale,
     PeriodSizes,
+    PiecewiseConstant,
     Seesaw,
     SizeFunction,
     SquareRootRule,
-    Steps,
     split,
 )
 from stretto.errors import (
@@ -75,9 +75,9 @@ def test_a_smaller_last_batch_in_each_epoch_is_one_stage() -> None:
 
 def test_cut_sizes_are_those_of_the_first_epoch_the_later_ones_and_the_end() -> None:
     horizon = Horizon("3.5ep", dataset_num_samples=100)
-    planned = plan(horizon, Steps("0sp:30 60sp:32"))
+    planned = plan(horizon, PiecewiseConstant("0sp:30 60sp:32"))
     assert [stage.cut_sizes for stage in planned.stages] == [(), (8, 4, 18)]
-    walked = walk(horizon, Steps("0sp:30 60sp:32").bind(horizon))
+    walked = walk(horizon, PiecewiseConstant("0sp:30 60sp:32").bind(horizon))
     assert {step.size for step in walked} == {30, 32, 8, 4, 18}
 
 
@@ -88,7 +88,9 @@ def test_cut_sizes_are_those_of_the_walk(data: st.DataObject) -> None:
     length = data.draw(st.fractions(Fraction(1, 2), 5, max_denominator=4))
     horizon = Horizon(Time(length, "ep"), dataset_num_samples=n, last_batch=mode)
     size = st.integers(1, n if mode == "drop" else 40)
-    policy = Steps({"0sp": data.draw(size), f"{data.draw(st.integers(1, 60))}sp": data.draw(size)})
+    policy = PiecewiseConstant(
+        {"0sp": data.draw(size), f"{data.draw(st.integers(1, 60))}sp": data.draw(size)}
+    )
     planned = plan(horizon, policy)
     batches = iter(planned.batches())
     for stage in planned.stages:
@@ -232,7 +234,7 @@ def test_a_run_by_the_wall_clock_has_an_open_end() -> None:
     ("policy", "options", "match"),
     [
         (
-            Steps("0ep:16 1ep:6"),
+            PiecewiseConstant("0ep:16 1ep:6"),
             {"world_size": 8},
             r"of 6 on 8 ranks: .* AtLeast\(policy, 8\), start 6 ranks, .* \(stage 2, ",
         ),
@@ -246,7 +248,7 @@ def test_a_run_by_the_wall_clock_has_an_open_end() -> None:
             {},
             "know the batch sizes before the run: they follow what the run measures",
         ),
-        (Steps("0tok:8 100tok:16"), {}, "tokens_per_sample"),
+        (PiecewiseConstant("0tok:8 100tok:16"), {}, "tokens_per_sample"),
         (8, {"base": {"lr": 0.1}}, "schedule"),
     ],
     ids=["ranks", "even", "measured", "tokens", "base"],
@@ -272,7 +274,7 @@ def test_stages_that_are_over_are_not_checked_again() -> None:
     ("horizon", "options", "match"),
     [
         (Horizon("100tok"), {}, r"\(max_duration\)"),
-        (HORIZON, {"policy": Steps("0tok:8 100tok:16")}, r"\(batch_size\)"),
+        (HORIZON, {"policy": PiecewiseConstant("0tok:8 100tok:16")}, r"\(batch_size\)"),
         (HORIZON, {"schedules": {"lr": StepDecay("9tok")}}, r"\(lr\)"),
         (HORIZON, {"triggers": {"evaluate": "9tok"}}, r"\(evaluate\)"),
     ],

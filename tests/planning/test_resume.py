@@ -13,7 +13,7 @@ from tests.planning.test_own_units import NUM_SAMPLES, TOKENS, Model, policies, 
 
 import stretto
 from stretto import Horizon, NoiseScale, Timestamp
-from stretto.batching import BatchSizePolicy, PolicyLike, SizeFunction, Steps
+from stretto.batching import BatchSizePolicy, PiecewiseConstant, PolicyLike, SizeFunction
 from stretto.data import DataSpec
 from stretto.errors import BatchSizeError, ConversionError, ScheduleError, StrettoError
 from stretto.planning import bind_run, resumed
@@ -114,7 +114,7 @@ def test_a_schedule_too_long_for_the_new_sizes_alone_fits_the_resumed_run(schedu
     before = steps_of(run, 60)
     again = run_of(25, "500sp", schedule)
     again.load_state_dict(run.state_dict())
-    whole = run_of(Steps("0ba:5 60ba:25"), "500sp", schedule)
+    whole = run_of(PiecewiseConstant("0ba:5 60ba:25"), "500sp", schedule)
     assert before + steps_of(again) == steps_of(whole)
 
 
@@ -221,7 +221,7 @@ def test_triggers_in_another_unit_count_on() -> None:
 
 
 def test_a_resumed_plan_takes_no_more_than_the_past_and_the_policy() -> None:
-    run = bind_run(Horizon("100sp"), Steps("0ba:20 3ba:5"))
+    run = bind_run(Horizon("100sp"), PiecewiseConstant("0ba:20 3ba:5"))
     now = Timestamp(batch=6, sample=60, sample_in_epoch=60)
     again = resumed(run, now, [(0, 10)], {})
     assert again.sizes is not None

@@ -25,10 +25,10 @@ from stretto.batching import (
     Monotone,
     MultipleOf,
     PeriodSizes,
+    PiecewiseConstant,
     PowerOfTwo,
     SizeFunction,
     StagedRamp,
-    Steps,
 )
 from stretto.errors import BatchSizeError, ConversionError, PlanError
 from stretto.planning import PlannedSizes, bind_run, walk
@@ -81,7 +81,9 @@ SIMPLE: list[Callable[[Draw], BatchSizePolicy]] = [
     lambda given: LinearRamp(*given.sizes(), given.time()),
     lambda given: DoublingRamp(*given.sizes(), given.time()),
     lambda given: staged(given) if given.largest > 1 else Fixed(1),
-    lambda given: Steps({Time("0sp"): given.sizes()[1], given.time(): given.sizes()[0]}),
+    lambda given: PiecewiseConstant(
+        {Time("0sp"): given.sizes()[1], given.time(): given.sizes()[0]}
+    ),
     lambda given: IncreaseFunction(lambda epoch, size: epoch % 3, *given.sizes()),
     wild,
     now_and_then,

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset, Subset
 
 from stretto import prepare
-from stretto.checkpoint import HostCopies, Shard
+from stretto.checkpoint import Shard
+from stretto.checkpoint.sharding import HostCopies
 from stretto.distributed import Ddp, Mesh
 from stretto.errors import StrettoError
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, Trainer

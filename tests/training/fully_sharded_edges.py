@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
-from stretto.checkpoint import Shard, pack_optimizer, to_shard
+from stretto.checkpoint import Shard, pack_optimizer
+from stretto.checkpoint.sharding import to_shard
 from stretto.data import Step
 from stretto.errors import TrainingError
 from stretto.training import (

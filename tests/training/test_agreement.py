@@ -74,7 +74,7 @@ def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
 
 
 def test_a_difference_deep_in_a_long_setting_is_shown() -> None:
-    long = "Steps('" + " ".join(f"{at}ep:{at + 1}" for at in range(100))
+    long = "PiecewiseConstant('" + " ".join(f"{at}ep:{at + 1}" for at in range(100))
     said = first_difference(
         [{"batch_size": f"{long} 100ep:7')"}, {"batch_size": f"{long} 100ep:8')"}]
     )

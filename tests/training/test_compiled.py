@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from stretto.checkpoint import checkpoints, load_dcp_weights, load_weights, read_checkpoint
+from stretto.checkpoint import checkpoints, load_weights, read_checkpoint
+from stretto.checkpoint.formats import load_dcp_weights
 from stretto.training import Callback, Evaluation, Trainer, prepare
 from stretto.training.algorithms import ExponentialMovingAverage, LayerFreezing
 from stretto.training.algorithms.stochastic_depth import find_modules

@@ -30,7 +30,7 @@ from stretto.batching.split import (
     as_rule,
     split,
 )
-from stretto.batching.steps import Fixed, PolicyLike, Steps, as_policy
+from stretto.batching.steps import Fixed, PiecewiseConstant, PolicyLike, as_policy
 from stretto.batching.wrappers import AtLeast, AtMost, Hysteresis, Monotone, MultipleOf, PowerOfTwo
 
 __all__ = [
@@ -67,7 +67,7 @@ __all__ = [
     "SquareRootRule",
     "StagedRamp",
     "Staircase",
-    "Steps",
+    "PiecewiseConstant",
     "as_policy",
     "as_rule",
     "awaits_maximum",

@@ -166,7 +166,7 @@ class PeriodSizes(BatchSizePolicy):
     from the first batch of its period.
 
     >>> PeriodSizes([("10%", 8), ("rest", "0dur:16 50%:32")])
-    PeriodSizes([('0.1dur', Fixed(8)), ('rest', Steps('0dur:16 0.5dur:32'))])
+    PeriodSizes([('0.1dur', Fixed(8)), ('rest', PiecewiseConstant('0dur:16 0.5dur:32'))])
 
     Args:
         periods: pairs of a length, or `"rest"`, and a policy (or a size, or steps as text).

@@ -118,8 +118,8 @@ class Bound:
     It is pure: the caller keeps the state and passes it in. So a checkpoint needs only the state,
     and ranks with the same arguments decide the same. A wrapper replaces some of the fields.
 
-    >>> from stretto import Horizon, Steps, Timestamp
-    >>> bound = Steps("0sp:8 100sp:16").bind(Horizon("1ep", dataset_num_samples=1000))
+    >>> from stretto import Horizon, PiecewiseConstant, Timestamp
+    >>> bound = PiecewiseConstant("0sp:8 100sp:16").bind(Horizon("1ep", dataset_num_samples=1000))
     >>> size, state = bound.decide(Timestamp(sample=100), bound.start, Signals())
     >>> size
     16

@@ -79,7 +79,7 @@ class _Ramp(BatchSizePolicy):
         check_fields(self)
         if self.end < self.start:
             steps = f"'0ep:{self.start} 1ep:{self.end}'"
-            instead = ("write ", Argument("steps", steps, python=f"Steps({steps})"))
+            instead = ("write ", Argument("steps", steps, python=f"PiecewiseConstant({steps})"))
             what = f"ramp the batch size from {self.start} to {self.end}"
             raise BatchSizeError.cannot(what, why="a ramp does not shrink", instead=instead)
 
@@ -231,7 +231,8 @@ class StagedRamp(BatchSizePolicy):
         checked = tuple(checked_size(size) for size in self.sizes)
         ascending = all(a < b for a, b in itertools.pairwise(checked))
         if len(checked) < 2 or not ascending:
-            why, instead = "they are not two or more in ascending order", "write such, or Steps"
+            why = "they are not two or more in ascending order"
+            instead = "write such, or PiecewiseConstant"
             raise BatchSizeError.bad("sizes", list(checked), why, instead)
         fill(self, sizes=checked)
 

@@ -160,17 +160,17 @@ class Fixed(BatchSizePolicy):
 
 @final
 @dataclass(frozen=True, slots=True, init=False)
-class Steps(BatchSizePolicy):
+class PiecewiseConstant(BatchSizePolicy):
     """Sizes that change at given times, the first of them 0.
 
     Text has the form of Megatron's `--step-batch-size-schedule`, with units: spaces or commas
     between the steps. Times of one unit may come in any order. Times of different units must be in
     ascending order: each is read on its own counter, so batches, samples and epochs mix exactly.
 
-    >>> Steps("0tok:768 250Btok:1536")
-    Steps('0tok:768 250000000000tok:1536')
-    >>> Steps({"0ep": 32, "10%": 64, "3000ba": 128}) == Steps("0ep:32 0.1dur:64 3000ba:128")
-    True
+    >>> PiecewiseConstant("0tok:768 250Btok:1536")
+    PiecewiseConstant('0tok:768 250000000000tok:1536')
+    >>> PiecewiseConstant({"0ep": 32, "10%": 64, "3000ba": 128})
+    PiecewiseConstant('0ep:32 0.1dur:64 3000ba:128')
 
     Args:
         steps: `"<time>:<size> <time>:<size> ..."`, or a mapping from times to sizes.
@@ -201,15 +201,15 @@ class Steps(BatchSizePolicy):
         """Return the last size."""
         return self.steps[-1][1]
 
-    def scaled(self, ratio: Number) -> Steps:
+    def scaled(self, ratio: Number) -> PiecewiseConstant:
         """Return the steps at stretched times; of two that meet, the later one stays."""
-        return Steps(dict(BatchSizePolicy.scaled(self, ratio).steps))
+        return PiecewiseConstant(dict(BatchSizePolicy.scaled(self, ratio).steps))
 
     def __str__(self) -> str:
         return " ".join(f"{time}:{size}" for time, size in self.steps)
 
     def __repr__(self) -> str:
-        return f"Steps({str(self)!r})"
+        return f"PiecewiseConstant({str(self)!r})"
 
 
 def _pairs(steps: object) -> list[tuple[Time, int]]:
@@ -268,7 +268,7 @@ def as_policy(value: object) -> BatchSizePolicy:
     steps. A function `(timestamp, current) -> size` is called before every batch.
 
     >>> as_policy(64), as_policy("0ep:32 2ep:64"), as_policy({"0ep": 32, "2ep": 64})
-    (Fixed(64), Steps('0ep:32 2ep:64'), Steps('0ep:32 2ep:64'))
+    (Fixed(64), PiecewiseConstant('0ep:32 2ep:64'), PiecewiseConstant('0ep:32 2ep:64'))
 
     Raises:
         BatchSizeError: it is none of these; the message says what to write.
@@ -277,7 +277,7 @@ def as_policy(value: object) -> BatchSizePolicy:
     if isinstance(value, BatchSizePolicy):
         return value
     if isinstance(value, Mapping):
-        return Steps(value)
+        return PiecewiseConstant(value)
     if isinstance(value, str):
         if value == "auto":
             why = "it decides what is trained; only the micro-batch size can be found by trying"
@@ -285,7 +285,7 @@ def as_policy(value: object) -> BatchSizePolicy:
             raise BatchSizeError.bad("batch_size", value, why, instead)
         text = value.strip().replace("_", "")
         is_number = text.isascii() and text.isdigit() and len(text) <= 18
-        return Fixed(int(text)) if is_number else Steps(value)
+        return Fixed(int(text)) if is_number else PiecewiseConstant(value)
     if callable(value) and not isinstance(value, type):
         return SizeFunction(value)
     if hasattr(value, "policy") and hasattr(value, "schedule"):

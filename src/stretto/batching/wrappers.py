@@ -217,9 +217,9 @@ class PowerOfTwo(SizeMap):
 class Monotone(Wrapper):
     """Never shrinks: the largest size decided so far.
 
-    >>> from stretto.batching import Signals, Steps
+    >>> from stretto.batching import Signals, PiecewiseConstant
     >>> from stretto.timing import Timestamp
-    >>> bound = Monotone(Steps("0ba:8 1ba:4")).bind(Horizon("9ba"))
+    >>> bound = Monotone(PiecewiseConstant("0ba:8 1ba:4")).bind(Horizon("9ba"))
     >>> _, state = bound.decide(Timestamp(), bound.start, Signals())
     >>> bound.decide(Timestamp(batch=1), state, Signals())[0]
     8

@@ -235,7 +235,7 @@ def latest_good(folder: Path, *, sleep: Callable[[float], None] = time.sleep) ->
         Its path, or None if the folder has no checkpoint.
 
     Raises:
-        CheckpointError: all are damaged; or one has a newer format or cannot be read.
+        CheckpointError: all are damaged; or one has another format or cannot be read.
     """
     bad: list[str] = []
     return chosen(newest_whole(folder, bad, sleep=sleep), folder, bad)
@@ -247,7 +247,7 @@ def newest_whole(
     """Return the newest intact checkpoint in `folder`; add what is wrong with newer ones to `bad`.
 
     Raises:
-        CheckpointError: one has a newer format or cannot be read.
+        CheckpointError: one has another format or cannot be read.
     """
     with read_errors(folder):
         found = with_retries(lambda: candidates(folder), sleep)

@@ -80,7 +80,7 @@ def _write_hf(reader: CheckpointReader, folder: Path, shard_bytes: int) -> None:
     sizes = {}
     for name in names:
         if reader.original("model", name) == name:
-            sizes[name] = reader.num_bytes("model", name)
+            sizes[name] = reader.entry("model", name).num_bytes
     # Shared memory is stored once; the other names are in the metadata, as save_torch_model does.
     tied = {name: reader.original("model", name) for name in names if name not in sizes}
     shards = list(_cut(sizes, shard_bytes))

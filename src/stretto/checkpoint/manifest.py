@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from stretto._location import NotPlainError, open_plain, read_plain
 from stretto.errors import CheckpointError, first_line, shown
 
-FORMAT, UNCUT = 3, 2
-"""Versions of the layout: with tensors that are cut into boxes, and with whole ones only."""
+FORMAT = 3
+"""The version of the layout. No other one is read."""
 MANIFEST = "manifest.json"
 RECORDS = "state.json"
 
@@ -79,9 +79,9 @@ def group_of(file: str) -> str | None:
     return found["group"] if found else None
 
 
-def manifest_text(files: Mapping[str, tuple[int, str]], version: int = UNCUT) -> str:
+def manifest_text(files: Mapping[str, tuple[int, str]]) -> str:
     """Return the manifest for files of these sizes and digests."""
-    return json.dumps({"format": version, "files": files}, indent=1) + "\n"
+    return json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n"
 
 
 def read_manifest(path: Path) -> dict[str, Entry]:
@@ -89,7 +89,7 @@ def read_manifest(path: Path) -> dict[str, Entry]:
 
     Raises:
         DamagedError: the manifest is missing or changed.
-        CheckpointError: there is no checkpoint, or it has a newer format.
+        CheckpointError: there is no checkpoint, or it has another format.
     """
     try:
         text = read_plain(path / MANIFEST).decode()
@@ -112,18 +112,19 @@ def parse_manifest(text: str, place: object) -> dict[str, Entry]:
 
     Raises:
         DamagedError: it is changed.
-        CheckpointError: it has a newer format.
+        CheckpointError: it has another format.
     """
     document = parse_object(text, MANIFEST)
     version = document.get("format")
-    if isinstance(version, int) and version > FORMAT:
-        why = f"it has format {shown(version)} and this version knows up to {FORMAT}"
-        raise CheckpointError.cannot(f"read {place}", why=why, instead="install a newer stretto")
+    if type(version) is int and version > 0 and version != FORMAT:
+        why = f"it has format {shown(version)} and this version reads only {FORMAT}"
+        age = "a newer" if version > FORMAT else "the older"
+        instead = f"install {age} stretto that wrote it"
+        raise CheckpointError.cannot(f"read {place}", why=why, instead=instead)
     with damage(MANIFEST):
         files = {name: Entry(*entry) for name, entry in document["files"].items()}
         names = [name for name in files if name != RECORDS and not group_of(name)]
-        spellings = [manifest_text(files, one) for one in (UNCUT, FORMAT)]
-        if names or RECORDS not in files or text not in spellings:
+        if names or RECORDS not in files or text != manifest_text(files):
             raise DamagedError(f"{MANIFEST} is not what was written")
         return files
 

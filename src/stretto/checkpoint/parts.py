@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stretto.checkpoint.manifest import DamagedError, Entry
-from stretto.checkpoint.sharding import Box
+from stretto.checkpoint.sharding import Box, Shard
 from stretto.errors import CheckpointError
 
 
@@ -120,25 +120,21 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write_tensors(
-    file: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Any] | None = None
-) -> Entry:
+def write_tensors(file: Path, tensors: Mapping[str, Tensor | Shard]) -> Entry:
     """Write contiguous tensors in host memory to a new file, with fsync.
-
-    Args:
-        file: the file.
-        tensors: the tensors.
-        places: by name, the shape of the whole and the offset of a tensor that is a part.
 
     Raises:
         CheckpointError: the format cannot hold one of them.
         OSError: the disk is full, or the file exists.
     """
-    for name, tensor in tensors.items():
+    shards = {name: one for name, one in tensors.items() if isinstance(one, Shard)}
+    plain = {name: one.local if isinstance(one, Shard) else one for name, one in tensors.items()}
+    for name, tensor in plain.items():
         check_tensor(name, tensor)
+    places = {name: (one.shape, one.offset) for name, one in shards.items()}
+    metadata = {PLACES: json.dumps(places, separators=(",", ":"))} if places else None
     try:
-        metadata = {PLACES: json.dumps(places, separators=(",", ":"))} if places else None
-        save_plain(tensors, file, metadata)
+        save_plain(plain, file, metadata)
     except SafetensorError as error:
         code = re.search(r"os error (\d+)", str(error))  # it has no other place for it
         number = int(code[1]) if code else errno.EIO
@@ -181,7 +177,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 
 
 ShardEntry: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""One rank's shard of a tensor: shape of the whole, offset and length."""
+"""Shape of a tensor; offset and length of one rank's shard of it."""
 
 
 class RankPart(NamedTuple):

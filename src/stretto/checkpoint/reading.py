@@ -83,10 +83,7 @@ class CheckpointReader:
             for name in files:
                 if (group := group_of(name)) is not None:
                     groups.setdefault(group, []).append(name)
-            self._entries = {
-                group: self._index(own, document["shards"].get(group, {}))
-                for group, own in groups.items()
-            }
+            self._entries = {group: self._index(own) for group, own in groups.items()}
             for group, named in self._aliases.items():
                 for original in named.values():
                     self._entries[group][original]
@@ -100,13 +97,18 @@ class CheckpointReader:
         """Return the names of the tensors of a group."""
         return (*self._entries.get(group, ()), *self._aliases.get(group, ()))
 
-    def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor."""
-        return self._entry(group, name).shape
+    def entry(self, group: str, name: str) -> TensorEntry:
+        """Return the type and shape of a whole tensor.
 
-    def num_bytes(self, group: str, name: str) -> int:
-        """Return the bytes of a whole tensor."""
-        return self._entry(group, name).num_bytes
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        try:
+            return self._entries[group][self.original(group, name)]
+        except KeyError:
+            what, why = f"read {shown(name)} of {shown(group)}", "there is no such tensor"
+            instead = "ask for one of names(group)"
+            raise CheckpointError.cannot(what, why=why, instead=instead) from None
 
     def entries(self, group: str) -> tuple[TensorEntry, ...]:
         """Return the stored tensors of a group; shared memory is stored once."""
@@ -122,7 +124,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read any more.
         """
-        shape = self._entry(group, name).shape
+        shape = self.entry(group, name).shape
         return self.part(group, name, Box((0,) * len(shape), shape))
 
     def part(self, group: str, name: str, box: Box) -> Tensor:
@@ -131,7 +133,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: there is no such part, or its file cannot be read any more.
         """
-        place = self._entry(group, name)
+        place = self.entry(group, name)
         if not (len(box.offset) == len(box.length) == len(place.shape)) or any(
             not 0 <= at <= at + n <= size for at, n, size in zip(*box, place.shape, strict=True)
         ):
@@ -155,16 +157,8 @@ class CheckpointReader:
                 result[to] = read
         return result
 
-    def _entry(self, group: str, name: str) -> TensorEntry:
-        try:
-            return self._entries[group][self.original(group, name)]
-        except KeyError:
-            what, why = f"read {shown(name)} of {shown(group)}", "there is no such tensor"
-            instead = "ask for one of names(group)"
-            raise CheckpointError.cannot(what, why=why, instead=instead) from None
-
-    def _index(self, files: Sequence[str], listed: Mapping[str, Any]) -> dict[str, TensorEntry]:
-        """Index the tensors of a group; format 2 has listed its parts apart from the files."""
+    def _index(self, files: Sequence[str]) -> dict[str, TensorEntry]:
+        """Return the tensors of a group by name; each file tells the places of its parts."""
         found: dict[str, dict[str, TensorInfo]] = {}
         for file in files:
             with damage(file):
@@ -174,10 +168,6 @@ class CheckpointReader:
                     header = opened.get_slice(name)
                     length = tuple(header.get_shape())
                     shape, offset = places.get(name, (length, (0,) * len(length)))
-                    if name in listed:
-                        shape, dim = listed[name]["shape"], listed[name]["dim"]
-                        starts = dict(listed[name]["pieces"])
-                        offset = [starts[file] if one == dim else 0 for one in range(len(shape))]
                     info = TensorInfo(
                         DTYPES[header.get_dtype()], length, tuple(shape), tuple(offset)
                     )
@@ -209,7 +199,7 @@ def open_checkpoint(
     {'epoch': 1}
 
     Raises:
-        CheckpointError: it is not a checkpoint, has a newer format, is damaged, or cannot be read.
+        CheckpointError: it is not a checkpoint, has another format, is damaged, or cannot be read.
     """
     with read_errors(path):
         return with_retries(lambda: open_or_damage(path, verify=verify), sleep)
@@ -231,7 +221,7 @@ def open_or_damage(path: Path, *, verify: bool = True) -> CheckpointReader:
     Raises:
         DamagedError: it is damaged.
         OSError: it cannot be read.
-        CheckpointError: it is not a checkpoint, or has a newer format.
+        CheckpointError: it is not a checkpoint, or has another format.
     """
     files = read_manifest(path)
     for name, entry in files.items():
@@ -243,7 +233,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Return everything that `write_checkpoint` stored at `path`; every byte is verified.
 
     Raises:
-        CheckpointError: it is not a checkpoint, has a newer format, or is damaged.
+        CheckpointError: it is not a checkpoint, has another format, or is damaged.
     """
     reader = open_checkpoint(path)
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -360,7 +350,7 @@ def describe(path: Path) -> Description:
     (True, 6, {'float32': 1})
 
     Raises:
-        CheckpointError: there is no checkpoint, or it has a newer format, or it cannot be read.
+        CheckpointError: there is no checkpoint, or it has another format, or it cannot be read.
     """
     files: dict[str, Entry] = {}
     wrong: list[str] = []

@@ -53,6 +53,11 @@ class Shard(NamedTuple):
     offset: tuple[int, ...]
     """Where the shard begins in each dimension."""
 
+    @property
+    def box(self) -> Box:
+        """The indices that it has."""
+        return Box(self.offset, tuple(self.local.shape))
+
 
 class LazyTensor(NamedTuple):
     """A tensor in a checkpoint that is read only as far as needed.

@@ -23,10 +23,8 @@ from torch import Tensor
 
 from stretto._location import local_path
 from stretto.checkpoint.manifest import (
-    FORMAT,
     MANIFEST,
     RECORDS,
-    UNCUT,
     Entry,
     group_of,
     manifest_text,
@@ -124,20 +122,19 @@ def write_part(path: Path, staged: Staged, *, rank: int = 0, world_size: int = 1
                 raise CheckpointError.bad(
                     "group", group, "it names a file", "use letters, digits and underscores"
                 )
-            own: dict[str, Tensor] = {}
-            shards = part.shards[group] = {}
-            for name, entry in named.items():
-                if isinstance(entry, Shard):
-                    # The first rank also writes an empty shard, so that the type is known.
-                    if entry.local.numel() or (rank == 0 and not math.prod(entry.shape)):
-                        own[name] = entry.local
-                        shards[name] = (entry.shape, entry.offset, tuple(entry.local.shape))
-                elif rank == 0:
-                    own[name] = entry
+            own = {name: one for name, one in named.items() if _is_written_by(rank, one)}
+            shards = {name: one for name, one in own.items() if isinstance(one, Shard)}
+            part.shards[group] = {name: (one.shape, *one.box) for name, one in shards.items()}
             if own or rank == 0:
-                places = {name: (shape, offset) for name, (shape, offset, _) in shards.items()}
-                part.files[file] = write_tensors(folder / file, own, places)
+                part.files[file] = write_tensors(folder / file, own)
         _write(folder / _part_file(rank), _encode(part))
+
+
+def _is_written_by(rank: int, tensor: Tensor | Shard) -> bool:
+    if not isinstance(tensor, Shard):
+        return rank == 0
+    # The first rank also writes the shard of an empty tensor, so that its type is known.
+    return tensor.local.numel() > 0 or (rank == 0 and not math.prod(tensor.shape))
 
 
 def finish_checkpoint(
@@ -175,13 +172,12 @@ def finish_checkpoint(
         files = {name: written for part in parts for name, written in part.files.items()}
         files[RECORDS] = _write(
             folder / RECORDS,
-            f'{{"created":"{created}",\n"aliases":{aliases},\n"shards":{{}},\n"records":{text}}}\n',
+            f'{{"created":"{created}",\n"aliases":{aliases},\n"records":{text}}}\n',
         )
         for name, (size, _) in files.items():
             if (folder / name).stat().st_size != size:
                 raise OSError(f"{name} was changed while it was written")
-        is_cut = any(named for part in parts for named in part.shards.values())
-        _write(folder / MANIFEST, manifest_text(files, FORMAT if is_cut else UNCUT))
+        _write(folder / MANIFEST, manifest_text(files))
         synchronize(folder)
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))

@@ -1,10 +1,13 @@
-"""What `stretto plan` checks of a run's targets: they are imported and not called."""
+"""What `stretto plan` checks of a run's targets: they exist and take their arguments.
+
+Nothing is called. Modules of the user are imported; the source of torch and stretto is read.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -12,7 +15,8 @@ from pydantic import BaseModel
 
 from stretto._optional import missing
 from stretto.config.run import Optimizer, RunConfig
-from stretto.config.targets import Target, accepts, called, import_target, tuples
+from stretto.config.signatures import describe_target
+from stretto.config.targets import Target, called, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.errors import ConfigError
@@ -71,29 +75,34 @@ def _targets(value: Any, path: Keys) -> Iterator[tuple[Keys, Target]]:
 
 
 def _check(config: RunConfig, section: Target, path: Keys) -> None:
-    """Import a target and check that it takes its arguments."""
-    function = import_target(section.target, where=config.source.where((*path, "target")))
+    """Check that a target exists and takes its arguments."""
+    found = describe_target(section.target, where=config.source.where((*path, "target")))
+    if found.signature is None:
+        return
     given = dict.fromkeys(section.arguments)
     if path == ("step",):
         own = [name for name in ("optimizer", "loss") if getattr(config, name)]
-        own += ["loss"] if accepts(function, "loss") else []  # that of the model's class
+        own += ["loss"] if "loss" in found.signature.parameters else []  # of the model's class
         given |= dict.fromkeys(("model", *own))
     count = {"optimizer": 1, "parallel": 1 if config.mesh is None else 2}.get(str(path[0]), 0)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a function in C may have none
-        return
-    is_function = not _FUNCTIONS.isdisjoint(map(str, path)) and not isinstance(function, type)
-    bind = signature.bind_partial if is_function else signature.bind
+    is_function = not _FUNCTIONS.isdisjoint(map(str, path)) and not found.is_class
+    bind = found.signature.bind_partial if is_function else found.signature.bind
     called(lambda: bind(*[None] * count, **given), section, config.source.where(path))
 
 
 def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
-    """Check the names of schedules as the optimizer does."""
+    """Check what is scheduled as the optimizer does, and what an optimizer of torch is given."""
     groups: list[dict[str, Any]] = [{"name": name} for name in ("rest", *section.groups)]
     is_torchs = section.target.startswith("torch.optim")
     if is_torchs:
-        groups = _groups(config, section)
+        where = config.source.where(("optimizer",))
+        signature = describe_target(section.target, where=where).signature
+        assert signature is not None, "optimizers of torch are written in Python"
+        defaults = {name: one.default for name, one in signature.parameters.items()}
+        with config.source.at("optimizer"):
+            check_values(section.target, defaults, tuples(section.arguments))
+        given = defaults | tuples(section.arguments)
+        groups = [{**given, **group} for group in groups] if section.groups else [given]
     else:
         others = {parse_name(text).key for text in config.schedules} - {*section.arguments, "lr"}
         if others:
@@ -106,18 +115,59 @@ def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
                 check_group(text, groups)
 
 
-def _groups(config: RunConfig, section: Optimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer of torch, with a small parameter in each."""
-    import torch
+_NOT_NEGATIVE = ("lr", "weight_decay", "momentum", "momentum_decay", "lr_decay", "alpha", "eps")
+_LIMITS: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys((*_NOT_NEGATIVE, "initial_accumulator_value"), (0, math.inf)),
+    "rho": (0, 1),
+    "d": (1, math.inf),
+    "beta2_decay": (-math.inf, 0),
+}
+"""The least and the largest value of the hyper-parameters that torch checks."""
 
-    def parameter() -> torch.nn.Parameter:
-        return torch.nn.Parameter(torch.zeros(2, 2))
 
-    named = [("rest", {}), *((name, one.arguments) for name, one in section.groups.items())]
-    groups = [{"params": [parameter()], "name": name, **tuples(own)} for name, own in named]
-    given = groups if section.groups else [parameter()]
-    make, where = import_target(section.target), config.source.where(("optimizer",))
-    made: torch.optim.Optimizer = called(
-        lambda: make(given, **tuples(section.arguments)), section, where
-    )
-    return made.param_groups
+def check_values(target: str, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse values of hyper-parameters that an optimizer of torch refuses.
+
+    They are known here, since to ask torch is to import it.
+
+    Raises:
+        ConfigError: a value is no number, or outside its range; or two exclude each other.
+    """
+    values = {**defaults, **given}
+    for name, value in given.items():
+        low, high = _LIMITS.get(name, (-math.inf, math.inf))
+        above = target.endswith("SparseAdam") and name in ("lr", "eps")
+        why = None
+        if isinstance(defaults[name], (int, float)) and not isinstance(value, (int, float)):
+            why = "it is not a number"
+        elif isinstance(defaults[name], tuple):
+            why = _why_not_several(name, value, len(defaults[name]))
+        elif isinstance(value, (int, float)) and not (
+            low <= value <= high and (value > low or not above)
+        ):
+            why = f"it is not {'above' if above else 'from'} {low} to {high}"
+        if why is not None:
+            raise ConfigError.bad(name, value, why, f"write for example {defaults[name]!r}")
+    is_nesterov = target.endswith(":SGD") and values["nesterov"]
+    if is_nesterov and (values["momentum"] <= 0 or values["dampening"]):
+        why = "it needs a momentum above 0, and no dampening"
+        raise ConfigError.bad("nesterov", value=True, why=why, instead="write momentum: 0.9")
+    for other in ("foreach", "differentiable"):
+        if values.get("fused") and values.get(other):
+            why, instead = "it excludes 'fused'", "leave one of them out"
+            raise ConfigError.bad(other, value=True, why=why, instead=instead)
+
+
+def _why_not_several(name: str, value: object, count: int) -> str | None:
+    """Return what is wrong with several values in one, such as betas."""
+    several = value if isinstance(value, tuple) else ()
+    numbers = [one for one in several if isinstance(one, (int, float))]
+    if len(several) != count or len(numbers) + several.count(None) * (name == "eps") != count:
+        return f"it is not a list of {count} numbers"
+    if name == "betas" and not all(isinstance(one, float) and 0 <= one < 1 for one in numbers):
+        return "they are not fractions from 0.0 to 1.0, without 1.0"
+    if name == "etas" and not 0 < numbers[0] < 1 < numbers[1]:
+        return "one is not between 0 and 1, and the other above 1"
+    if name == "eps" and min(numbers, default=0) < 0:
+        return "they are not at least 0"
+    return None

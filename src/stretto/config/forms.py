@@ -110,7 +110,7 @@ AROUND: Mapping[str, type[BatchSizePolicy]] = {
 
 SIZES: Mapping[str, tuple[Callable[..., BatchSizePolicy], str]] = {
     "size": (batching.Fixed, "size"),
-    "steps": (batching.Steps, "steps"),
+    "steps": (batching.PiecewiseConstant, "steps"),
     "periods": (batching.PeriodSizes, "periods"),
     "increase": (batching.IncreaseFunction, "function"),
     "noise_scale": (batching.NoiseScale, "c"),
@@ -419,7 +419,7 @@ def _size_text(text: str) -> BatchSizePolicy:
 def _size_forms() -> Iterator[tuple[Any, str]]:
     yield Annotated[Count, AfterValidator(batching.Fixed)], "<number>"
     yield Annotated[_Text, AfterValidator(_size_text)], "<text>"
-    yield Annotated[_Mapping, AfterValidator(batching.Steps)], "<mapping>"
+    yield Annotated[_Mapping, AfterValidator(batching.PiecewiseConstant)], "<mapping>"
     yield _target_of_sizes()
     for name, ramp in RAMPS.items():
         which = Annotated[str, WithJsonSchema({"const": name, "description": "Which ramp."})]

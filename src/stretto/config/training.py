@@ -476,8 +476,8 @@ def _measures_noise(config: RunConfig, spec: DataSpec) -> bool:
 
 def _examples(config: RunConfig, spec: DataSpec) -> Any:
     if spec.is_map_style:
-        collate = make_loading(config).collate_fn
-        loader = StepLoader(spec, 1, max_duration="1ba", collate_fn=collate, rank=0, world_size=1)
+        loading = make_loading(config)
+        loader = StepLoader(spec, 1, max_duration="1ba", loading=loading, rank=0, world_size=1)
         return example_batches(loader)
     for batch in spec.data:
         return resizable(spec, batch)

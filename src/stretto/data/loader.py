@@ -16,14 +16,14 @@ from stretto.data import state as saved
 from stretto.data.decisions import Decisions, check_shares
 from stretto.data.fetch import FetchedStep, Part
 from stretto.data.source import Source, make_source, prepared_for
-from stretto.data.spec import Collate, DataSpec
+from stretto.data.spec import DataSpec
 from stretto.data.state import MicroBatch, Step
-from stretto.data.workers import Workers
 from stretto.errors import DataError
 from stretto.planning import Prepared, resumed
 from stretto.runtime.random_state import kept_generators
 from stretto.runtime.ranks import Ranks, all_same, marks
-from stretto.timing import LastBatch, TimeLike, Timer, Timestamp, TimeUnit, tick
+from stretto.settings import Loading, read_settings
+from stretto.timing import TimeLike, Timer, Timestamp, TimeUnit, tick
 
 
 @final
@@ -205,7 +205,9 @@ class StepLoader(Iterator[Step]):
     The policy decides each size at its step, even if workers fetch ahead. The loader owns the
     run's clock: it counts a step when you call `finish` or ask for the next one.
 
-    >>> loader = StepLoader([1, 2, 3, 4, 5, 6], "0sp:1 50%:2", max_duration="1ep", shuffle=False)
+    >>> loader = StepLoader(
+    ...     [1, 2, 3, 4, 5, 6], "0sp:1 50%:2", max_duration="1ep", loading=Loading(shuffle=False)
+    ... )
     >>> [(step.timestamp.sample, step.num_samples) for step in loader]
     [(0, 1), (1, 1), (2, 1), (3, 2), (5, 1)]
 
@@ -214,15 +216,15 @@ class StepLoader(Iterator[Step]):
             `DataSpec` of one of them.
         batch_size: samples of one step over all ranks: a number, a text such as
             `"0tok:768 250Btok:1536"`, a function, or a policy. Or a run that `bind_run` has bound,
-            without `max_duration` and `last_batch`.
+            without `max_duration`.
         max_duration: how long the run is, in any unit but `dur`.
         micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
+        loading: how samples are ordered and fetched: a `Loading`, or a mapping of its fields.
         rank: this process among those that share each batch; None: torch.distributed's.
         world_size: how many processes share each batch; None: torch.distributed's.
         ranks: the processes of a run, in place of these two numbers.
+        idle_ranks: whether a batch may have fewer samples than there are ranks.
         clock: a monotonic clock in nanoseconds.
-
-    The other arguments are the fields of `stretto.Loading`.
 
     Raises:
         StrettoError: the arguments do not fit; the message says what to write instead.
@@ -235,21 +237,16 @@ class StepLoader(Iterator[Step]):
         *,
         max_duration: TimeLike | None = None,
         micro_batch_size: int | None = None,
-        seed: int = 0,
-        shuffle: bool | None = None,
-        last_batch: LastBatch | None = None,
+        loading: Loading | Mapping[str, Any] = Loading(),  # noqa: B008  a frozen value
         rank: int | None = None,
         world_size: int | None = None,
         ranks: Ranks | None = None,
-        num_workers: int | None = None,
-        prefetch_factor: int | None = None,
-        pin_memory: bool | None = None,
-        collate_fn: Collate | None = None,
-        keyed_randomness: bool = False,
         idle_ranks: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.spec = DataSpec.of(data)
+        self._loading = read_settings(Loading, loading, "loading")
+        last_batch = self._loading.last_batch
         self.prepared = prepared_for(self.spec, batch_size, max_duration, last_batch)
         self._from_start = self.prepared
         self.policy: BatchSizePolicy = self.prepared.policy
@@ -261,16 +258,6 @@ class StepLoader(Iterator[Step]):
         self._idle_ranks = idle_ranks
         self.has_dropped_state = False
         """Whether the loaded state belongs to another policy, so this one starts anew."""
-        workers = Workers(num_workers, prefetch_factor, pin_memory, collate_fn)
-        self._make_source = partial(
-            make_source,
-            self.spec,
-            self.prepared,
-            workers,
-            seed=seed,
-            shuffle=shuffle,
-            is_keyed=keyed_randomness,
-        )
         self.reads = self.prepared.bound_policy.reads
         """The signals that the policy reads (see `Bound.reads`)."""
         # If only the clock can tell when the run is over, it is checked before each step.
@@ -290,7 +277,8 @@ class StepLoader(Iterator[Step]):
         if micro_batch_size is not None:
             micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
         self.micro_batch_size = micro_batch_size
-        self._source: Source = self._make_source(Part(self.ranks, micro_batch_size))
+        part = Part(self.ranks, micro_batch_size)
+        self._source: Source = make_source(self.spec, self._from_start, self._loading, part)
         self._tokens = TokenCounter(self._source, self.prepared, self.timer)
         self._agreed, self._cross = self._tokens.agreed, self._tokens.cross
 

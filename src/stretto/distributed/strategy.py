@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from stretto.checkpoint import Shard, to_shard
+from stretto.checkpoint import Shard
+from stretto.checkpoint.sharding import to_shard
 from stretto.data.containers import nodes
 from stretto.distributed.mesh import Mesh, as_mesh
 from stretto.errors import TrainingError

@@ -39,8 +39,8 @@ class Plan:
 
     It knows where each batch begins, so it serves as the `batch_sizes` of a horizon.
 
-    >>> from stretto import Horizon, Steps, plan
-    >>> ramp = plan(Horizon("1ep", dataset_num_samples=320), Steps("0sp:8 160sp:16"))
+    >>> from stretto import Horizon, PiecewiseConstant, plan
+    >>> ramp = plan(Horizon("1ep", dataset_num_samples=320), PiecewiseConstant("0sp:8 160sp:16"))
     >>> ramp.num_batches, [stage.size for stage in ramp.stages]
     (30, [8, 16])
     """

@@ -23,13 +23,13 @@ from stretto.batching import (
     MultipleOf,
     Pair,
     PeriodSizes,
+    PiecewiseConstant,
     PolicyLike,
     PowerOfTwo,
     Seesaw,
     SquareRootRule,
     StagedRamp,
     Staircase,
-    Steps,
     as_policy,
 )
 from stretto.batching.seesaw import paired
@@ -70,7 +70,9 @@ decays = st.sampled_from(
         Custom(lambda timer: 1 - timer.get_elapsed_duration() ** 2),
     ]
 )
-sizes = st.sampled_from([Fixed(8), Fixed(12), Steps("0sp:8 20%:16"), DoublingRamp(4, 16, "300sp")])
+sizes = st.sampled_from(
+    [Fixed(8), Fixed(12), PiecewiseConstant("0sp:8 20%:16"), DoublingRamp(4, 16, "300sp")]
+)
 couplings = st.builds(
     lambda kind, decay, size, factor, smooth, multiple_of, reference: kind(
         decay,
@@ -258,10 +260,10 @@ def test_runs_that_end_by_the_clock_grow_with_the_schedule() -> None:
 def test_pairs_are_values() -> None:
     pair = Seesaw(Cosine(warmup="5ep"), "0ep:8 1ep:16", factor=4, maximum=64, reference=8)
     text = repr(pair)
-    names: dict[str, Any] = {kind.__name__: kind for kind in (Seesaw, Steps, Cosine)}
+    names: dict[str, Any] = {kind.__name__: kind for kind in (Seesaw, PiecewiseConstant, Cosine)}
     again = eval(text, {**names, "Time": Time})
     assert again == pair
-    kinds = (AtMost, DecayGrowth, Staircase, SquareRootRule, Steps, Cosine)
+    kinds = (AtMost, DecayGrowth, Staircase, SquareRootRule, PiecewiseConstant, Cosine)
     names |= {kind.__name__: kind for kind in kinds}
     for one in (pair.policy, pair.schedule, pair.rule):
         assert eval(repr(one), names) == one

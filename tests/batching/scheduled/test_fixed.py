@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.batching import NO_SIGNALS, Fixed, Signals, Steps
+from stretto.batching import NO_SIGNALS, Fixed, PiecewiseConstant, Signals
 from stretto.errors import BatchSizeError, ConversionError, TimeError
 from stretto.timing import Horizon, Time, Timestamp
 
@@ -31,19 +31,19 @@ def test_sizes_are_integers_of_at_least_one(size: object) -> None:
 
 
 def test_text_and_mappings_are_the_same_steps() -> None:
-    text = Steps("0tok:768 250Btok:1_536")
-    assert text == Steps({"0tok": 768, "250Btok": 1536})
-    assert text == Steps({Time("0tok"): 768, Time("250Btok"): 1536})
+    text = PiecewiseConstant("0tok:768 250Btok:1_536")
+    assert text == PiecewiseConstant({"0tok": 768, "250Btok": 1536})
+    assert text == PiecewiseConstant({Time("0tok"): 768, Time("250Btok"): 1536})
     assert str(text) == "0tok:768 250000000000tok:1536"
     assert eval(repr(text)) == text
     assert text.times() == (Time("0tok"), Time("250Btok"))
-    assert text.scaled(0.5) == Steps("0tok:768 125Btok:1536")
+    assert text.scaled(0.5) == PiecewiseConstant("0tok:768 125Btok:1536")
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6, unique=True), st.integers(0, 60))
 def test_the_step_in_force_is_the_last_reached(marks: list[int], now: int) -> None:
     steps = {"0sp": 100} | {f"{mark}sp": mark for mark in sorted(marks)}
-    bound = Steps(steps).bind(Horizon("1ep"))
+    bound = PiecewiseConstant(steps).bind(Horizon("1ep"))
     size = bound.decide(Timestamp(sample=now), {}, NO_SIGNALS)[0]
     assert size == max([mark for mark in marks if mark <= now], default=100)
     hold = bound.holds_until(Timestamp(sample=now), {})
@@ -54,7 +54,7 @@ def test_the_step_in_force_is_the_last_reached(marks: list[int], now: int) -> No
 
 def test_each_step_is_read_on_its_own_counter() -> None:
     horizon = Horizon("4ep", dataset_num_samples=100)
-    bound = Steps("0ep:8 10ba:16 2ep:32 75%:64").bind(horizon)
+    bound = PiecewiseConstant("0ep:8 10ba:16 2ep:32 75%:64").bind(horizon)
 
     def size(batch: int, sample: int) -> int:
         return bound.decide(Timestamp(batch=batch, sample=sample), {}, NO_SIGNALS)[0]
@@ -84,7 +84,7 @@ def test_each_step_is_read_on_its_own_counter() -> None:
 )
 def test_steps_out_of_order_on_this_run_are_refused(steps: str, horizon: Horizon) -> None:
     with pytest.raises(BatchSizeError, match="come"):
-        Steps(steps).bind(horizon)
+        PiecewiseConstant(steps).bind(horizon)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_steps_out_of_order_on_this_run_are_refused(steps: str, horizon: Horizon
 def test_steps_in_order_or_not_known_to_be_out_of_it_are_taken(
     steps: str, horizon: Horizon
 ) -> None:
-    assert Steps(steps).bind(horizon).decide(Timestamp(), {}, NO_SIGNALS)[0] in (8, 30)
+    assert PiecewiseConstant(steps).bind(horizon).decide(Timestamp(), {}, NO_SIGNALS)[0] in (8, 30)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_steps_in_order_or_not_known_to_be_out_of_it_are_taken(
 )
 def test_wrong_steps_are_refused(steps: object, match: str) -> None:
     with pytest.raises(BatchSizeError, match=match):
-        Steps(steps)  # type: ignore[arg-type]
+        PiecewiseConstant(steps)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -144,25 +144,25 @@ def test_wrong_steps_are_refused(steps: object, match: str) -> None:
     ids=repr,
 )
 def test_commas_and_any_order_are_steps_as_megatron_takes_them(steps: Any) -> None:
-    found = Steps(steps)
+    found = PiecewiseConstant(steps)
     assert [size for _, size in found.steps] == [768, 1536]
     assert found.times()[1] == Time("250Btok")
 
 
 def test_a_wrong_time_is_refused_as_such() -> None:
     with pytest.raises(TimeError, match="3epoch"):
-        Steps("0ep:8 3epoch:16")
+        PiecewiseConstant("0ep:8 3epoch:16")
 
 
 def test_a_part_of_an_epoch_needs_its_size() -> None:
     with pytest.raises(ConversionError, match="dataset_num_samples"):
-        Steps("0ep:8 0.5ep:16").bind(Horizon("2ep"))
+        PiecewiseConstant("0ep:8 0.5ep:16").bind(Horizon("2ep"))
 
 
 @given(st.text(max_size=30))
 def test_any_text_is_steps_or_our_error(text: str) -> None:
     try:
-        Steps(text)
+        PiecewiseConstant(text)
     except (BatchSizeError, TimeError) as error:
         message = str(error)
     else:
@@ -179,6 +179,6 @@ def test_any_text_is_steps_or_our_error(text: str) -> None:
 )
 def test_a_step_of_no_length_is_left_out(steps: str, horizon: Horizon) -> None:
     """As a ramp leaves out sizes for which there is no room."""
-    bound = Steps(steps).bind(horizon)
+    bound = PiecewiseConstant(steps).bind(horizon)
     sizes = [bound.decide(Timestamp(sample=at), bound.start, Signals())[0] for at in (19, 20)]
     assert sizes == [8, 32]

@@ -15,8 +15,8 @@ from stretto.batching import (
     IncreaseFunction,
     LinearRamp,
     PeriodSizes,
+    PiecewiseConstant,
     SizeFunction,
-    Steps,
 )
 from stretto.errors import BatchSizeError, ConversionError, TimeError
 from stretto.planning import walk
@@ -44,7 +44,7 @@ def test_fixed_periods_are_steps(pairs: list[tuple[int, int]]) -> None:
     for part, size in pairs:
         edges[Time(start, "ep")] = size
         start += Fraction(part, 7)
-    assert decided(periods, horizon) == decided(Steps(edges), horizon)
+    assert decided(periods, horizon) == decided(PiecewiseConstant(edges), horizon)
 
 
 def test_the_rest_is_what_the_others_leave() -> None:
@@ -52,22 +52,24 @@ def test_the_rest_is_what_the_others_leave() -> None:
     first = PeriodSizes([("rest", 5), ("20%", 10)])
     middle = PeriodSizes([("20sp", 10), ("rest", 5), ("20%", 10)])
     last = PeriodSizes([("20sp", 10), ("rest", 5)])
-    assert decided(first, horizon) == decided(Steps("0sp:5 80sp:10"), horizon)
-    assert decided(middle, horizon) == decided(Steps("0sp:10 20sp:5 80sp:10"), horizon)
-    assert decided(last, horizon) == decided(Steps("0sp:10 20sp:5"), horizon)
+    assert decided(first, horizon) == decided(PiecewiseConstant("0sp:5 80sp:10"), horizon)
+    assert decided(middle, horizon) == decided(PiecewiseConstant("0sp:10 20sp:5 80sp:10"), horizon)
+    assert decided(last, horizon) == decided(PiecewiseConstant("0sp:10 20sp:5"), horizon)
 
 
 def test_times_inside_are_relative_to_the_period() -> None:
     horizon = Horizon("4ep", dataset_num_samples=50)
     policy = PeriodSizes([("1ep", 10), ("50%", LinearRamp(1, 5, "100%")), ("rest", "0ep:2 50%:4")])
-    by_hand = Steps("0ep:10 1ep:1 1.5ep:2 2ep:3 2.5ep:4 3ep:2 3.5ep:4")
+    by_hand = PiecewiseConstant("0ep:10 1ep:1 1.5ep:2 2ep:3 2.5ep:4 3ep:2 3.5ep:4")
     assert decided(policy, horizon) == decided(by_hand, horizon)
 
 
 def test_without_a_rest_the_last_policy_goes_on() -> None:
     horizon = Horizon("100sp")
     policy = PeriodSizes([("20sp", 4), ("20sp", DoublingRamp(5, 20, "100%"))])
-    assert decided(policy, horizon) == decided(Steps("0sp:4 20sp:5 30sp:10 40sp:20"), horizon)
+    assert decided(policy, horizon) == decided(
+        PiecewiseConstant("0sp:4 20sp:5 30sp:10 40sp:20"), horizon
+    )
 
 
 def test_batches_mix_with_samples_from_where_they_meet() -> None:
@@ -109,7 +111,7 @@ def test_periods_inside_periods() -> None:
     horizon = Horizon("100sp")
     inner = PeriodSizes([("50%", 5), ("rest", 10)])
     assert decided(PeriodSizes([("40sp", 20), ("rest", inner)]), horizon) == decided(
-        Steps("0sp:20 40sp:5 70sp:10"), horizon
+        PiecewiseConstant("0sp:20 40sp:5 70sp:10"), horizon
     )
 
 

@@ -19,11 +19,11 @@ from stretto.batching import (
     NoiseScale,
     NormTest,
     PeriodSizes,
+    PiecewiseConstant,
     Plateau,
     PowerOfTwo,
     SizeFunction,
     StagedRamp,
-    Steps,
 )
 from stretto.config.forms import imported
 from stretto.config.run import RunConfig
@@ -47,11 +47,11 @@ def policy(value: Any, world_size: int = 1, micro: int | None = None) -> BatchSi
     [
         (64, Fixed(64)),
         ("64", Fixed(64)),
-        ("0tok:768 250Btok:1536", Steps("0tok:768 250Btok:1536")),
-        ({"0ep": 8, "10%": 16}, Steps("0ep:8 10%:16")),
+        ("0tok:768 250Btok:1536", PiecewiseConstant("0tok:768 250Btok:1536")),
+        ({"0ep": 8, "10%": 16}, PiecewiseConstant("0ep:8 10%:16")),
         ({"size": 8, "at_most": 4}, AtMost(Fixed(8), 4)),
-        ({"steps": {"0ep": 8, "1ep": 16}}, Steps("0ep:8 1ep:16")),
-        ({"steps": "0ep:8 1ep:16"}, Steps("0ep:8 1ep:16")),
+        ({"steps": {"0ep": 8, "1ep": 16}}, PiecewiseConstant("0ep:8 1ep:16")),
+        ({"steps": "0ep:8 1ep:16"}, PiecewiseConstant("0ep:8 1ep:16")),
         ({"ramp": "double", "start": 8, "end": 64, "over": "40%"}, DoublingRamp(8, 64, "40%")),
         (
             {"ramp": "linear", "start": 8, "end": 64, "over": "1ep", "increment": 8},

@@ -12,10 +12,10 @@ from torch.utils.data import TensorDataset
 from stretto.data import DataSpec
 from stretto.data.fetch import Fetch, FetchedStep, Part, Plans
 from stretto.data.map_style import MapSource, sample_steps
-from stretto.data.workers import Workers
 from stretto.ordering import SampleOrder, evenly, share
 from stretto.planning import PlannedBatch
 from stretto.runtime import Ranks
+from stretto.settings import Loading
 from stretto.timing import Timestamp
 
 
@@ -32,7 +32,7 @@ def fetched_steps(
 ) -> list[FetchedStep]:
     data = TensorDataset(torch.arange(n))
     order = SampleOrder(n, 1)
-    source = MapSource(DataSpec(data), order, part, Fetch(data), Workers(), is_keyed=False)
+    source = MapSource(DataSpec(data), order, part, Fetch(data), Loading())
     return list(sample_steps(source, bundle_size, end, batches))
 
 

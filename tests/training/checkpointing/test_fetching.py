@@ -12,17 +12,10 @@ import pytest
 import torch
 from tests.threaded_ranks import on_threads
 
-from stretto.checkpoint import (
-    HostCopies,
-    Shard,
-    UrlStore,
-    begin_checkpoint,
-    checkpoint_path,
-    finish_checkpoint,
-    read_checkpoint,
-    write_part,
-)
+from stretto.checkpoint import Shard, UrlStore, checkpoint_path, read_checkpoint
 from stretto.checkpoint.manifest import DamagedError
+from stretto.checkpoint.sharding import HostCopies
+from stretto.checkpoint.writing import begin_checkpoint, finish_checkpoint, write_part
 from stretto.runtime import Ranks
 from stretto.training.checkpointing.fetching import fetch
 

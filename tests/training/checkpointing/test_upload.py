@@ -22,9 +22,10 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from stretto.checkpoint import UrlStore, checkpoint_path, write_checkpoint, write_part
+from stretto.checkpoint import UrlStore, checkpoint_path, write_checkpoint
 from stretto.checkpoint.folder import position_of
 from stretto.checkpoint.manifest import manifest_text
+from stretto.checkpoint.writing import write_part
 from stretto.data import Step
 from stretto.errors import CheckpointError, TrainingError
 from stretto.run import Run

@@ -282,7 +282,7 @@ def test_a_logger_gets_the_settings_of_the_run_as_plain_values(
     ).fit()
     expected = {
         "max_duration": "2ep",
-        "batch_size": "Steps('0ep:8 1ep:16')",
+        "batch_size": "PiecewiseConstant('0ep:8 1ep:16')",
         "schedules.lr": "Constant(value=0.5)",
         "optimizer": "torch.optim.sgd.SGD",
         "optimizer.lr": 0.1,

@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.checkpoint import (
-    Box,
-    CheckpointReader,
-    LazyTensor,
-    Shard,
-    pack_optimizer,
-    shard_like,
-    unpack_optimizer,
-)
+from stretto.checkpoint import CheckpointReader, Shard, pack_optimizer, unpack_optimizer
 from stretto.checkpoint.parts import check_tensor
-from stretto.checkpoint.sharding import Tensors, replicas
+from stretto.checkpoint.sharding import Box, LazyTensor, Tensors, replicas, shard_like
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, StrettoError, TrainingError, cannot, shown
 from stretto.run import Run
@@ -31,12 +23,12 @@ from stretto.runtime.compiled import Weights, known_as, plain_naming
 from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import RandomState
 from stretto.runtime.ranks import Ranks
-from stretto.training.callback import Callback, overrides
+from stretto.training.callback import Callback, overrides, unique
 from stretto.training.checkpointing.records import section
-from stretto.training.describe import BuiltWith, as_text, changes, samples_mark, unique
+from stretto.training.describe import BuiltWith, as_text, changes, samples_mark
 
 if TYPE_CHECKING:
-    from stretto.training.evaluation.evaluate import Best, Evaluator
+    from stretto.training.evaluation.evaluate import Evaluations
     from stretto.training.evaluation.weights import TrainingWeights
     from stretto.training.logs.recorder import Recorder
     from stretto.training.stepping.retry import Retry
@@ -74,8 +66,7 @@ def parts_of(
     retry: Retry,
     recorder: Recorder,
     callbacks: Mapping[str, Callback],
-    evaluators: Sequence[Evaluator],
-    best: Best,
+    evaluations: Evaluations,
     setup: Part,
     strategy: Strategy,
 ) -> dict[str, Part]:
@@ -85,10 +76,6 @@ def parts_of(
         retry.load_state_dict(state)
         if retry.is_found and retry.largest is not None:
             run.set_micro_batch_size(retry.largest)
-
-    def load_evaluated(state: Mapping[str, Any]) -> None:
-        for one in evaluators:
-            one.measured_at = state["at"].get(one.name, -1)
 
     def load_ended(state: Mapping[str, Any]) -> None:
         run.ended = str(state["why"])
@@ -110,12 +97,10 @@ def parts_of(
         "recorder": recorder,
         **callbacks,
         CALLBACKS: Functions(lambda: texts, lambda _: None),
-        "evaluated": Functions(
-            lambda: {"at": {one.name: one.measured_at for one in evaluators}}, load_evaluated
-        ),
+        "evaluated": evaluations,
         "random": random_part(strategy),
         "skipped": run.skipped,
-        "best": best,
+        "best": evaluations.best,
         "ended": Functions(lambda: {} if run.ended is None else {"why": run.ended}, load_ended),
         "position": Functions(run.clock, lambda _: None),
         "setup": setup,
@@ -342,7 +327,7 @@ def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, LazyTe
         return checkpoint.part(group, name, part)
 
     return {
-        name: LazyTensor(checkpoint.shape(group, name), partial(read, name))
+        name: LazyTensor(checkpoint.entry(group, name).shape, partial(read, name))
         for name in checkpoint.names(group)
     }
 

@@ -14,6 +14,7 @@ from stretto.planning import Plan
 from stretto.runtime import TrainStep
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.sharded import check_shapes, is_fully_sharded
+from stretto.settings import Loading
 from stretto.timing import TimeLike
 from stretto.training.callback import Callback
 
@@ -124,8 +125,7 @@ def with_found_maximum(
         spec,
         unlimited,
         max_duration=max_duration,
-        last_batch="keep",
-        collate_fn=collate_fn,
+        loading=Loading(last_batch="keep", collate_fn=collate_fn),
         rank=0,
         world_size=1,
     )
