@@ -14,7 +14,8 @@ from stretto.data.fetch import Part, Plans
 from stretto.planning import PlannedBatch, Prepared, check_least, next_step
 from stretto.planning.plan import plan_prepared
 from stretto.timing import Timer, Timestamp, TimeUnit, advance
-from stretto.timing.epochs import end_tick, equal_batches, repeats_before
+from stretto.timing.epochs import repeats_before
+from stretto.timing.horizon import EqualBatches
 
 _UNMEASURED_STEPS = 20
 """Steps without a noise measurement after which a warning is given."""
@@ -89,8 +90,8 @@ class Decisions:
         if hold is None or horizon.dataset_num_samples is None or last is None or not is_whole:
             return 1
         counts = [-(-(last - timestamp.sample) // size)]
-        batches = equal_batches(horizon, timestamp, size)
-        for axis, tick in (*hold.limits, end_tick(horizon)):
+        batches = EqualBatches(horizon, timestamp, size)
+        for axis, tick in (*hold.limits, horizon.end):
             count = batches.count_until(axis, tick)
             # Tokens are known only when they are counted, wall time when it has passed.
             if axis.unit is TimeUnit.TOKEN or count is None:

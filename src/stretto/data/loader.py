@@ -23,7 +23,7 @@ from stretto.planning import Prepared, resumed
 from stretto.runtime.random_state import kept_generators
 from stretto.runtime.ranks import Ranks, all_same, marks
 from stretto.settings import Loading, read_settings
-from stretto.timing import TimeLike, Timer, Timestamp, TimeUnit, tick
+from stretto.timing import TimeLike, Timer, Timestamp, TimeUnit
 
 
 @final
@@ -112,17 +112,14 @@ class TokenCounter:
 
     def cross(self, fetched: FetchedStep, step: Step, tokens: int, seconds: float | None) -> None:
         """Move the clock over a batch in which epochs end."""
-        timer, horizon, size = self._timer, self._run.horizon, fetched.size
+        timer, now, size = self._timer, self._timer.timestamp, fetched.size
         of_last = partial(self._of_last, step, tokens)
-        is_whole = timer.sample_in_epoch + size == horizon.dataset_num_samples
+        is_whole = now.sample_in_epoch + size == self._run.horizon.dataset_num_samples
         if is_whole or fetched.crossings == (0,):  # nothing carried or dropped
-            self._compare(timer.token_in_epoch + tokens)
-        if fetched.plan.ends_epochs:
-            tick(timer, horizon, size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
-            return
-        timer.update(samples=size, tokens=tokens, seconds=seconds)
-        for carried in fetched.crossings:
-            timer.end_epoch(samples=carried, tokens=of_last(carried))
+            self._compare(now.token_in_epoch + tokens)
+        timer.advance(size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
+        for carried in fetched.crossings:  # only in epochs of unknown length
+            timer.end_epoch(carried=carried, tokens=of_last(carried))
 
     def _compare(self, counted: int) -> None:
         """Warn once if the `counted` tokens of an epoch differ from the stated number."""
@@ -335,8 +332,7 @@ class StepLoader(Iterator[Step]):
                 self.timer.end_epoch()
             if fetched.micro_batches:
                 break
-            self.timer.skip(samples=fetched.size)
-            self.timer.end_epoch()
+            self.timer.end_epoch(dropped=fetched.size)
         size, world, each = fetched.size, self.ranks.dp_world_size, self._tokens.each
         micro_batches = []
         for batch, samples in fetched.micro_batches:
@@ -381,7 +377,7 @@ class StepLoader(Iterator[Step]):
         if plan.ends_epochs or fetched.crossings:
             self._cross(fetched, open_step, tokens, seconds)
         else:
-            timer.update(samples=fetched.size, tokens=tokens, seconds=seconds)
+            timer.advance(fetched.size, tokens=tokens, seconds=seconds)
         if plan is not self._decisions.last or signals is not self._decisions.signals:
             self._decisions.finish(plan, signals, fetched.size)
         if self._source.chunks is not None:
