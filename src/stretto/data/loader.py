@@ -12,18 +12,19 @@ from itertools import chain
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals, checked_size
-from stretto.data import state as saved
-from stretto.data.decisions import Decisions, check_shares
+from stretto.data.decisions import Decisions, check_shares, other_order, reading_state
 from stretto.data.fetch import FetchedStep, Part
 from stretto.data.source import Source, make_source, prepared_for
 from stretto.data.spec import DataSpec
-from stretto.data.state import MicroBatch, Step
-from stretto.errors import DataError
+from stretto.data.step import MicroBatch, Step
+from stretto.errors import CheckpointError, DataError
 from stretto.planning import Prepared, resumed
 from stretto.runtime.random_state import kept_generators
 from stretto.runtime.ranks import Ranks, all_same, marks
 from stretto.settings import Loading, read_settings
 from stretto.timing import TimeLike, Timer, Timestamp, TimeUnit
+
+_VERSION = 1
 
 
 @final
@@ -485,7 +486,7 @@ class StepLoader(Iterator[Step]):
                 "again after a resume",
             )
         return {
-            "version": saved.VERSION,
+            "version": _VERSION,
             "clock": self.timer.state_dict(),
             **self._decisions.state_dict(),
             "order": self._source.order_record,
@@ -503,9 +504,12 @@ class StepLoader(Iterator[Step]):
         """
         self.close()
         self._pending = None
-        with saved.read():
-            saved.check_version(state)
-            saved.check_order(state["order"], self._source.order_record)
+        with reading_state():
+            if state.get("version") != _VERSION:
+                why = f"this version of stretto reads {_VERSION}"
+                instead = "pass what state_dict() returned"
+                raise CheckpointError.bad("version", state.get("version"), why, instead)
+            _check_order(state["order"], self._source.order_record)
             self.timer.load_state_dict(state["clock"])
             self.has_dropped_state = not self._decisions.load_state_dict(state)
             source = state["source"]
@@ -530,3 +534,21 @@ class StepLoader(Iterator[Step]):
         end = self._decisions.end
         if end is not None and end.sample > self.timer.sample:
             self.timer.end_epoch()
+
+
+def _check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuse to resume with data of another length or in another order.
+
+    Raises:
+        CheckpointError: the saved state belongs to another order.
+    """
+    if set(saved) != set(present):
+        if "sharded" in (*saved, *present):
+            has = "has" if "sharded" in saved else "does not have"
+            raise other_order(f"the saved run {has} sharded=True", "pass the same DataSpec")
+        kind = "a map-style data set" if saved else "an iterable"
+        raise other_order(f"it was saved from {kind}, and these are other data", "pass the same")
+    for name, value in saved.items():
+        if value != present[name]:
+            why = f"it was saved with {name}={value} and this run has {present[name]}"
+            raise other_order(why, "pass the same, or start a new run")
