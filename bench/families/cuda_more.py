@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from tests.families.cuda import CudaFamily, family, tokens
-from tests.families.cuda_models import GPT
-from tests.families.memory import next_byte
+from families.cuda import CudaFamily, family, tokens
+from families.cuda_models import GPT, next_byte
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
