@@ -90,7 +90,8 @@ class Preferences(TrainStep):
     @staticmethod
     def _score(model: nn.Module, inputs: Tensor) -> Tensor:
         logits = model(inputs[:, :-1]).log_softmax(-1)
-        return logits.gather(-1, inputs[:, 1:, None]).sum((1, 2))
+        score: Tensor = logits.gather(-1, inputs[:, 1:, None]).sum((1, 2))
+        return score
 
     def update(self) -> dict[str, float]:
         """Step."""
