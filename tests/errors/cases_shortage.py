@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from stretto.training import Trainer
-from stretto.training.stepping.retry import Retry
+from stretto.training.stepper import Retry
 
 
 def short(*_: object, **__: object) -> Any:

@@ -16,7 +16,7 @@ from stretto.memory import find_batch_size
 from stretto.memory.step import WholeStep, read, written
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.settings import Stepping
-from stretto.training.stepping.stepper import Stepper
+from stretto.training.stepper import Stepper
 
 
 def loss(model: Any, batch: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ from stretto.training import (
     WandbLogger,
 )
 from stretto.training.criterion import as_loss
-from stretto.training.stepping.fitting import FoundMaximum, keeps_gradients_apart
+from stretto.training.fitting import FoundMaximum, keeps_gradients_apart
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,18 +11,19 @@ from itertools import chain
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals
-from stretto.data import state as saved
-from stretto.data.decisions import Decisions
+from stretto.data.decisions import Decisions, other_order, reading_state
 from stretto.data.fetch import FetchedStep, Part
 from stretto.data.ranks import agreed, check_shares, is_all, part_of
 from stretto.data.source import Source, make_source, prepared_for
 from stretto.data.spec import DataSpec
-from stretto.data.state import MicroBatch, Step
-from stretto.errors import DataError
+from stretto.data.step import MicroBatch, Step
+from stretto.errors import CheckpointError, DataError
 from stretto.planning import Prepared, resumed
 from stretto.runtime.random_state import kept_generators
 from stretto.settings import Loading, read_settings
-from stretto.timing import TimeLike, Timer, Timestamp, TimeUnit, tick
+from stretto.timing import TimeLike, Timer, Timestamp, TimeUnit
+
+_VERSION = 1
 
 
 @final
@@ -111,17 +112,14 @@ class TokenCounter:
 
     def cross(self, fetched: FetchedStep, step: Step, tokens: int, seconds: float | None) -> None:
         """Move the clock over a batch in which epochs end."""
-        timer, horizon, size = self._timer, self._run.horizon, fetched.size
+        timer, now, size = self._timer, self._timer.timestamp, fetched.size
         of_last = partial(self._of_last, step, tokens)
-        is_whole = timer.sample_in_epoch + size == horizon.dataset_num_samples
+        is_whole = now.sample_in_epoch + size == self._run.horizon.dataset_num_samples
         if is_whole or fetched.crossings == (0,):  # nothing carried or dropped
-            self._compare(timer.token_in_epoch + tokens)
-        if fetched.plan.ends_epochs:
-            tick(timer, horizon, size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
-            return
-        timer.update(samples=size, tokens=tokens, seconds=seconds)
-        for carried in fetched.crossings:
-            timer.end_epoch(samples=carried, tokens=of_last(carried))
+            self._compare(now.token_in_epoch + tokens)
+        timer.advance(size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
+        for carried in fetched.crossings:  # only in epochs of unknown length
+            timer.end_epoch(carried=carried, tokens=of_last(carried))
 
     def _compare(self, counted: int) -> None:
         """Warn once if the `counted` tokens of an epoch differ from the stated number."""
@@ -287,8 +285,7 @@ class StepLoader(Iterator[Step]):
                 self.timer.end_epoch()
             if fetched.micro_batches:
                 break
-            self.timer.skip(samples=fetched.size)
-            self.timer.end_epoch()
+            self.timer.end_epoch(dropped=fetched.size)
         size, world, each = fetched.size, self._part.world_size, self._tokens.each
         micro_batches = []
         for batch, samples in fetched.micro_batches:
@@ -333,7 +330,7 @@ class StepLoader(Iterator[Step]):
         if plan.ends_epochs or fetched.crossings:
             self._cross(fetched, open_step, tokens, seconds)
         else:
-            timer.update(samples=fetched.size, tokens=tokens, seconds=seconds)
+            timer.advance(fetched.size, tokens=tokens, seconds=seconds)
         if plan is not self._decisions.last or signals is not self._decisions.signals:
             self._decisions.finish(plan, signals, fetched.size)
         if self._source.chunks is not None:
@@ -442,7 +439,7 @@ class StepLoader(Iterator[Step]):
                 "again after a resume",
             )
         return {
-            "version": saved.VERSION,
+            "version": _VERSION,
             "clock": self.timer.state_dict(),
             **self._decisions.state_dict(),
             "order": self._source.order_record,
@@ -460,9 +457,12 @@ class StepLoader(Iterator[Step]):
         """
         self.close()
         self._pending = None
-        with saved.read():
-            saved.check_version(state)
-            saved.check_order(state["order"], self._source.order_record)
+        with reading_state():
+            if state.get("version") != _VERSION:
+                why = f"this version of stretto reads {_VERSION}"
+                instead = "pass what state_dict() returned"
+                raise CheckpointError.bad("version", state.get("version"), why, instead)
+            _check_order(state["order"], self._source.order_record)
             self.timer.load_state_dict(state["clock"])
             self.has_dropped_state = not self._decisions.load_state_dict(state)
             source = state["source"]
@@ -485,3 +485,21 @@ class StepLoader(Iterator[Step]):
         end = self._decisions.end
         if end is not None and end.sample > self.timer.sample:
             self.timer.end_epoch()
+
+
+def _check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuse to resume with data of another length or in another order.
+
+    Raises:
+        CheckpointError: the saved state belongs to another order.
+    """
+    if set(saved) != set(present):
+        if "sharded" in (*saved, *present):
+            has = "has" if "sharded" in saved else "does not have"
+            raise other_order(f"the saved run {has} sharded=True", "pass the same DataSpec")
+        kind = "a map-style data set" if saved else "an iterable"
+        raise other_order(f"it was saved from {kind}, and these are other data", "pass the same")
+    for name, value in saved.items():
+        if value != present[name]:
+            why = f"it was saved with {name}={value} and this run has {present[name]}"
+            raise other_order(why, "pass the same, or start a new run")

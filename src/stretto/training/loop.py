@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
-from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import Step
 from stretto.distributed.logged import mean_loss
 from stretto.distributed.ranks import Ranks, check_agreement, in_batch
@@ -19,11 +18,10 @@ from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.step import Info
 from stretto.timing import Timestamp
 from stretto.training.callback import Events
-from stretto.training.checkpointing.saver import Progress, Saver
+from stretto.training.checkpointing.saver import Saver
 from stretto.training.evaluation.evaluate import Evaluations
-from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
-from stretto.training.stepping.finite import Gradient, not_finite, skipped_alone
-from stretto.training.stepping.stepper import Measured, Stepper
+from stretto.training.logs.recorder import MOST_PENDING, Recorder
+from stretto.training.stepper import LOSS_OF, Stepper, StepResult, not_finite, skipped_alone
 
 SIGNALS = ("SIGTERM", "SIGINT")
 """Those that end a run; where ranks have received several, the first of these counts."""
@@ -124,40 +122,6 @@ def exit_code(reason: str) -> int:
 _BATCH_EVENTS = ("on_batch_start", "transform_batch", "on_gradient", "on_noise", "on_batch_end")
 
 
-class StepSums(NamedTuple):
-    """What ranks exchange about a step: the sums over all of them."""
-
-    tokens: float
-    units: float
-    """The units that the loss is a mean over, if gradients are divided by them later."""
-    stops: float
-    """Ranks that want to stop."""
-    seconds: float
-    """The seconds since the step before, from the first rank."""
-    failed: float
-    """Ranks whose loss or gradient is not finite."""
-    skipped: float
-    """Ranks that have skipped the step before."""
-    mark: float
-    mark_squared: float
-    """These two show whether values that should be equal are (see `marks`)."""
-
-
-class Shared(NamedTuple):
-    """What all ranks know about a step."""
-
-    tokens: int | None
-    seconds: float | None
-    is_finite: bool
-    """Whether losses and gradients are finite on all of them."""
-    saving: Progress = Progress()
-    signals: Signals = NO_SIGNALS
-
-
-_FINITE, _NOT_FINITE = (Shared(None, None, is_finite) for is_finite in (True, False))
-"""The two cases of a step of one process that measures nothing."""
-
-
 @final
 @dataclass(slots=True, kw_only=True)
 class Loop:
@@ -196,25 +160,16 @@ class Loop:
             step = run.begin()
             if step is None:
                 break
-            gradient, info, shared = self._compute(step)
-            due = run.finish(shared.signals, tokens=shared.tokens, seconds=shared.seconds)
-            after = timer.timestamp
-            self.recorder.pending.append(
-                Finished(
-                    step.timestamp,
-                    step.num_samples,
-                    step.batch_size,
-                    () if info is None else gradient.losses,
-                    after,
-                    gradient.num_micro_batches,
-                    hyperparameters.row(),
-                )
-            )
-            if shared.signals.noise_numerator is not None:
-                self.events.tell("on_noise", step, shared.signals)
+            result = self._compute(step)
+            due = run.finish(result.signals, tokens=result.tokens, seconds=result.seconds)
+            result.after = after = timer.timestamp
+            result.values = hyperparameters.row()
+            self.recorder.pending.append(result)
+            if result.signals.noise_numerator is not None:
+                self.events.tell("on_noise", step, result.signals)
             if self.saver.job is not None or self.recorder.console is not None:
                 self.recorder.show_progress(after)
-                self.saver.advance(shared.saving)
+                self.saver.advance(result.saving)
             if self._listens:
                 self.events.tell("on_batch_end", step)
             if due or after.epoch != before.epoch or len(self.recorder.pending) >= MOST_PENDING:
@@ -241,34 +196,34 @@ class Loop:
         if are_stopped:
             stops.stop_together()
 
-    def _compute(self, step: Step) -> tuple[Gradient, Info | None, Shared]:
-        """Compute one step; return its losses, what it logs (None: skipped), what ranks know."""
-        run = self.run
+    def _compute(self, step: Step) -> StepResult:
+        """Compute one step and update the weights, unless the step is skipped."""
+        run, stepper = self.run, self.stepper
         if self._listens:
             self.events.tell("on_batch_start", step)
-        gradient = self.stepper.gradient(step)
-        run.latest_loss = partial(mean_loss, gradient.losses)
+        result = stepper.gradient(step)
+        run.latest_loss = partial(mean_loss, result.losses)
         if self.stops.received is not None:
             run.stop(f"received {self.stops.received}", is_final=False)
-        shared = _FINITE
-        if not self._is_alone or self.saver.job is not None or gradient.tokens is not None:
-            shared = self._agree(step, gradient)
-        elif not self.stepper.is_finite(gradient):
-            shared = _NOT_FINITE
+        if not self._is_alone or self.saver.job is not None or result.tokens is not None:
+            self._agree(step, result)
+        elif stepper.check is not None:
+            result.is_finite = stepper.check.passes(list(map(LOSS_OF, result.losses)))
         info: Info | None = None
-        if shared.is_finite:
+        if result.is_finite:
             if self._shows:
-                self.stepper.show(partial(self.events.tell, "on_gradient", step))
-            info = self.stepper.update(measures_norm=self._wants_norm)
+                stepper.show(partial(self.events.tell, "on_gradient", step))
+            info = stepper.update(measures_norm=self._wants_norm)
         self._has_skipped = info is None
         if info is None:
-            self._skip(step, is_finite=shared.is_finite)
+            result.losses = []
+            self._skip(step, is_finite=result.is_finite)
         else:
             run.skipped.in_a_row = 0
             self._wants_norm = False
             for name, value in info.items():
                 run.log(name, value)
-        return gradient, info, shared
+        return result
 
     def _skip(self, step: Step, *, is_finite: bool) -> None:
         """Count a step that did not change the weights, or end the run."""
@@ -284,38 +239,37 @@ class Loop:
         text = f"out of memory with micro-batches of {before:,}; repeated with {now:,}"
         self.recorder.event("out_of_memory", at, text, before=before, now=now)
 
-    def _agree(self, step: Step, gradient: Gradient) -> Shared:
+    def _agree(self, step: Step, result: StepResult) -> None:
         """Exchange what ranks know about the step, in one all-reduce."""
-        saving, measured = self.saver.progress(), self.stepper.measured(gradient)
-        is_finite = self.stepper.is_finite(gradient)
-        if self.ranks.world_size == 1:
-            signals = measured.signals(step.num_samples)
-            return Shared(gradient.tokens, None, is_finite, saving, signals)
-        values = self.run.loader.extent | self.run.hyperparameters.values()
-        own_tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
-        tokens, units = self.ranks.counted((own_tokens, gradient.units))
-        own = StepSums(
-            tokens,
-            units,
-            self.run.stop_reason is not None,
-            self.run.timer.seconds_since_update() if self.ranks.is_first else 0.0,
-            not is_finite,
+        run, ranks, stepper = self.run, self.ranks, self.stepper
+        saving, measured = self.saver.progress(), stepper.measured(result)
+        result.is_finite = stepper.is_finite(result)
+        if ranks.world_size == 1:
+            result.saving = saving
+            result.signals = stepper.signals(measured, step.num_samples)
+            return
+        values = run.loader.extent | run.hyperparameters.values()
+        own_tokens = step.num_tokens if result.tokens is None else result.tokens
+        own = (
+            *ranks.counted((own_tokens, result.units)),
+            run.stop_reason is not None,
+            run.timer.seconds_since_update() if ranks.is_first else 0.0,
+            not result.is_finite,
             self._has_skipped,
             *marks(hash(tuple(values.values()))),
+            *saving,
         )
-        flags = self.stepper.flags(gradient)
-        sums = self.ranks.agree((*own, *saving, *measured, *flags))
-        start, end = len(own), len(own) + len(saving)
-        last = end + len(measured)
-        total, saving = StepSums(*sums[:start]), Progress(*sums[start:end])
-        self._check_skipped(total.skipped)
-        if not all_same((total.mark, total.mark_squared), self.ranks.world_size):
-            check_agreement(in_batch(step.timestamp.batch + 1, values), self.ranks, call="fit()")
-        self.stepper.finish(step, total.units, sums[last:])
-        if total.stops:
+        sums = ranks.agree((*own, *measured, *stepper.flags(result)))
+        end = len(own) + len(measured)
+        tokens, units, stops, seconds, bad, skipped, mark, square, *result.saving = sums[: len(own)]
+        self._check_skipped(skipped)
+        if not all_same((mark, square), ranks.world_size):
+            check_agreement(in_batch(step.timestamp.batch + 1, values), ranks, call="fit()")
+        stepper.finish(step, units, sums[end:])
+        if stops:
             self.stops.stop_together()
-        signals = Measured(*sums[end:last]).signals(step.num_samples)
-        return Shared(int(total.tokens), total.seconds, not total.failed, saving, signals)
+        result.tokens, result.seconds, result.is_finite = int(tokens), seconds, not bad
+        result.signals = stepper.signals(sums[len(own) : end], step.num_samples)
 
     def _settle(self) -> None:
         """Check, before anything is made of the weights, what is known of the steps only now."""

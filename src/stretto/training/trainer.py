@@ -72,6 +72,13 @@ from stretto.training.describe import BuiltWith, compare_ranks, describe
 from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluations, Evaluator
 from stretto.training.evaluation.metrics import check_merging
 from stretto.training.evaluation.weights import TrainingWeights
+from stretto.training.fitting import (
+    FoundMaximum,
+    find_fitting,
+    keeps_gradients_apart,
+    largest_share,
+    with_found_maximum,
+)
 from stretto.training.logs.console import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import Recorder
 from stretto.training.loop import Loop, Stops, raise_for
@@ -83,14 +90,7 @@ from stretto.training.settings import (
     named_settings,
     scaled,
 )
-from stretto.training.stepping.fitting import (
-    FoundMaximum,
-    find_fitting,
-    keeps_gradients_apart,
-    largest_share,
-    with_found_maximum,
-)
-from stretto.training.stepping.stepper import Stepper
+from stretto.training.stepper import Stepper
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
-from typing import NamedTuple, final
+from typing import final
 
 from torch import nn
 
@@ -45,15 +45,6 @@ from stretto.training.checkpointing.state import (
 from stretto.training.checkpointing.upload import Uploader, as_store
 from stretto.training.evaluation.evaluate import Best
 from stretto.training.logs.recorder import Recorder
-
-
-class Progress(NamedTuple):
-    """The progress of a save, summed over ranks."""
-
-    written: float = 0
-    """Number of ranks that have written everything, and 1 more if the first has finished."""
-    failed: float = 0
-    """Number of ranks that failed to write."""
 
 
 @final
@@ -222,28 +213,32 @@ class Saver:
             for path in (*best, newest):
                 self._submit(path)
 
-    def progress(self) -> Progress:
-        """Return the progress of this rank, for the sum over all ranks."""
-        return Progress() if self.job is None else self.job.progress()
+    def progress(self) -> Sequence[float]:
+        """Return the progress of this rank, for the sum over all ranks.
 
-    def advance(self, total: Progress) -> None:
+        Two numbers: whether it has written everything, and 1 more if the first has finished; and
+        whether it has failed.
+        """
+        return (0, 0) if self.job is None else self.job.progress()
+
+    def advance(self, total: Sequence[float]) -> None:
         """Continue the save as far as all ranks are ready; callbacks learn when it is complete.
 
         A checkpoint that cannot be written is reported and does not stop the run. Earlier
         checkpoints are kept.
         """
-        job = self.job
+        job, (written, failed) = self.job, total
         if job is None:
             return
-        if total.failed:
+        if failed:
             self.job = None
             self._report(job.end(), job.at)
-        elif total.written > self._ranks.world_size:
+        elif written > self._ranks.world_size:
             self.job = None
             job.end()
             self._note_whole(job)
             self._events.tell("on_checkpoint", job.path)
-        elif total.written == self._ranks.world_size:
+        elif written == self._ranks.world_size:
             job.all_written.set()
 
     def wait(self) -> None:
@@ -252,7 +247,7 @@ class Saver:
             self.job.written.wait()
             if self.job.all_written.is_set():
                 self.job.join()
-            self.advance(Progress(*self._ranks.agree(self.progress())))
+            self.advance(self._ranks.agree(self.progress()))
 
     def close(self) -> None:
         """Stop the thread, without communication between ranks."""
@@ -330,11 +325,11 @@ class _Job:
         """The position of the checkpoint."""
         return position_of(self.path.name)
 
-    def progress(self) -> Progress:
+    def progress(self) -> Sequence[float]:
         """Return the progress of this rank."""
         has_failed = self._error is not None
         has_written = self.written.is_set() and not has_failed
-        return Progress(has_written + self.is_finished, has_failed)
+        return has_written + self.is_finished, has_failed
 
     def join(self) -> None:
         """Wait for the thread."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stretto.training.evaluation.evaluate import Evaluations
     from stretto.training.evaluation.weights import TrainingWeights
     from stretto.training.logs.recorder import Recorder
-    from stretto.training.stepping.retry import Retry
+    from stretto.training.stepper import Retry
 
 
 CALLBACKS = "callbacks"

@@ -8,10 +8,10 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from stretto.data import Step
-from stretto.distributed.logged import MicroLoss, Sums
+from stretto.distributed.logged import Sums
 from stretto.distributed.ranks import as_text
 from stretto.errors import CheckpointError, PlanError, TrainingError, first_line
 from stretto.planning.plan import Plan, plan_record
@@ -42,28 +42,12 @@ from stretto.training.checkpointing.records import set_aside, unwritable
 from stretto.training.describe import is_unmade
 from stretto.training.logs.console import ConsoleLogger
 from stretto.training.logs.loggers import Guarded, Logger
+from stretto.training.stepper import StepResult
 
 FILES = (METRICS, LEDGER)
 """Those that a resume cuts back."""
 MOST_PENDING = 256
 """Batches that are kept before they are recorded: reading a loss waits for the device."""
-
-
-class Finished(NamedTuple):
-    """One batch that has been trained on."""
-
-    at: Timestamp
-    """The clock before it."""
-    size: int
-    batch_size: int
-    """The size in force; the end of an epoch may have cut the batch."""
-    losses: Sequence[MicroLoss]
-    """Those of this rank; none if the step was left out."""
-    after: Timestamp
-    num_micro_batches: int
-    """Into how many the step was cut on this rank."""
-    values: Sequence[float]
-    """The hyper-parameters in force."""
 
 
 @final
@@ -121,7 +105,7 @@ class Recorder:
         console: ConsoleLogger | None,
         config: Mapping[str, Any],
     ) -> None:
-        self.pending: list[Finished] = []
+        self.pending: list[StepResult] = []
         """Batches that are not recorded yet; the loop appends to it."""
         self.loss = Sums()
         is_first = run.ranks.is_first
@@ -276,14 +260,16 @@ class Recorder:
         if not pending:
             return
         lines, each, order = [], self._run.horizon.tokens_per_sample or 0, self._order
-        for at, size, decided, _, after, num_micro_batches, values in pending:
+        for one in pending:
+            at, after, size, decided = one.at, one.after, one.size, one.batch_size
+            assert after is not None, "it is finished"
             # The clock also passes over what `last_batch="drop"` leaves out after the batch.
             tokens = after.token - at.token - (after.sample - at.sample - size) * each
             self._throughput.add(size, tokens)
             line = (
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{size},{tokens},"
-                f"{num_micro_batches},{at.run_nanoseconds / NANOSECONDS:.6f},{decided},"
-                + ",".join(map(repr, map(float, values)))
+                f"{one.num_micro_batches},{at.run_nanoseconds / NANOSECONDS:.6f},{decided},"
+                + ",".join(map(repr, map(float, one.values)))
             )
             lines.append(line if order is None else _ordered(line, order))
             if self._follows_run and decided != self._decided:
