@@ -106,7 +106,7 @@ def ours(data: Dataset[Any], num_workers: int, *, planned: bool) -> Iterable[int
         return SIZES[timestamp.batch % len(SIZES)]
 
     policy = SizeFunction(size, planned=planned)
-    for step in StepLoader(data, policy, max_duration="1ep", num_workers=num_workers):
+    for step in StepLoader(data, policy, max_duration="1ep", loading={"num_workers": num_workers}):
         yield step.num_samples
 
 

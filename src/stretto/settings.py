@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, final
 from stretto._foreign import check_foreign
 from stretto.errors import ConfigError, TrainingError, nearest, shown
 from stretto.schedules import fields
-from stretto.timing import LastBatch, Time, TimeLike, Trigger, parse_trigger, read_wall_clock
+from stretto.timing import LastBatch, Time, TimeLike, Trigger, read_wall_clock
 from stretto.timing.grammar import checked_whole
 
 __all__ = ["Checkpointing", "Loading", "Precision", "Stepping", "one_of"]
@@ -33,6 +33,9 @@ class Loading:
 
     >>> Loading(seed=7, num_workers=2).seed
     7
+
+    Raises:
+        ConfigError: a number is out of range.
     """
 
     seed: int = 0
@@ -48,13 +51,21 @@ class Loading:
     prefetch_factor: int | None = None
     """Elements that each worker fetches ahead."""
     pin_memory: bool | None = None
-    """Whether batches are copied to pinned memory; by default on CUDA."""
+    """Whether batches are copied to pinned memory; of no effect without an accelerator. By default
+    no, or as a given `DataLoader`."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; by default as torch does."""
     keyed_randomness: bool = False
     """Whether chance inside the data set depends on (seed, epoch, sample) alone."""
 
     def __post_init__(self) -> None:
+        for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                instead = "write a number such as 2, or leave it out"
+                checked_whole(
+                    value, ConfigError, f"use {name}={shown(value)}", instead, least=least
+                )
         if self.prefetch_factor is not None and self.num_workers == 0:
             why, instead = "nothing is fetched ahead without workers", "write num_workers=2"
             raise ConfigError.bad("prefetch_factor", self.prefetch_factor, why, instead)
@@ -174,8 +185,8 @@ class Checkpointing:
     With `monitor` there is one more: that of the best evaluation so far, written when it is
     measured.
 
-    >>> Checkpointing("30m", keep=2, monitor="validation/loss").trigger
-    Every('30m')
+    >>> Checkpointing("30m", keep=2, monitor="validation/loss").mode
+    'min'
 
     Raises:
         ConfigError: `keep` is not at least 1, or there is no such mode.
@@ -199,11 +210,6 @@ class Checkpointing:
         what = f"keep {self.keep!r} checkpoints"
         instead = "write how many of the newest to keep, such as 3"
         checked_whole(self.keep, ConfigError, what, instead)
-
-    @property
-    def trigger(self) -> Trigger:
-        """When one is due."""
-        return parse_trigger(self.every)
 
 
 def read_settings(kind: type[Kind], given: Any, name: str) -> Kind:

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from stretto.data import Step, StepLoader
+from stretto.settings import Loading
+
+_LOADING = {field.name for field in fields(Loading)}
+
+
+def loader_with(data: Any, batch_size: Any, **settings: Any) -> StepLoader:
+    """Return a loader; fields of `Loading` may stand among its arguments."""
+    of_loading = {name: settings.pop(name) for name in _LOADING & settings.keys()}
+    loading = {**settings.pop("loading", {}), **of_loading}
+    return StepLoader(data, batch_size, loading=loading, **settings)
 
 
 class StepRecord(NamedTuple):

@@ -50,7 +50,11 @@ def train(rank: int, folder: str) -> None:
     model = torch.nn.Linear(3, 1).double()
     parallel = DistributedDataParallel(model)
     loader = StepLoader(
-        samples(), "0sp:3 9sp:5", max_duration="39tok", collate_fn=pad, seed=2, micro_batch_size=2
+        samples(),
+        "0sp:3 9sp:5",
+        max_duration="39tok",
+        loading={"collate_fn": pad, "seed": 2},
+        micro_batch_size=2,
     )
     assert (loader.rank, loader.world_size) == (rank, 2)
     record: list[Any] = []
@@ -75,7 +79,9 @@ def train(rank: int, folder: str) -> None:
 def follow_apart(rank: int) -> list[Any]:
     """Sizes that follow the noise: while ranks bring the same, given by one alone, and apart."""
     said: list[Any] = []
-    loader = StepLoader([*range(200)], NoiseScale(4, 16), max_duration="1ep", shuffle=False)
+    loader = StepLoader(
+        [*range(200)], NoiseScale(4, 16), max_duration="1ep", loading={"shuffle": False}
+    )
     for number, step in enumerate(loader):
         own = 30.0 if number < 6 else 30.0 + rank
         try:

@@ -103,7 +103,7 @@ def test_a_run_without_a_ramp_is_a_plain_loop_to_the_last_bit() -> None:
                 yield (INPUTS.float()[part], TARGETS.float()[part]), 1.0
 
     def ours(policy: str) -> Iterator[tuple[Any, float]]:
-        for step in StepLoader(data, policy, max_duration="2ep", seed=5):
+        for step in StepLoader(data, policy, max_duration="2ep", loading={"seed": 5}):
             for micro in step:
                 yield micro.batch, micro.weight
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.policies import cycled
-from tests.data.records import read
+from tests.data.records import loader_with, read
 from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec, StepLoader
@@ -61,7 +61,7 @@ def test_ranks_share_every_batch_that_a_source_gives(
                         DataSpec(Chunks(lengths), num_samples=known),
                         cycled(sizes, planned=False),
                         max_duration="3ep",
-                        last_batch=last_batch,
+                        loading={"last_batch": last_batch},
                         rank=rank,
                         world_size=world,
                         micro_batch_size=micro,
@@ -91,7 +91,7 @@ def test_an_iterable_of_known_length_follows_the_plan_as_a_data_set_does(
         DataSpec(Chunks(lengths), num_samples=n),
         policy,
         max_duration="2.5ep",
-        last_batch=last_batch,
+        loading={"last_batch": last_batch},
     )
     planned = [
         (plan.timestamp.sample, plan.size)
@@ -108,14 +108,17 @@ def test_an_unknown_length_gives_the_same_batches_as_a_known_one(
     for known in (None, sum(lengths)):
         spec = DataSpec(Chunks(lengths), num_samples=known, tokens_per_sample=2)
         loader = StepLoader(
-            spec, cycled(sizes, planned=False), max_duration="3ep", last_batch=last_batch
+            spec,
+            cycled(sizes, planned=False),
+            max_duration="3ep",
+            loading={"last_batch": last_batch},
         )
         clocks.append([(*loader.finish(step)[:7], step.num_samples) for step in loader])
     assert clocks[0] == clocks[1]
 
 
 def test_what_drop_leaves_out_of_an_unknown_length_is_passed_over() -> None:
-    loader = StepLoader(Chunks([4, 3]), 3, max_duration="2ep", last_batch="drop")
+    loader = StepLoader(Chunks([4, 3]), 3, max_duration="2ep", loading={"last_batch": "drop"})
     assert [(step.timestamp.epoch, step.timestamp.sample) for step in loader] == [
         (0, 0),
         (0, 3),
@@ -198,7 +201,7 @@ def test_only_units_that_need_the_size_are_refused(duration: str, policy: Any) -
 )
 def test_what_an_iterable_cannot_do_is_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(DataError, match=match):
-        list(StepLoader(Chunks([4]), 4, **({"max_duration": "1ep"} | settings)))
+        list(loader_with(Chunks([4]), 4, **({"max_duration": "1ep"} | settings)))
 
 
 def test_tokens_are_counted_chunk_by_chunk() -> None:
@@ -223,7 +226,9 @@ def test_the_plan_of_an_iterable_of_unknown_length_is_exact_or_a_bound(
 ) -> None:
     size = min(size, sum(lengths)) if last_batch == "drop" else size
     policy = f"0sp:{size} 10sp:{size + 3}" if grows and last_batch != "drop" else size
-    loader = StepLoader(Chunks(lengths), policy, max_duration=run, last_batch=last_batch)
+    loader = StepLoader(
+        Chunks(lengths), policy, max_duration=run, loading={"last_batch": last_batch}
+    )
     assert loader.is_planned == (last_batch == "carry")
     planned = plan(loader.horizon, policy)
     taken = [step.num_samples for step in loader]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.policies import cycled, policies
-from tests.data.records import StepRecord, read
+from tests.data.records import StepRecord, loader_with, read
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from stretto.batching import (
@@ -33,11 +33,11 @@ from stretto.batching import (
     SizeFunction,
 )
 from stretto.data import DataSpec, StepLoader
-from stretto.data.fetch import Part
-from stretto.data.ranks import agreed
-from stretto.errors import BatchSizeError, ConversionError, DataError, PlanError
+from stretto.data.loader import agreed
+from stretto.errors import BatchSizeError, ConfigError, ConversionError, DataError, PlanError
 from stretto.ordering import SampleOrder, share
 from stretto.planning import walk
+from stretto.runtime import Ranks
 from stretto.timing import Horizon, LastBatch, Timestamp
 
 MODES = st.sampled_from(["keep", "drop", "carry"])
@@ -60,7 +60,7 @@ def ranks(
     return [
         list(
             read(
-                StepLoader(
+                loader_with(
                     numbers(n),
                     policy,
                     max_duration=duration,
@@ -106,7 +106,7 @@ def test_every_sample_of_an_epoch_is_seen_once_by_one_rank(
 def test_a_run_follows_its_plan(n: int, policy: BatchSizePolicy, last_batch: LastBatch) -> None:
     settings: dict[str, Any] = {"max_duration": "3ep", "last_batch": last_batch}
     try:
-        loader = StepLoader(numbers(n), policy, **settings)
+        loader = loader_with(numbers(n), policy, **settings)
     except BatchSizeError:  # under `drop`, a size that no epoch holds
         assert last_batch == "drop"
         return
@@ -133,7 +133,7 @@ def test_a_run_follows_its_plan(n: int, policy: BatchSizePolicy, last_batch: Las
 def test_micro_batches_are_weighed_to_one_batch(
     settings: dict[str, Any], carried: list[int]
 ) -> None:
-    loader = StepLoader(numbers(30), 8, max_duration="2ep", micro_batch_size=3, **settings)
+    loader = loader_with(numbers(30), 8, max_duration="2ep", micro_batch_size=3, **settings)
     steps = [
         (step.num_samples, [(micro.num_samples, micro.weight) for micro in step]) for step in loader
     ]
@@ -164,13 +164,13 @@ def test_the_clock_is_moved_when_the_step_is_over() -> None:
 
 
 def test_a_loop_that_is_left_goes_on_where_it_was() -> None:
-    loader = StepLoader(numbers(10), 3, max_duration="1ep", shuffle=False)
+    loader = StepLoader(numbers(10), 3, max_duration="1ep", loading={"shuffle": False})
     first = [
         values(micro.batch) for step in loader for micro in [*step] if step.timestamp.batch < 9
     ]
     assert first == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     assert list(loader) == []
-    again = StepLoader(numbers(10), 3, max_duration="1ep", shuffle=False)
+    again = StepLoader(numbers(10), 3, max_duration="1ep", loading={"shuffle": False})
     for step in again:
         if step.timestamp.batch == 1:
             break
@@ -220,7 +220,9 @@ def test_a_run_in_counted_tokens_ends_with_the_batch_that_reaches_it() -> None:
             "attention_mask": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
         }
 
-    loader = StepLoader(data, 3, max_duration="20tok", shuffle=False, collate_fn=pad)
+    loader = StepLoader(
+        data, 3, max_duration="20tok", loading={"shuffle": False, "collate_fn": pad}
+    )
     assert loader.tracks_tokens
     assert [step.num_tokens for step in loader] == [6, 6, 6, 6]
     assert loader.timer.token == 24
@@ -240,9 +242,7 @@ def test_tokens_of_a_carried_batch_are_counted_for_the_epoch_that_they_belong_to
         data,
         3,
         max_duration="2ep",
-        shuffle=False,
-        collate_fn=pad,
-        last_batch="carry",
+        loading={"shuffle": False, "collate_fn": pad, "last_batch": "carry"},
         micro_batch_size=micro,
     )
     tokens = []
@@ -267,7 +267,7 @@ def test_a_plain_data_loader_gives_its_data_set_and_settings(shuffle: bool) -> N
         shuffle=shuffle,
         collate_fn=lambda samples: torch.tensor([-int(sample[0]) for sample in samples]),
     )
-    loader = StepLoader(given, 3, max_duration="1ep", seed=1)
+    loader = StepLoader(given, 3, max_duration="1ep", loading={"seed": 1})
     order = SampleOrder(7, 1, shuffle)
     assert [values(micro.batch) for step in loader for micro in step] == [
         [-order[p] for p in range(start, min(7, start + 3))] for start in (0, 3, 6)
@@ -276,7 +276,9 @@ def test_a_plain_data_loader_gives_its_data_set_and_settings(shuffle: bool) -> N
 
 def test_other_settings_go_before_those_of_a_data_loader() -> None:
     given = DataLoader(numbers(5), shuffle=True)
-    loader = StepLoader(given, 5, max_duration="1ep", shuffle=False, collate_fn=tuple)
+    loader = StepLoader(
+        given, 5, max_duration="1ep", loading={"shuffle": False, "collate_fn": tuple}
+    )
     assert [len(micro.batch) for step in loader for micro in step] == [5]
 
 
@@ -304,7 +306,9 @@ def test_batches_may_be_made_of_indices(num_workers: int) -> None:
         (DataSpec(data, get_batch=data.whole), [[0, 10], [20, 30], [40]]),
         (DataSpec(data), [[0, 1], [2, 3], [4]]),
     ):
-        loader = StepLoader(spec, 2, max_duration="1ep", shuffle=False, num_workers=num_workers)
+        loader = StepLoader(
+            spec, 2, max_duration="1ep", loading={"shuffle": False, "num_workers": num_workers}
+        )
         assert [values(micro.batch) for step in loader for micro in step] == expected
 
 
@@ -313,7 +317,7 @@ def test_whole_batches_have_no_single_samples() -> None:
     settings: Any
     for settings in ({"collate_fn": list}, {"keyed_randomness": True}):
         with pytest.raises(DataError, match="get_batch"):
-            StepLoader(spec, 5, max_duration="1ep", **settings)
+            loader_with(spec, 5, max_duration="1ep", **settings)
     with pytest.raises(DataError, match="get_batch"):
         DataSpec(iter([torch.zeros(2)]), get_batch=torch.tensor)
 
@@ -324,7 +328,7 @@ class Lies(list[int]):
 
 
 def test_a_data_set_that_is_shorter_than_it_says_is_found_out() -> None:
-    loader = StepLoader(Lies(range(5)), 4, max_duration="1ep", shuffle=False)
+    loader = StepLoader(Lies(range(5)), 4, max_duration="1ep", loading={"shuffle": False})
     next(loader)
     with pytest.raises(DataError, match="IndexError"):
         next(loader)
@@ -342,7 +346,10 @@ def test_a_step_that_could_not_be_read_can_be_asked_for_again(
             return super().__getitem__(index)
 
     loader = StepLoader(
-        Fails(range(7)), 3, max_duration="1ep", shuffle=False, num_workers=num_workers
+        Fails(range(7)),
+        3,
+        max_duration="1ep",
+        loading={"shuffle": False, "num_workers": num_workers},
     )
     seen = values(next(loader).micro_batches[0].batch)
     with pytest.raises(OSError, match="disk"):
@@ -356,7 +363,7 @@ def test_a_collate_function_that_loses_samples_is_found_out() -> None:
         [1, None, 3],
         3,
         max_duration="1ep",
-        collate_fn=lambda samples: torch.tensor([s for s in samples if s is not None]),
+        loading={"collate_fn": lambda samples: torch.tensor([s for s in samples if s is not None])},
     )
     with pytest.raises(DataError, match="collated"):
         next(loader)
@@ -367,7 +374,7 @@ def test_packed_batches_are_counted_as_the_data_say() -> None:
         return {"input_ids": torch.ones(1, sum(samples)), "lengths": torch.tensor(samples)}
 
     spec = DataSpec([1, 2, 3, 4], get_num_samples_in_batch=lambda batch: len(batch["lengths"]))
-    loader = StepLoader(spec, 2, max_duration="1ep", collate_fn=pack, shuffle=False)
+    loader = StepLoader(spec, 2, max_duration="1ep", loading={"collate_fn": pack, "shuffle": False})
     assert [(step.local_num_samples, step.num_tokens) for step in loader] == [(2, 3), (2, 7)]
 
 
@@ -378,8 +385,8 @@ def test_packed_batches_are_counted_as_the_data_say() -> None:
         ({"batch_size": 0}, BatchSizeError, "0 as a batch size"),
         ({"rank": 0}, DataError, "both"),
         ({"rank": 2, "world_size": 2}, DataError, "rank=2"),
-        ({"num_workers": -1}, DataError, "num_workers=-1"),
-        ({"prefetch_factor": 2, "num_workers": 0}, DataError, "nothing is fetched ahead"),
+        ({"num_workers": -1}, ConfigError, "num_workers=-1"),
+        ({"prefetch_factor": 2, "num_workers": 0}, ConfigError, "nothing is fetched ahead"),
         ({"data": []}, DataError, "empty"),
         ({"data": 7}, DataError, "data of type int"),
         ({"data": {"x": 1}}, DataError, "data of type dict"),
@@ -406,7 +413,7 @@ def test_what_cannot_be_is_refused_at_construction(
     given: dict[str, Any] = {"data": numbers(10), "batch_size": 4, "max_duration": "1ep"}
     given |= settings
     with pytest.raises(error, match=match):
-        StepLoader(given.pop("data"), given.pop("batch_size"), **given)
+        loader_with(given.pop("data"), given.pop("batch_size"), **given)
 
 
 def test_a_stage_that_the_ranks_cannot_share_is_refused_before_the_first_step() -> None:
@@ -418,8 +425,8 @@ def test_a_stage_that_the_ranks_cannot_share_is_refused_before_the_first_step() 
 def test_a_least_size_that_the_ranks_cannot_share_is_refused_before_the_first_step() -> None:
     few: dict[str, Any] = {"max_duration": "1ep", "rank": 0, "world_size": 4}
     with pytest.raises(PlanError, match="batches"):
-        next(StepLoader(numbers(100), NoiseScale(2, 64), **few))
-    assert next(StepLoader(numbers(100), AtLeast(NoiseScale(2, 64), 4), **few)).num_samples == 4
+        next(loader_with(numbers(100), NoiseScale(2, 64), **few))
+    assert next(loader_with(numbers(100), AtLeast(NoiseScale(2, 64), 4), **few)).num_samples == 4
 
 
 def test_a_run_that_goes_on_is_refused_where_the_next_batch_cannot_be_shared() -> None:
@@ -428,7 +435,7 @@ def test_a_run_that_goes_on_is_refused_where_the_next_batch_cannot_be_shared() -
     one.finish()
     state = one.state_dict()
     few: dict[str, Any] = {"max_duration": "1ep", "rank": 0, "world_size": 4}
-    many = StepLoader(numbers(100), NoiseScale(2, 64), **few)
+    many = loader_with(numbers(100), NoiseScale(2, 64), **few)
     many.load_state_dict(state)
     with pytest.raises(PlanError, match="batches"):
         next(many)
@@ -476,11 +483,11 @@ def test_processes_that_hold_parts_of_a_rank_count_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "get_world_size", lambda _=None: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "all_reduce", add_three_others)
-    assert agreed(Part(0, 2, None), 7, 0.25, None) == (12, 0.25)
+    assert agreed(Ranks.of(0, 2), 7, 0.25, None) == (12, 0.25)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    assert agreed(Part(0, 2, None), 7, 0.25, None) == (12, 0.0)
+    assert agreed(Ranks.of(0, 2), 7, 0.25, None) == (12, 0.0)
     with pytest.raises(DataError, match="distributed"):
-        agreed(Part(0, 3, None), 7, 0.25, None)
+        agreed(Ranks.of(0, 3), 7, 0.25, None)
 
 
 def test_a_cut_batch_counts_by_its_own_samples() -> None:
@@ -531,7 +538,7 @@ def test_a_data_loader_with_an_order_of_its_own_keeps_it() -> None:
 
 @pytest.mark.parametrize("size", [Fixed(4), SizeFunction(lambda timestamp, _: 4)])
 def test_pinning_needs_an_accelerator(size: BatchSizePolicy) -> None:
-    loader = StepLoader(numbers(8), size, max_duration="1ep", pin_memory=True)
+    loader = StepLoader(numbers(8), size, max_duration="1ep", loading={"pin_memory": True})
     tensors = [micro.batch[0] for step in loader for micro in step]
     assert all(tensor.is_pinned() == torch.accelerator.is_available() for tensor in tensors)
 
@@ -557,9 +564,14 @@ def test_a_loader_takes_integers_of_numpy(num_workers: int) -> None:
     count: Any = np.int64
     spec = DataSpec(list(range(10)), num_samples=count(10), tokens_per_sample=count(3))
     loader = StepLoader(
-        spec, count(4), max_duration="1ep", micro_batch_size=count(2), seed=count(2**40),
-        rank=count(0), world_size=count(1), num_workers=count(num_workers),
-    )  # fmt: skip
+        spec,
+        count(4),
+        max_duration="1ep",
+        micro_batch_size=count(2),
+        loading={"seed": count(2**40), "num_workers": count(num_workers)},
+        rank=count(0),
+        world_size=count(1),
+    )
     seen = sorted(value for step in loader for micro in step for value in micro.batch.tolist())
     assert seen == list(range(10))
     assert json.loads(json.dumps(loader.state_dict()))["clock"]["token"] == 30
@@ -574,7 +586,7 @@ def test_the_length_of_a_loader_is_its_number_of_steps(
     run: str, policy: Any, last_batch: LastBatch
 ) -> None:
     def make() -> StepLoader:
-        return StepLoader(numbers(10), policy, max_duration=run, last_batch=last_batch)
+        return StepLoader(numbers(10), policy, max_duration=run, loading={"last_batch": last_batch})
 
     loader = make()
     length = len(loader)
@@ -618,7 +630,7 @@ def test_tensors_are_those_of_the_order_at_every_end_of_an_epoch(
 ) -> None:
     order = SampleOrder(10)
     data = TensorDataset(torch.arange(10))
-    for step in StepLoader(data, size, max_duration="9ep", last_batch=last_batch):
+    for step in StepLoader(data, size, max_duration="9ep", loading={"last_batch": last_batch}):
         start = step.timestamp.sample
         found = [int(value) for micro in step for value in micro.batch[0]]
         assert found == [order[start + number] for number in range(step.num_samples)]

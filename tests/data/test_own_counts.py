@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.records import loader_with
 from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec, StepLoader
@@ -81,7 +82,7 @@ def test_a_number_of_tokens_that_is_not_that_of_an_epoch_is_warned_of_once(sized
         listed: Any = [Counts()[index] for index in range(12)]
         data = Counts() if sized else DataLoader(listed, 4, sampler=[*range(12)])
         spec = DataSpec(data, num_tokens=stated)
-        loader = StepLoader(spec, 4, max_duration="2ep", **settings)
+        loader = loader_with(spec, 4, max_duration="2ep", **settings)
         assert sum(step.num_tokens for step in loader) == 120
         return loader
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.data.records import loader_with
 
-from stretto import Horizon, StepLoader
+from stretto import Horizon
 from stretto.errors import DataError
 from stretto.planning import bind_run
 
@@ -25,4 +26,4 @@ def test_a_loader_refuses_a_run_that_is_not_its_own(
     run: object, options: dict[str, str], match: str
 ) -> None:
     with pytest.raises(DataError, match=match):
-        StepLoader(DATA, run, **options)  # type: ignore[arg-type]
+        loader_with(DATA, run, **options)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.policies import cycled, policies
-from tests.data.records import assert_resumes, read
+from tests.data.records import assert_resumes, loader_with, read
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stretto.batching import (
@@ -54,7 +54,11 @@ def test_a_run_that_is_cut_before_any_step_goes_on_as_if_it_had_not_been(
     data = TensorDataset(torch.arange(n))
     assert_resumes(
         lambda: StepLoader(
-            data, policy, max_duration="2ep", last_batch=last_batch, micro_batch_size=micro
+            data,
+            policy,
+            max_duration="2ep",
+            loading={"last_batch": last_batch},
+            micro_batch_size=micro,
         ),
         values,
     )
@@ -249,11 +253,10 @@ def test_any_world_size_and_policy_may_follow_any_other(
                 dataset,
                 cycled(sizes, planned=False),
                 max_duration="2ep",
-                seed=seed,
+                loading={"seed": seed, "last_batch": "carry"},
                 rank=rank,
                 world_size=world,
                 micro_batch_size=micro,
-                last_batch="carry",
             )
             for rank in range(world)
         ]
@@ -333,7 +336,7 @@ def test_an_iterable_is_returned_to_where_it_was(
             kind(lengths),
             cycled(sizes, planned=False),
             max_duration="3ep",
-            last_batch=last_batch,
+            loading={"last_batch": last_batch},
             micro_batch_size=4,
         ),
         values,
@@ -369,7 +372,7 @@ def test_a_shuffled_order_of_a_data_loaders_own_is_repeated() -> None:
     def make() -> StepLoader:
         sampler = torch.utils.data.WeightedRandomSampler([1.0, 2.0, 3.0], 10)
         data = DataLoader(TensorDataset(torch.arange(3)), sampler=sampler, batch_size=4)
-        return StepLoader(data, 3, max_duration="2ep", seed=4)
+        return StepLoader(data, 3, max_duration="2ep", loading={"seed": 4})
 
     assert_resumes(make, values)
 
@@ -411,7 +414,7 @@ def test_another_order_is_refused(change: dict[str, Any], match: str) -> None:
     other: dict[str, Any] = {"data": TensorDataset(torch.arange(10)), "max_duration": "1ep"}
     other |= change
     with pytest.raises(CheckpointError, match=match):
-        StepLoader(other.pop("data"), 4, **other).load_state_dict(state)
+        loader_with(other.pop("data"), 4, **other).load_state_dict(state)
 
 
 def test_another_version_is_refused() -> None:
@@ -449,7 +452,9 @@ def test_a_step_in_hand_is_trained_anew_after_a_resume(kind: Any, last_batch: La
     def make() -> StepLoader:
         data = [*range(11)] if kind is list else kind([4, 2, 5])
         sizes = cycled([3, 2], planned=False)
-        return StepLoader(data, sizes, max_duration="2ep", last_batch=last_batch, seed=1)
+        return StepLoader(
+            data, sizes, max_duration="2ep", loading={"last_batch": last_batch, "seed": 1}
+        )
 
     def contents(step: Step) -> list[list[int]]:
         return [values(micro.batch) for micro in step]
@@ -491,7 +496,7 @@ def test_no_sample_is_lost_where_the_data_fail_inside_a_step(kind: Any) -> None:
 
 @pytest.mark.parametrize("data", [[*range(9)], iter([torch.arange(4), torch.arange(4, 9)])])
 def test_a_step_that_is_taken_back_comes_again(data: Any) -> None:
-    loader = StepLoader(data, 3, max_duration="1ep", shuffle=False)
+    loader = StepLoader(data, 3, max_duration="1ep", loading={"shuffle": False})
     seen: list[int] = []
     for number, step in enumerate(loader):
         if number == 1:
@@ -546,7 +551,7 @@ def test_no_sample_of_a_shuffle_buffer_is_lost() -> None:
 
 
 def test_a_step_that_may_have_been_trained_is_not_saved_silently() -> None:
-    loader = StepLoader(list(range(8)), 2, max_duration="1ep", seed=0)
+    loader = StepLoader(list(range(8)), 2, max_duration="1ep", loading={"seed": 0})
     step = next(loader)
     with pytest.raises(DataError, match=r"finish\(\)"):
         loader.state_dict()
@@ -555,7 +560,7 @@ def test_a_step_that_may_have_been_trained_is_not_saved_silently() -> None:
     trained = loader.state_dict()
     found = []
     for state in (again, trained):
-        other = StepLoader(list(range(8)), 2, max_duration="1ep", seed=0)
+        other = StepLoader(list(range(8)), 2, max_duration="1ep", loading={"seed": 0})
         other.load_state_dict(state)
         found.append(next(other).timestamp.batch)
     assert (step.timestamp.batch, *found) == (0, 0, 1)

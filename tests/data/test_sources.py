@@ -103,7 +103,7 @@ def walk(
             SIZES,
             max_duration="2ep",
             micro_batch_size=4,
-            seed=3,
+            loading={"seed": 3},
             rank=rank,
             world_size=ranks,
         )

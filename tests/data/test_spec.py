@@ -115,7 +115,7 @@ def test_a_data_loader_that_drops_its_last_batch_says_what_happens_to_ours(drop_
     given = DataLoader(numbers(10), batch_size=4, drop_last=drop_last)
     sizes = [4, 4] if drop_last else [4, 4, 2]
     assert [step.num_samples for step in StepLoader(given, 4, max_duration="1ep")] == sizes
-    kept = StepLoader(given, 4, max_duration="1ep", last_batch="keep")
+    kept = StepLoader(given, 4, max_duration="1ep", loading={"last_batch": "keep"})
     assert [step.num_samples for step in kept] == [4, 4, 2]
     stream = DataLoader(Stream(), batch_size=2, drop_last=drop_last)
     sizes = [2] if drop_last else [2, 1]

@@ -60,7 +60,7 @@ def test_what_workers_draw_is_the_same_after_a_resume_and_for_any_number_of_them
             sizes,
             max_duration="2ep",
             micro_batch_size=4,
-            num_workers=workers,
+            loading={"num_workers": workers},
         )
 
     whole = batches(loader(2))
@@ -84,7 +84,12 @@ def test_ranks_do_not_share_their_chance() -> None:
                 torch.cat(step)
                 for step in batches(
                     StepLoader(
-                        Noisy(), 8, max_duration="1ep", num_workers=1, rank=rank, world_size=2
+                        Noisy(),
+                        8,
+                        max_duration="1ep",
+                        loading={"num_workers": 1},
+                        rank=rank,
+                        world_size=2,
                     )
                 )
             ]
@@ -106,7 +111,9 @@ def test_a_worker_start_function_sees_the_data_set_itself() -> None:
 
 
 def test_a_worker_that_dies_is_told_with_what_to_do() -> None:
-    loader = StepLoader(Deadly(), 4, max_duration="1ep", num_workers=1, shuffle=False)
+    loader = StepLoader(
+        Deadly(), 4, max_duration="1ep", loading={"num_workers": 1, "shuffle": False}
+    )
     seen: list[Any] = []
     with pytest.raises(DataError, match="resume"):
         seen.extend(loader)
@@ -138,7 +145,10 @@ def test_a_worker_that_ends_after_its_connection_leaves_no_error_in_a_finalizer(
     ignored: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
     loader = StepLoader(
-        HalfWay(), 4, max_duration="1ep", num_workers=1, shuffle=False, collate_fn=lambda x: x
+        HalfWay(),
+        4,
+        max_duration="1ep",
+        loading={"num_workers": 1, "shuffle": False, "collate_fn": lambda x: x},
     )
     with pytest.raises(DataError, match="ended"):
         next(iter(loader))

@@ -60,7 +60,7 @@ def training_step() -> SupervisedStep:
 
 
 def test_a_collate_function_that_packs_gets_as_many_samples_as_are_asked_about() -> None:
-    loader = StepLoader(data(), 4, max_duration="1ep", collate_fn=pack)
+    loader = StepLoader(data(), 4, max_duration="1ep", loading={"collate_fn": pack})
     batches = example_batches(loader)
     for size in (2, 3, 100):
         assert num_packed(batches(size)) == size
@@ -68,7 +68,7 @@ def test_a_collate_function_that_packs_gets_as_many_samples_as_are_asked_about()
 
 
 def test_the_largest_packed_batch_is_counted_in_samples() -> None:
-    loader = StepLoader(data(), 4, max_duration="1ep", collate_fn=pack)
+    loader = StepLoader(data(), 4, max_duration="1ep", loading={"collate_fn": pack})
     batches = example_batches(loader)
     assert 296 < find_batch_size(training_step(), batches).size <= 300
 

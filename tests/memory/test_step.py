@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from stretto.data import DataSpec, StepLoader
-from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Single
 from stretto.errors import FitError
 from stretto.memory import find_batch_size
 from stretto.memory.step import WholeStep, read, written
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.ranks import Ranks
 from stretto.settings import Stepping
-from stretto.training.stepping.stepper import Stepper
+from stretto.training.stepper import Stepper
 
 
 def loss(model: Any, batch: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def test_its_weights_are_those_of_a_step_of_the_trainer(
     spec = DataSpec.of(list(whole))
     stepper = Stepper(steps[1], spec, settings=Stepping(), strategy=strategy)
     (given,) = StepLoader(
-        list(whole), len(whole), max_duration="1ba", micro_batch_size=4, shuffle=False
+        list(whole), len(whole), max_duration="1ba", micro_batch_size=4, loading={"shuffle": False}
     )
     stepper.gradient(given)
     stepper.update()

@@ -13,8 +13,26 @@ from tests.timing.by_hand import count_by_hand
 from tests.timing.strategies import horizons
 
 from stretto.errors import BatchSizeError
-from stretto.timing import BatchSizes, Horizon, LastBatch
-from stretto.timing.batch_sizes import EqualBatches, constant_batches
+from stretto.timing import BatchSizes, Horizon, LastBatch, Time, Timestamp
+from stretto.timing.horizon import EqualBatches
+
+
+def constant_batches(
+    size: int,
+    num_samples: int | None = None,
+    last_batch: LastBatch = "keep",
+    end_sample: int | None = None,
+) -> EqualBatches:
+    """Return the batches of a run of samples, or of one that has no end among the samples."""
+    horizon = Horizon(
+        "1s" if end_sample is None else Time(end_sample, "sp"),
+        dataset_num_samples=num_samples,
+        batch_sizes=size,
+        last_batch=last_batch,
+    )
+    assert isinstance(horizon.batch_sizes, int)
+    return EqualBatches(horizon, Timestamp(), horizon.batch_sizes)
+
 
 MODES: st.SearchStrategy[LastBatch] = st.sampled_from(get_args(LastBatch))
 
@@ -40,8 +58,8 @@ def test_data_without_a_known_size_are_one_endless_epoch() -> None:
 
 @given(horizons(has_batch_size=True), st.data())
 def test_the_start_of_each_batch_is_that_of_the_run(horizon: Horizon, data: st.DataObject) -> None:
-    sizes = horizon.batch_sizes
-    assert isinstance(sizes, EqualBatches)
+    assert isinstance(horizon.batch_sizes, int)
+    sizes = EqualBatches(horizon, Timestamp(), horizon.batch_sizes)
     counted = count_by_hand(horizon, sizes.size, batches=60)
     for batch, now in enumerate(counted):
         assert sizes.sample_at_batch(batch) == now.sample
@@ -73,7 +91,7 @@ def test_batches_follow_each_other(sizes: EqualBatches) -> None:
     starts = [sizes.sample_at_batch(batch) for batch in range(80)]
     assert starts[0] == 0
     assert all(before < after for before, after in pairwise(starts))
-    is_cut_or_drops = sizes.end_sample is not None or sizes.last_batch == "drop"
+    is_cut_or_drops = sizes.horizon.end_sample is not None or sizes.horizon.last_batch == "drop"
     steps = {after - before for before, after in pairwise(starts)}
     assert is_cut_or_drops or max(steps) <= sizes.size
 
@@ -95,7 +113,7 @@ def test_a_run_that_ends_between_two_batches_cuts_none() -> None:
     assert constant_batches(32, end_sample=64).sample_at_batch(3) == 96
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.0, "32", None, True, [32], np.float64(32)])
+@pytest.mark.parametrize("size", [0, -1, 1.0, "32", True, [32], np.float64(32)])
 def test_sizes_that_cannot_be(size: int) -> None:
     with pytest.raises(BatchSizeError, match="integer"):
         constant_batches(size)

@@ -16,7 +16,6 @@ from tests.timing.strategies import horizons, times, units
 
 from stretto.errors import BatchSizeError, ConversionError, TimeError
 from stretto.timing import Horizon, Time, TimeUnit, convert
-from stretto.timing.batch_sizes import EqualBatches
 
 # Epochs of 1,000 samples and 8,000 tokens, batches of 100 samples, a run of 20 epochs.
 FACTS: dict[str, Any] = {
@@ -168,21 +167,21 @@ def test_an_epoch_is_the_first_batch_that_reaches_it(
 
 @given(horizons(has_batch_size=True), st.data())
 def test_it_agrees_with_the_horizon(known: Horizon, data: st.DataObject) -> None:
-    assert isinstance(known.batch_sizes, EqualBatches)
+    assert isinstance(known.batch_sizes, int)
     horizon = Horizon(
         known.max_duration,
         dataset_num_samples=known.dataset_num_samples,
         dataset_num_tokens=known.dataset_num_tokens,
-        batch_sizes=known.batch_sizes.size,
+        batch_sizes=known.batch_sizes,
         last_batch="drop" if known.last_batch == "drop" else "keep",
     )
-    assert isinstance(horizon.batch_sizes, EqualBatches)
+    assert isinstance(horizon.batch_sizes, int)
     time, unit = data.draw(times()), data.draw(units())
     facts: dict[str, Any] = {
         "dataset_num_samples": horizon.dataset_num_samples,
         "dataset_num_tokens": horizon.dataset_num_tokens,
         "max_training_duration": horizon.max_duration,
-        "batch_size": horizon.batch_sizes.size,
+        "batch_size": horizon.batch_sizes,
         "drop_last": horizon.last_batch == "drop",
     }
     try:

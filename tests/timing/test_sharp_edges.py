@@ -95,7 +95,7 @@ def test_times_of_different_units_meet_on_one_axis() -> None:
 def test_the_state_of_the_clock_is_json() -> None:
     """There it is neither JSON nor can it be loaded with weights only."""
     timer = Timer(Horizon("2ep", dataset_num_samples=100))
-    timer.update(samples=30, tokens=2**60, seconds=0.1)
+    timer.advance(30, tokens=2**60, seconds=0.1)
     state = timer.state_dict()
     assert json.loads(json.dumps(state)) == state
     assert {type(name) for name in state} == {str}
@@ -108,7 +108,7 @@ def test_progress_does_not_depend_on_the_batch_size() -> None:
     for sizes in ([8] * 8, [2, 6, 8, 16, 32], [64]):
         timer = Timer(horizon)
         for size in sizes:
-            timer.update(samples=size)
+            timer.advance(size)
         assert timer.get_elapsed_duration() == 1.0
 
 

@@ -27,7 +27,6 @@ from stretto.timing import (
     Trigger,
     parse_trigger,
 )
-from stretto.timing.batch_sizes import EqualBatches
 
 UNITS = st.sampled_from(TimeUnit)
 
@@ -36,8 +35,8 @@ UNITS = st.sampled_from(TimeUnit)
 def runs(draw: st.DrawFn) -> tuple[Horizon, list[Timestamp]]:
     """A run, with the clock at a random choice of its batches, first and last included."""
     horizon = draw(horizons(has_batch_size=True))
-    assert isinstance(horizon.batch_sizes, EqualBatches)
-    counted = count_by_hand(horizon, horizon.batch_sizes.size, batches=40)
+    assert isinstance(horizon.batch_sizes, int)
+    counted = count_by_hand(horizon, horizon.batch_sizes, batches=40)
     kept = draw(st.sets(st.integers(0, len(counted) - 1)))
     last = len(counted) - 1
     return horizon, [now for number, now in enumerate(counted) if number in {0, last, *kept}]
@@ -142,8 +141,8 @@ def test_either_of_two(
 
 @given(horizons(is_sized=True, has_batch_size=True), st.integers(1, 40))
 def test_a_share_of_the_run_fires_that_often(horizon: Horizon, share: int) -> None:
-    assert isinstance(horizon.batch_sizes, EqualBatches)
-    counted = count_by_hand(horizon, horizon.batch_sizes.size, batches=300)
+    assert isinstance(horizon.batch_sizes, int)
+    counted = count_by_hand(horizon, horizon.batch_sizes, batches=300)
     assume(horizon.is_done(counted[-1]) and horizon.elapsed(counted[-2]) < 1)
     bound = Every(Time(Fraction(1, share), "dur")).bind(horizon)
     fired = sum(bound.count(before, after) for before, after in pairwise(counted))

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from stretto.batching import DoublingRamp, Fixed, Seesaw
+from stretto.batching import DoublingRamp, Seesaw
 from stretto.errors import TrainingError
 from stretto.schedules import Cosine, StepDecay
 from stretto.timing import At, Every, Time
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run
 from stretto.training.algorithms import LayerFreezing
-from stretto.training.settings import Timed
+from stretto.training.settings import scaled
 
 Make = Callable[..., Any]
 
@@ -92,8 +92,7 @@ def test_a_pair_stays_a_pair(problem: Make) -> None:
 
 
 def test_flushes_are_scaled_too() -> None:
-    given = Timed("4ep", Fixed(8), {}, (), None, Logging("8ba", flush="1m"), ())
-    assert given.scaled(0.5).log == Logging(Every("4ba"), Every("30s"))
+    assert scaled(Logging("8ba", flush="1m"), 0.5) == Logging(Every("4ba"), Every("30s"))
 
 
 @pytest.mark.parametrize("ratio", [0, -1])

@@ -10,7 +10,8 @@ from stretto.config.run import RunConfig
 from stretto.config.training import build_finding
 from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size, find_num_ranks
-from stretto.memory.search import MAXIMUM, NothingFitsError
+from stretto.memory.answer import NothingFitsError
+from stretto.memory.finder import MAXIMUM
 from stretto.report.memory import answers_table, memory_table
 from stretto.settings import DATA_DIMENSIONS
 

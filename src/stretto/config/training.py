@@ -24,12 +24,12 @@ from stretto.config.targets import Target, accepts, bound_target, call_target, i
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.data import DataSpec, StepLoader
-from stretto.distributed.ranks import Ranks, find_device
 from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.runtime.gradients import is_fully_sharded
+from stretto.runtime.ranks import Ranks, find_device
+from stretto.runtime.sharded import is_fully_sharded
 from stretto.timing import Every
 from stretto.training import (
     Callback,
@@ -43,7 +43,7 @@ from stretto.training import (
     WandbLogger,
 )
 from stretto.training.criterion import as_loss
-from stretto.training.stepping.fitting import FoundMaximum, keeps_gradients_apart
+from stretto.training.fitting import FoundMaximum, keeps_gradients_apart
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -476,8 +476,8 @@ def _measures_noise(config: RunConfig, spec: DataSpec) -> bool:
 
 def _examples(config: RunConfig, spec: DataSpec) -> Any:
     if spec.is_map_style:
-        collate = make_loading(config).collate_fn
-        loader = StepLoader(spec, 1, max_duration="1ba", collate_fn=collate, rank=0, world_size=1)
+        loading = make_loading(config)
+        loader = StepLoader(spec, 1, max_duration="1ba", loading=loading, rank=0, world_size=1)
         return example_batches(loader)
     for batch in spec.data:
         return resizable(spec, batch)

@@ -24,10 +24,11 @@ from stretto.data.fetch import (
 )
 from stretto.data.indices import IndexStream
 from stretto.data.spec import DataSpec
-from stretto.data.workers import Element, Workers, start_workers
+from stretto.data.workers import Element, pins_memory, start_workers
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder, stream_start
 from stretto.planning import PlannedBatch
+from stretto.settings import Loading
 
 _MOST_AHEAD = 1 << 14
 """Indices that are cut into batches at once."""
@@ -42,9 +43,8 @@ class MapSource:
     order: SampleOrder
     part: Part
     fetch: Fetch
-    workers: Workers
-    is_keyed: bool
-    """Whether randomness inside samples is keyed by epoch and index."""
+    loading: Loading
+    """Its settings, with those of a given `DataLoader`."""
 
     def stream(self) -> IndexStream:
         """Return the indices that this rank reads."""
@@ -52,7 +52,7 @@ class MapSource:
             self.order,
             rank=self.part.rank,
             world_size=self.part.world_size,
-            with_epoch=self.is_keyed,
+            with_epoch=self.loading.keyed_randomness,
         )
 
     def place(self, position: int) -> int:
@@ -63,10 +63,10 @@ class MapSource:
         self, elements: Iterator[Element], *, uncollated: bool = False
     ) -> Iterator[Any]:
         """Yield the batches of `elements`, or bundles of samples, which workers fetch ahead."""
-        fetch, workers = self.fetch, self.workers
+        fetch, loading = self.fetch, self.loading
         if uncollated:
-            fetch, workers = fetch.uncollated(), replace(workers, pin_memory=False)
-        batches = start_workers(fetch, elements, workers, seed=self.order.seed, rank=self.part.rank)
+            fetch, loading = fetch.uncollated(), replace(loading, pin_memory=False)
+        batches = start_workers(fetch, elements, loading, self.spec.data, rank=self.part.rank)
         try:
             yield from batches
         except IndexError as error:
@@ -87,7 +87,7 @@ class MapSource:
 def direct_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
     """Fetch each micro-batch in the main process, at the step."""
     stream, fetch, part = source.stream(), source.fetch, source.part
-    world, pins = part.world_size, source.workers.pins
+    world, pins = part.world_size, pins_memory(source.loading)
     size = after = 0
     rows: Iterator[Tensor] = iter(())
     for plan, start in plans:
@@ -152,7 +152,7 @@ def sample_steps(
         end: the position at which the run ends; None if unknown.
         plans: the decided batches.
     """
-    stream, part, pins = source.stream(), source.part, source.workers.pins
+    stream, part, pins = source.stream(), source.part, pins_memory(source.loading)
     last = None if end is None else source.place(end)
     bundles: Iterator[Any] | None = None
     samples: deque[Any] = deque()

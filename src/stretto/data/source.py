@@ -19,14 +19,14 @@ from stretto.data.chunks import (
 )
 from stretto.data.fetch import Fetch, Part, Steps
 from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
-from stretto.data.ranks import gathered
 from stretto.data.spec import DataSpec, check_workers, is_one_shot, sampler_of
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
-from stretto.data.workers import Workers, batched
+from stretto.data.workers import batched, merged, pins_memory
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder
 from stretto.planning import Prepared, bind_run
 from stretto.runtime.random_state import kept_generators
+from stretto.settings import Loading
 from stretto.timing import Horizon, LastBatch, TimeLike, Timestamp, TimeUnit
 
 
@@ -42,7 +42,9 @@ def prepared_for(
         DataError: the run has other data, or its length is given twice or not at all.
     """
     if isinstance(batch_size, Prepared):
-        _check_run(batch_size, spec, {"max_duration": max_duration, "last_batch": last_batch})
+        same = last_batch == batch_size.horizon.last_batch
+        own = {"max_duration": max_duration, "last_batch": None if same else last_batch}
+        _check_run(batch_size, spec, own)
         return batch_size
     if max_duration is None:
         raise DataError.bad("max_duration", None, "a run needs a length", "write '90ep'")
@@ -125,40 +127,38 @@ class Source:
 def make_source(
     spec: DataSpec,
     run: Prepared,
-    workers: Workers,
+    loading: Loading,
     part: Part,
-    *,
-    seed: int,
-    shuffle: bool | None,
-    is_keyed: bool,
 ) -> Source:
     """Return the source of this rank's part of the data.
 
     Raises:
         DataError: the data cannot be read in this way.
     """
-    _check_whole(spec, workers, is_keyed=is_keyed)
-    workers = workers.merged(spec.data)
+    _check_whole(spec, loading)
+    loading = merged(loading, spec.data)
     # At least 128 samples, in whole micro-batches.
     micro_batch = part.micro_batch_size or 1
     chunk_size = -(-LEAST_CHUNK // micro_batch) * micro_batch
     if not spec.is_map_style:
-        _check_iterable(spec, run.horizon, is_keyed=is_keyed)
-        check_workers(spec, workers.num_workers)
-        batches, own_rank = batched(spec, workers, chunk_size), part.rank if spec.sharded else 0
-        chunks = ChunkSource(spec, batches, seed=seed, rank=own_rank)
+        _check_iterable(spec, run.horizon, loading)
+        check_workers(spec, loading.num_workers)
+        batches, own_rank = batched(spec, loading, chunk_size), part.rank if spec.sharded else 0
+        chunks = ChunkSource(spec, batches, seed=loading.seed, rank=own_rank)
         stream: Stream = SameStream(chunks, spec, part)
         if spec.sharded:
-            stream = OwnStreams(chunks, spec, part, partial(gathered, part))
-        steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon, pins=workers.pins)
+            stream = OwnStreams(chunks, spec, part, part.ranks.gather_dp)
+        steps: Steps = partial(
+            cut_steps, stream, chunks.kind, run.horizon, pins=pins_memory(loading)
+        )
         return Source(steps, None, chunks, spec, part)
-    order = SampleOrder(len(spec.dataset), seed, is_shuffled(spec, asked=shuffle))
-    keyed_seed = seed if is_keyed else None
-    fetch = Fetch(spec.dataset, workers.collate_fn, get_batch=spec.get_batch, keyed_seed=keyed_seed)
-    source = MapSource(spec, order, part, fetch, workers, is_keyed)
+    order = SampleOrder(len(spec.dataset), loading.seed, is_shuffled(spec, asked=loading.shuffle))
+    keyed_seed = loading.seed if loading.keyed_randomness else None
+    fetch = Fetch(spec.dataset, loading.collate_fn, get_batch=spec.get_batch, keyed_seed=keyed_seed)
+    source = MapSource(spec, order, part, fetch, loading)
     # Indexing tensors is faster than any worker; `get_batch` does not give single samples.
     is_direct = fetch.tensors is not None or (fetch.reads_whole and not run.is_planned)
-    if is_direct or not workers.num_workers:
+    if is_direct or not loading.num_workers:
         return Source(partial(direct_steps, source), source, None, spec, part)
     if run.is_planned:
         return Source(partial(planned_steps, source), source, None, spec, part, looks_ahead=True)
@@ -178,17 +178,18 @@ def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:
     return not isinstance(spec.data, DataLoader) or isinstance(sampler_of(spec.data), RandomSampler)
 
 
-def _check_whole(spec: DataSpec, workers: Workers, *, is_keyed: bool) -> None:
+def _check_whole(spec: DataSpec, loading: Loading) -> None:
     """Refuse settings of single samples beside `get_batch`."""
-    given = {"collate_fn": workers.collate_fn, "keyed_randomness": is_keyed or None}
+    keyed = loading.keyed_randomness or None
+    given = {"collate_fn": loading.collate_fn, "keyed_randomness": keyed}
     for name, value in given.items():
         if spec.get_batch is not None and value is not None:
             why = "get_batch of the DataSpec makes whole batches"
             raise DataError.bad(name, value, why, "leave one of the two out")
 
 
-def _check_iterable(spec: DataSpec, horizon: Horizon, *, is_keyed: bool) -> None:
-    if is_keyed:
+def _check_iterable(spec: DataSpec, horizon: Horizon, loading: Loading) -> None:
+    if loading.keyed_randomness:
         why, instead = "samples of an iterable have no index", "use stretto.data.sample_seed there"
         raise DataError.bad("keyed_randomness", value=True, why=why, instead=instead)
     run = horizon.max_duration

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any, TypeAlias, final
 
 import torch
@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from stretto.data.fetch import Fetch
 from stretto.data.indices import sample_seed, seed_generators
-from stretto.data.spec import Collate, DataSpec
-from stretto.errors import DataError, shown
-from stretto.timing.grammar import checked_whole
+from stretto.data.spec import DataSpec
+from stretto.errors import DataError
+from stretto.settings import Loading
 
 Element: TypeAlias = tuple[int, list[int]]
 """What a worker fetches at once: the start in the rank's stream, and indices."""
@@ -27,64 +27,32 @@ Element: TypeAlias = tuple[int, list[int]]
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """How samples are fetched; None means the setting of the `DataLoader`, if given.
+def merged(loading: Loading, data: Any) -> Loading:
+    """Return the settings with None replaced by those of `data`, if it is a `DataLoader`.
 
-    >>> Workers(num_workers=2).merged([1, 2, 3]).num_workers
+    >>> merged(Loading(num_workers=2), DataLoader([1, 2, 3])).num_workers
     2
-
-    Raises:
-        DataError: a number is out of range.
     """
+    if not isinstance(data, DataLoader):
+        return loading
+    names = ("num_workers", "prefetch_factor", "pin_memory", "collate_fn")
+    own = {name: getattr(data, name) for name in names if getattr(loading, name) is None}
+    if not own.get("num_workers", loading.num_workers):
+        own["prefetch_factor"] = None  # nothing is fetched ahead
+    return replace(loading, **own)
 
-    num_workers: int | None = None
-    """Processes that fetch; 0: the main process fetches."""
-    prefetch_factor: int | None = None
-    """Elements that each worker fetches ahead."""
-    pin_memory: bool | None = None
-    """Whether batches are copied to pinned memory; of no effect without an accelerator."""
-    collate_fn: Collate | None = None
-    """Makes a batch of a list of samples; None: torch's default."""
-    worker_init_fn: Callable[[int], None] | None = None
-    timeout: float | None = None
-    multiprocessing_context: Any = None
 
-    def __post_init__(self) -> None:
-        for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
-            value = getattr(self, name)
-            if value is not None:
-                what = f"use {name}={shown(value)}"
-                instead = "write a number such as 2, or leave it out"
-                checked_whole(value, DataError, what, instead, least=least)
-        if self.prefetch_factor is not None and self.num_workers == 0:
-            why, instead = "nothing is fetched ahead without workers", "write num_workers=2"
-            raise DataError.bad("prefetch_factor", self.prefetch_factor, why, instead)
-
-    def merged(self, data: Any) -> Workers:
-        """Return the settings with None replaced by those of `data`, if it is a `DataLoader`."""
-        if not isinstance(data, DataLoader):
-            return self
-        settings = {one.name: getattr(self, one.name) for one in fields(self)}
-        for name, value in settings.items():
-            settings[name] = getattr(data, name) if value is None else value
-        if not settings["num_workers"]:  # nothing is fetched ahead, or waited for
-            settings |= {"prefetch_factor": None, "timeout": 0, "multiprocessing_context": None}
-        return Workers(**settings)
-
-    @property
-    def pins(self) -> bool:
-        """Whether batches go to pinned memory."""
-        return bool(self.pin_memory) and torch.accelerator.is_available()
+def pins_memory(loading: Loading) -> bool:
+    """Return whether batches go to pinned memory."""
+    return bool(loading.pin_memory) and torch.accelerator.is_available()
 
 
 def start_workers(
     fetch: Fetch,
     elements: Iterator[Element],
-    workers: Workers,
+    loading: Loading,
+    data: Any,
     *,
-    seed: int,
     rank: int,
 ) -> Iterator[Any]:
     """Return an iterator over the batches of `elements`, fetched ahead by workers.
@@ -92,21 +60,23 @@ def start_workers(
     One iterator serves the whole run: workers start once, not for each epoch (1.26 times the
     throughput for short epochs). Torch's global generator is not used. A worker seeds its
     generators for each element by the seed, the rank and the element's place. So random
-    augmentation is the same after a resume and for any number of workers.
+    augmentation is the same after a resume and for any number of workers. What only torch's loader
+    has (`worker_init_fn`, `timeout`, `multiprocessing_context`) is taken from `data`, if it is one.
     """
+    own = data if isinstance(data, DataLoader) else None
     generator = torch.Generator()
-    generator.manual_seed(sample_seed(seed, -1, rank))
+    generator.manual_seed(sample_seed(loading.seed, -1, rank))
     loader: DataLoader[Any] = DataLoader(
-        _Seeded(fetch, seed, rank),  # type: ignore[arg-type]  # a data set of whole batches
+        _Seeded(fetch, loading.seed, rank),  # type: ignore[arg-type]  # a data set of whole batches
         sampler=elements,
         batch_size=None,
         collate_fn=_as_it_is,
-        num_workers=workers.num_workers or 0,
-        prefetch_factor=workers.prefetch_factor,
-        pin_memory=workers.pins,
-        worker_init_fn=_WorkerStart(workers.worker_init_fn, fetch.dataset),
-        timeout=workers.timeout or 0,
-        multiprocessing_context=workers.multiprocessing_context,
+        num_workers=loading.num_workers or 0,
+        prefetch_factor=loading.prefetch_factor,
+        pin_memory=pins_memory(loading),
+        worker_init_fn=_WorkerStart(None if own is None else own.worker_init_fn, fetch.dataset),
+        timeout=0 if own is None else own.timeout,
+        multiprocessing_context=None if own is None else own.multiprocessing_context,
         generator=generator,
     )
     batches = iter(loader)
@@ -131,24 +101,24 @@ def start_workers(
         yield batch
 
 
-def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
+def batched(spec: DataSpec, loading: Loading, chunk_size: int) -> Iterable[Any]:
     """Return the batches of an iterable; a torch `IterableDataset` yields samples."""
     data = spec.data
     if isinstance(data, IterableDataset):
         return DataLoader(
             data,
             batch_size=chunk_size,
-            num_workers=workers.num_workers or 0,
-            prefetch_factor=workers.prefetch_factor,
-            collate_fn=workers.collate_fn,
+            num_workers=loading.num_workers or 0,
+            prefetch_factor=loading.prefetch_factor,
+            collate_fn=loading.collate_fn,
             worker_init_fn=_WorkerStart(),
         )
     is_loader = isinstance(data, DataLoader)
     own = (data.num_workers, data.collate_fn) if is_loader else (0, None)
-    if (workers.num_workers or 0) != own[0]:
-        raise _not_here("num_workers", workers.num_workers, data)
-    if workers.collate_fn is not own[1]:
-        raise _not_here("collate_fn", workers.collate_fn, data)
+    if (loading.num_workers or 0) != own[0]:
+        raise _not_here("num_workers", loading.num_workers, data)
+    if loading.collate_fn is not own[1]:
+        raise _not_here("collate_fn", loading.collate_fn, data)
     if is_loader and data.num_workers > 1 and not data.in_order:
         why, instead = "batches then come in an order that no resume can repeat", "leave it out"
         raise DataError.bad("in_order", value=False, why=why, instead=instead)

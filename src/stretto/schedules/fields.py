@@ -29,9 +29,8 @@ from typing import (
 from stretto._foreign import check_foreign
 from stretto.errors import Argument, ScheduleError, StrettoError, nearest, shown
 from stretto.timing import Time, TimeLike, TimeUnit
-from stretto.timing.conversion import rounded
 from stretto.timing.grammar import exact, is_number
-from stretto.timing.time import Number
+from stretto.timing.time import Number, rounded
 
 
 class Check(NamedTuple):

@@ -23,14 +23,19 @@ from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights
 from stretto.data import DataSpec, StepLoader
 from stretto.distributed.mesh import Mesh
-from stretto.distributed.ranks import Plain, Ranks, plain
 from stretto.distributed.strategy import Strategy, strategy_on
 from stretto.errors import CheckpointError, PlanError, StrettoError, TrainingError
-from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
+from stretto.optim.hyperparameters import (
+    as_one_schedule,
+    check_names,
+    joined,
+    read_schedules,
+)
 from stretto.planning import Plan, bind_run
 from stretto.planning.bind import check_tokens
 from stretto.run import Run
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
 from stretto.settings import (
     Checkpointing,
@@ -41,7 +46,7 @@ from stretto.settings import (
     one_of,
     read_settings,
 )
-from stretto.timing import Horizon, TimeLike, Timer, Trigger
+from stretto.timing import Horizon, Time, TimeLike, Timer, Trigger, parse_trigger
 from stretto.timing.time import Number
 from stretto.training.callback import Callback, Events, overrides
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run
@@ -55,24 +60,37 @@ from stretto.training.checkpointing.state import (
     parts_of,
     share_random_state,
 )
-from stretto.training.checks import check_listeners, check_parts, given_size, read_evaluations
+from stretto.training.checks import (
+    check_listeners,
+    check_parts,
+    check_ratio,
+    given_size,
+    read_evaluations,
+)
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
-from stretto.training.describe import BuiltWith, compare_ranks, describe
-from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluator
+from stretto.training.describe import BuiltWith, Plain, compare_ranks, describe, plain
+from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluations, Evaluator
 from stretto.training.evaluation.metrics import check_merging
 from stretto.training.evaluation.weights import TrainingWeights
-from stretto.training.logs.console import ConsoleLogger, has_terminal
-from stretto.training.logs.recorder import Recorder
-from stretto.training.loop import Loop, raise_for
-from stretto.training.settings import Logging, LossFunction, Timed
-from stretto.training.stepping.fitting import (
+from stretto.training.fitting import (
     FoundMaximum,
     find_fitting,
     keeps_gradients_apart,
     largest_share,
     with_found_maximum,
 )
-from stretto.training.stepping.stepper import Stepper
+from stretto.training.logs.console import ConsoleLogger, has_terminal
+from stretto.training.logs.recorder import Recorder
+from stretto.training.loop import Loop, Stops, raise_for
+from stretto.training.settings import (
+    Evaluation,
+    Logging,
+    LossFunction,
+    named_callbacks,
+    named_settings,
+    scaled,
+)
+from stretto.training.stepper import Stepper
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -186,8 +204,8 @@ class Trainer:
         computing = Computing(
             precision=precision, clip_norm=clip_norm, compile=compile, device=device
         )
-        evaluations = read_evaluations(evaluate)
         check_parts(model, optimizer, loss, computing, stepping)
+        evaluations = read_evaluations(evaluate)
         check_listeners(model, evaluations, callbacks)
         called = as_loss(loss, stepping.loss_reduction) if callable(loss) else None
         if isinstance(called, CriterionLoss) and called.is_over_targets:
@@ -196,18 +214,24 @@ class Trainer:
         sizes, schedules, rule = paired(given_size(batch_size, train_data), schedules, rule)
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
-        log = read_settings(Logging, log, "log")
-        timed = Timed(max_duration, sizes, schedules, evaluations, checkpoint, log, callbacks)
-        timed = timed if scale_schedule is None else timed.scaled(scale_schedule)
+        named = named_settings(evaluations, checkpoint, read_settings(Logging, log, "log"))
+        if scale_schedule is not None:
+            schedules = {name: as_one_schedule(one) for name, one in schedules.items()}
+            given = Time(max_duration), sizes, schedules, named, callbacks
+            stretched = scaled(given, check_ratio(scale_schedule))
+            max_duration, sizes, schedules, named, callbacks = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
-        self.callbacks = tuple(timed.callbacks)
+        self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are called."""
         self._is_training = self._is_resumed = False
+        self._settings: dict[str, Plain] = {}
+        """The description of the run, which `_describe` fills."""
         self.changes: tuple[str, ...] = ()
         """The settings that differ from those of the checkpoint that was resumed, a line each."""
         self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
-        inner = model.model if isinstance(model, TrainStep) else model
-        self._strategy = strategy_on(mesh, strategy, inner, ranks)
+        self._strategy = strategy_on(
+            mesh, strategy, model.model if isinstance(model, TrainStep) else model, ranks
+        )
         self.step = make_step(
             model,
             optimizer,
@@ -222,56 +246,62 @@ class Trainer:
         self.optimizer = joined(self.step.optimizers)
         """The optimizer; of several one that has the parameter groups of all, in order."""
         spec = DataSpec.of(train_data)
-        if any(callback.changes_tokens for callback in self.callbacks):
-            spec = replace(spec, tokens_vary=True)
-        for one in self.step.optimizers:
-            restore_base_values(one)  # an earlier run may have scheduled other values
+        spec = (
+            replace(spec, tokens_vary=True)
+            if any(one.changes_tokens for one in self.callbacks)
+            else spec
+        )
         self._built = BuiltWith(self.optimizer)
-        self._settings: dict[str, Plain] = {}
-        """The description of the run, which `_describe` fills."""
         self._described = partial(
             describe,
             spec,
             self.step,
-            timed,
+            named,
             optimizer=self.optimizer,
-            loading=loading,
-            computing=computing,
-            rule=None if rule is None else as_rule(rule),
-            stepping=stepping,
+            schedules=schedules,
+            settings=(loading, computing, stepping),
+            callbacks=self.callbacks,
             ranks=ranks,
+            max_duration=str(max_duration),
+            batch_size=sizes,
+            rule=None if rule is None else as_rule(rule),
             micro_batch_size=micro_batch_size,
             mesh=self._strategy.mesh,
             idle_ranks=idle_ranks,
             folder=None if folder is None else "given",
         )
         if ranks.world_size > 1:
-            self._describe(timed.batch_size)
+            self._describe(sizes)
             compare_ranks(self._settings, self.step, self.callbacks, ranks)
+        listening = named_callbacks(self.callbacks, named)
         self.run = self._bound(
             spec,
-            timed,
+            sizes,
+            max_duration,
+            schedules=schedules,
+            every={name: one.every for name, one in [*named.items(), *listening.items()]},
             loading=loading,
             rule=rule,
             micro_batch_size=micro_batch_size,
             idle_ranks=idle_ranks,
         )
         """What every event of a callback gets."""
-        events = Events(self.callbacks, self.run)
-        self._prepare_callbacks(events, saves=checkpoint is not None)
+        events = self._prepared_events(saves=checkpoint is not None)
         self._refusal = self._refused()
         self.fitting = self._fitting() if micro_batch_size == "auto" else None
         """How the micro-batch size was found; None if it was given."""
-        self._make_loop(timed, stepping, events)
+        self._make_loop(named, listening, stepping, events)
 
-    def _prepare_callbacks(self, events: Events, *, saves: bool) -> None:
+    def _prepared_events(self, *, saves: bool) -> Events:
         """Build the callbacks, and refuse state that a checkpoint cannot hold."""
+        events = Events(self.callbacks, self.run)
         if saves:
             check_texts(self.callbacks)
         events.tell("on_build")  # before a search for what fits: a callback may allocate memory
         check_states({**callback_parts(self.callbacks), "step": self.step})
         transforms = events.listeners("transform_batch")
         self.step.transforms = [partial(call, self.run) for call in transforms]
+        return events
 
     def _fitting(self) -> Answer:
         """Find the micro-batch size."""
@@ -293,32 +323,34 @@ class Trainer:
     def _bound(
         self,
         spec: DataSpec,
-        timed: Timed,
+        policy: BatchSizePolicy,
+        max_duration: TimeLike,
         *,
+        schedules: Mapping[str, Any],
+        every: Mapping[str, Any],
         loading: Loading,
         rule: RuleLike | None,
         micro_batch_size: MicroBatchSize,
         idle_ranks: bool,
     ) -> Run:
         """Return the run, bound to its data, optimizers and ranks."""
-        policy = timed.batch_size
         self.found_maximum: FoundMaximum | None = None
         """The size that was found for `max_batch_size="auto"`, and how; None if it was given."""
         if awaits_maximum(policy):
             policy, self.found_maximum = with_found_maximum(
                 policy,
                 spec,
-                timed.max_duration,
+                max_duration,
                 partial(find_fitting, self.step, ranks=self._ranks),
                 ranks=self._ranks,
                 measures=self._keeps_gradients_apart,
                 collate_fn=loading.collate_fn,
             )
         bound = bind_run(
-            spec.horizon(timed.max_duration, loading.last_batch),
+            spec.horizon(max_duration, loading.last_batch),
             policy,
-            schedules=read_schedules(self.optimizer, timed.schedules),
-            triggers=timed.triggers,
+            schedules=read_schedules(self.optimizer, schedules),
+            triggers=every,
             rule=rule,
         )
         run = Run(
@@ -333,13 +365,21 @@ class Trainer:
         )
         return run.bind(self.step.optimizers, strategy=self._strategy)
 
-    def _make_loop(self, timed: Timed, stepping: Stepping, events: Events) -> None:
+    def _make_loop(
+        self,
+        named: Mapping[str, Any],
+        listening: Mapping[str, Callback],
+        stepping: Stepping,
+        events: Events,
+    ) -> None:
         """Build what trains the run, and what of it a checkpoint keeps."""
-        run, step, ranks, log = self.run, self.step, self._ranks, timed.log
+        run, step, ranks, log = self.run, self.step, self._ranks, named["log"]
+        checkpoint = named.get("checkpoint")
+        evaluations = [one for one in named.values() if isinstance(one, Evaluation)]
         if ranks.world_size > 1:
-            for one in timed.evaluations:
+            for one in evaluations:
                 check_merging(one.metrics)
-        run.watch("flush", log.flush_trigger.bind(run.horizon))
+        run.watch("flush", parse_trigger(log.flush).bind(run.horizon))
         stepper = Stepper(
             step,
             run.spec,
@@ -350,30 +390,15 @@ class Trainer:
             micro_batch_size=run.loader.micro_batch_size,
             is_found=self.fitting is not None,
         )
-        evaluators = [
-            Evaluator(
-                settings,
-                self.model,
-                loss=step.loss,
-                loss_is_sum=step.loss_reduction == "sum",
-                count=stepper.count,
-                autocast=step.autocast,
-                batch_size=run.loader.micro_batch_size or _EVALUATION_BATCH,
-                collate_fn=run.loading.collate_fn,
-                strategy=self._strategy,
-            )
-            for settings in timed.evaluations
-        ]
-        best = Best(timed.checkpoint, timed.evaluations)
         is_shown = ranks.is_first and (has_terminal() if log.console is None else log.console)
         folder = None if self.folder is None else str(self.folder)
         given = self._settings if log.config is None else dict(log.config)
         recorder = Recorder(
             run,
             log.loggers,
-            console=ConsoleLogger(run.horizon.max_duration)
-            if is_shown and ranks.is_first
-            else None,
+            events=events,
+            largest_piece=stepper.retry.largest_piece,
+            console=ConsoleLogger(run.horizon.max_duration) if is_shown else None,
             config=ChainMap({"folder": folder}, given),
         )
         if self._weights.optimizers:
@@ -381,6 +406,28 @@ class Trainer:
             recorder.facts["evaluates_with"] = " and ".join(f"{name}.eval()" for name in names)
         if self.fitting is not None and self.fitting.peak is not None:
             recorder.facts["predicted_memory_bytes"] = self.fitting.peak
+        measuring = Evaluations(
+            run,
+            [
+                Evaluator(
+                    one,
+                    self.model,
+                    loss=step.loss,
+                    loss_is_sum=step.loss_reduction == "sum",
+                    count=stepper.count,
+                    autocast=step.autocast,
+                    batch_size=run.loader.micro_batch_size or _EVALUATION_BATCH,
+                    collate_fn=run.loading.collate_fn,
+                    strategy=self._strategy,
+                )
+                for one in evaluations
+            ],
+            best=Best(checkpoint, evaluations),
+            metric=followed_metric(run.loader.reads, metrics_of(evaluations)),
+            weights=self._weights,
+            events=events,
+            recorder=recorder,
+        )
         self._setup = Setup(run, self._settings, self._built)
         parts = parts_of(
             step,
@@ -389,29 +436,36 @@ class Trainer:
             retry=stepper.retry,
             recorder=recorder,
             callbacks=callback_parts(self.callbacks),
-            evaluators=evaluators,
-            best=best,
+            evaluations=measuring,
             setup=self._setup,
             strategy=self._strategy,
         )
+        stops = Stops(run)
         saver = Saver(
-            timed.checkpoint,
-            self.folder,
+            checkpoint,
+            run,
             parts=parts,
             model=step.model,
             strategy=self._strategy,
             recorder=recorder,
-            best=best,
+            best=measuring.best,
+            events=events,
+            agree_to_stop=stops.agree,
         )
         self._loop = Loop(
             run=run,
             stepper=stepper,
             recorder=recorder,
+            evaluations=measuring,
             saver=saver,
-            evaluators=evaluators,
-            best=best,
-            weights=self._weights,
-            metric=followed_metric(run.loader.reads, metrics_of(timed.evaluations)),
+            due={
+                **{name: partial(one.on_due, run) for name, one in listening.items()},
+                "log": recorder.log,
+                **{one.name: partial(measuring.measure, one.name) for one in evaluations},
+                "checkpoint": saver.save_due,
+                "flush": recorder.flush,
+            },
+            stops=stops,
             non_finite=stepping.non_finite,
             events=events,
             ranks=ranks,
@@ -488,7 +542,7 @@ class Trainer:
     @property
     def best(self) -> BestEvaluation | None:
         """The best evaluation so far, by `Checkpointing(monitor=...)`; None before the first."""
-        best, folder = self._loop.best, self._loop.saver.folder
+        best, folder = self._loop.evaluations.best, self._loop.saver.folder
         if best.monitor is None or best.sample is None or folder is None:
             return None
         return BestEvaluation(checkpoint_path(folder, best.sample), best.monitor, best.value)
@@ -555,16 +609,16 @@ class Trainer:
                 run_id=self._setup.run_id,
             )
             loop.saver.submit()
-            held.enter_context(loop.interrupts)
+            held.enter_context(loop.stops)
             self.model.train()
             loop.stepper.clear()  # a gradient from before is no part of the first batch
             share_random_state(self._strategy)
             self._weights.train()
-            with loop.events.fit(), self._ranks.peers.meeting(inside_a_pass=True):
+            with loop.events.fit(), self._ranks.monitor.watch(inside_a_pass=True):
                 loop.train()
                 self._weights.eval()  # what is trained is used next
         if on_signal == "raise":
-            raise_for(loop.signal or loop.interrupts.received)
+            raise_for(loop.stops.signal or loop.stops.received)
 
     def _check_outside(self, what: str, call: str) -> None:
         """Refuse a call from a callback."""
@@ -602,10 +656,7 @@ class Trainer:
                 message = f"{type(one).__name__}.on_evaluation_start is not called by evaluate(); "
                 message += "what changes the model for an evaluation belongs in evaluating()"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
-        record: dict[str, float] = {}
-        for evaluator in self._loop.evaluators:
-            record |= self._loop.look(evaluator)
-        return record
+        return self._loop.evaluations.look()
 
     def resume(self, path: str | Path = "latest", *, unpickle: bool = False) -> Path | None:
         """Continue from a checkpoint. Every rank must call it.

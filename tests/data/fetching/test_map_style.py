@@ -12,9 +12,10 @@ from torch.utils.data import TensorDataset
 from stretto.data import DataSpec
 from stretto.data.fetch import Fetch, FetchedStep, Part, Plans
 from stretto.data.map_style import MapSource, sample_steps
-from stretto.data.workers import Workers
 from stretto.ordering import SampleOrder, evenly, share
 from stretto.planning import PlannedBatch
+from stretto.runtime import Ranks
+from stretto.settings import Loading
 from stretto.timing import Timestamp
 
 
@@ -31,7 +32,7 @@ def fetched_steps(
 ) -> list[FetchedStep]:
     data = TensorDataset(torch.arange(n))
     order = SampleOrder(n, 1)
-    source = MapSource(DataSpec(data), order, part, Fetch(data), Workers(), is_keyed=False)
+    source = MapSource(DataSpec(data), order, part, Fetch(data), Loading())
     return list(sample_steps(source, bundle_size, end, batches))
 
 
@@ -51,7 +52,9 @@ def test_ranks_have_equally_many_micro_batches(
     end = start + sum(skipped + size for skipped, size in sizes)
     known_end = data.draw(st.sampled_from([None, end, end + 7]))
     by_rank = [
-        fetched_steps(n, Part(rank, world, micro), bundle_size, known_end, plans(start, sizes))
+        fetched_steps(
+            n, Part(Ranks.of(rank, world), micro), bundle_size, known_end, plans(start, sizes)
+        )
         for rank in range(world)
     ]
     order = SampleOrder(n, 1)

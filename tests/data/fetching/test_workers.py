@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests.data.policies import cycled
-from tests.data.records import assert_resumes, read
+from tests.data.records import assert_resumes, loader_with, read
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -84,10 +84,14 @@ def generators() -> tuple[Any, ...]:
 def test_workers_change_nothing_but_where_samples_are_fetched(planned: bool, rank: int) -> None:
     def make(num_workers: int) -> StepLoader:
         return StepLoader(
-            Numbers(70), cycled([5, 41, 2, 17], planned=planned), max_duration="2ep",
-            micro_batch_size=4, rank=rank, world_size=2, num_workers=num_workers,
-            last_batch="carry",
-        )  # fmt: skip
+            Numbers(70),
+            cycled([5, 41, 2, 17], planned=planned),
+            max_duration="2ep",
+            micro_batch_size=4,
+            rank=rank,
+            world_size=2,
+            loading={"num_workers": num_workers, "last_batch": "carry"},
+        )
 
     with_workers = steps(make(2))
     assert with_workers == steps(make(0))
@@ -104,7 +108,7 @@ def test_the_size_is_decided_at_the_step_however_far_workers_are_ahead(
     wanted: list[int] = []
     loader = StepLoader(
         Numbers(200), SizeFunction(lambda timestamp, current: wanted[-1], planned=False),
-        max_duration="160sp", num_workers=2, prefetch_factor=prefetch_factor,
+        max_duration="160sp", loading={"num_workers": 2, "prefetch_factor": prefetch_factor},
     )  # fmt: skip
     for size in sizes:
         wanted.append(size)  # known only now
@@ -116,11 +120,14 @@ def test_the_size_is_decided_at_the_step_however_far_workers_are_ahead(
 def test_a_run_with_workers_is_cut_and_resumed(planned: bool) -> None:
     assert_resumes(
         lambda: StepLoader(
-            Numbers(20), cycled([9, 4], planned=planned), max_duration="1.5ep", num_workers=1,
+            Numbers(20),
+            cycled([9, 4], planned=planned),
+            max_duration="1.5ep",
+            loading={"num_workers": 1},
             micro_batch_size=3,
         ),
         values,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -128,7 +135,7 @@ def test_other_workers_and_micro_batches_may_go_on() -> None:
     def make(num_workers: int, micro: int, planned: bool) -> StepLoader:
         return StepLoader(
             Numbers(50), cycled([7, 4], planned=planned), max_duration="1ep",
-            num_workers=num_workers, micro_batch_size=micro,
+            loading={"num_workers": num_workers}, micro_batch_size=micro,
         )  # fmt: skip
 
     whole = steps(make(0, 99, True))
@@ -157,10 +164,13 @@ def test_other_workers_and_micro_batches_may_go_on() -> None:
 @pytest.mark.usefixtures("small_chunks")
 def test_keyed_chance_depends_on_the_sample_alone(settings: dict[str, Any]) -> None:
     def rows(**given: Any) -> list[Any]:
-        loader = StepLoader(
-            Noisy(12), given.pop("batch_size", 6), max_duration="2ep", seed=5,
-            keyed_randomness=True, last_batch="carry", **given,
-        )  # fmt: skip
+        loader = loader_with(
+            Noisy(12),
+            given.pop("batch_size", 6),
+            max_duration="2ep",
+            loading={"seed": 5, "keyed_randomness": True, "last_batch": "carry"},
+            **given,
+        )
         return [row for step in loader for micro in step for row in values(micro.batch)]
 
     plain = rows()
@@ -171,7 +181,10 @@ def test_keyed_chance_depends_on_the_sample_alone(settings: dict[str, Any]) -> N
 def test_keyed_chance_can_be_had_by_hand_and_leaves_the_generators_alone() -> None:
     before = generators()
     loader = StepLoader(
-        Noisy(3), 3, max_duration="1ep", shuffle=False, keyed_randomness=True, seed=9
+        Noisy(3),
+        3,
+        max_duration="1ep",
+        loading={"shuffle": False, "keyed_randomness": True, "seed": 9},
     )
     row = values(next(loader).micro_batches[0].batch)[2]
     assert generators() == before
@@ -199,7 +212,9 @@ def test_workers_see_the_users_data_set_and_repeat_their_seeds() -> None:
 
 
 def test_whole_batches_come_from_workers_too() -> None:
-    loader = StepLoader(TensorDataset(torch.arange(9)), 4, max_duration="1ep", num_workers=1)
+    loader = StepLoader(
+        TensorDataset(torch.arange(9)), 4, max_duration="1ep", loading={"num_workers": 1}
+    )
     order = SampleOrder(9)
     assert steps(loader) == [
         (start, min(4, 9 - start), tuple(order[p] for p in range(start, min(9, start + 4))))
@@ -210,7 +225,7 @@ def test_whole_batches_come_from_workers_too() -> None:
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "reactive"])
 def test_a_loader_that_is_dropped_takes_its_workers_with_it(planned: bool) -> None:
     loader = StepLoader(
-        Numbers(99), cycled([5], planned=planned), max_duration="1ep", num_workers=1
+        Numbers(99), cycled([5], planned=planned), max_duration="1ep", loading={"num_workers": 1}
     )
     next(loader)
     assert len(multiprocessing.active_children()) == 1
@@ -225,7 +240,9 @@ def test_a_length_that_lies_is_found_out_in_a_worker() -> None:
         def __getitem__(self, index: int) -> int:
             return [0, 1, 2][index]
 
-    loader = StepLoader(Lies(6), 4, max_duration="1ep", num_workers=1, shuffle=False)
+    loader = StepLoader(
+        Lies(6), 4, max_duration="1ep", loading={"num_workers": 1, "shuffle": False}
+    )
     with pytest.raises(DataError, match="index"):
         list(loader)
 
@@ -253,7 +270,9 @@ def pack(samples: list[dict[str, Any]]) -> dict[str, Any]:
 def packed_loader(batch_size: Any, num_workers: int, **settings: Any) -> StepLoader:
     spec = DataSpec(Texts(), get_num_samples_in_batch=lambda batch: len(batch["cu_seqlens"]) - 1)
     given: dict[str, Any] = {"max_duration": "2ep", "micro_batch_size": 5} | settings
-    return StepLoader(spec, batch_size, collate_fn=pack, num_workers=num_workers, **given)
+    return loader_with(
+        spec, batch_size, loading={"collate_fn": pack, "num_workers": num_workers}, **given
+    )
 
 
 def packed_steps(loader: StepLoader, most: int | None = None) -> list[Any]:
@@ -328,7 +347,7 @@ def test_a_collate_function_gets_whole_micro_batches() -> None:
     def widths(num_workers: int) -> list[int]:
         loader = StepLoader(
             Texts(), cycled([2, 3], planned=False), max_duration="1ep",
-            collate_fn=pad, num_workers=num_workers, shuffle=False,
+            loading={"collate_fn": pad, "num_workers": num_workers, "shuffle": False},
         )  # fmt: skip
         return [micro.batch.shape[1] for step in loader for micro in step]
 
@@ -388,7 +407,14 @@ def test_workers_of_a_killed_rank_let_go_of_its_sockets_at_once(kind: str) -> No
         data: Any = Slow(theirs) if kind == "map" else SlowStream(theirs)
         if kind == "loader":
             data = DataLoader(data, batch_size=2, num_workers=1)
-        next(StepLoader(data, 2, max_duration="1ba", num_workers=None if kind == "loader" else 1))
+        next(
+            StepLoader(
+                data,
+                2,
+                max_duration="1ba",
+                loading={"num_workers": None if kind == "loader" else 1},
+            )
+        )
 
     process = multiprocessing.get_context("fork").Process(target=rank)
     process.start()

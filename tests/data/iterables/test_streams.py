@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.policies import cycled
+from tests.data.records import loader_with
 from tests.data.test_resume import Batches, StatefulBatches
 from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     HashStore,
@@ -137,11 +138,11 @@ def test_sharded_streams_make_the_batches_that_one_stream_of_all_samples_would(
     def work(rank: int) -> list[tuple[Any, ...]]:
         spec = DataSpec(Offset(rank, streams[rank]), num_samples=n if known else None, sharded=True)
         policy = cycled(sizes, planned=False)
-        return taken(StepLoader(spec, policy, micro_batch_size=micro, **run))
+        return taken(loader_with(spec, policy, micro_batch_size=micro, **run))
 
     by_rank = on_ranks(world, work)
     whole = DataSpec(Batches([n]), num_samples=n if known else None)
-    alone = taken(StepLoader(whole, cycled(sizes, planned=False), **run))
+    alone = taken(loader_with(whole, cycled(sizes, planned=False), **run))
     seen: list[int] = []
     for steps, (at, size, *_) in zip(zip(*by_rank, strict=True), alone, strict=True):
         assert {step[:2] for step in steps} == {(at, size)}
@@ -170,7 +171,7 @@ def test_sharded_streams_are_returned_to_where_each_of_them_was(
     def make(rank: int) -> StepLoader:
         spec = DataSpec(kind(rank, streams[rank]), sharded=True)
         policy = cycled(sizes, planned=False)
-        return StepLoader(spec, policy, max_duration="2ep", last_batch=last_batch)
+        return StepLoader(spec, policy, max_duration="2ep", loading={"last_batch": last_batch})
 
     def work(rank: int) -> list[str]:
         loader, records = make(rank), []

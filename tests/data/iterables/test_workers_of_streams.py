@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.records import loader_with
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -117,7 +118,7 @@ def test_workers_that_may_read_the_same_are_refused(data: Any) -> None:
     }
     calls: list[Callable[[], Any]] = [
         lambda: StepLoader(loader, 4, max_duration="1ba"),
-        lambda: StepLoader(data, 4, max_duration="1ba", num_workers=2),
+        lambda: StepLoader(data, 4, max_duration="1ba", loading={"num_workers": 2}),
         lambda: prepare(loader, 4, max_duration="1ba"),
         lambda: prepare(data, 4, max_duration="1ba", loading={"num_workers": 2}),
         lambda: Trainer(model, loader, **given),
@@ -127,8 +128,10 @@ def test_workers_that_may_read_the_same_are_refused(data: Any) -> None:
     for call in calls:
         with pytest.raises(DataError, match="worker_sharded=True"):
             call()
-    StepLoader(DataSpec(data, worker_sharded=True), 4, max_duration="1ba", num_workers=2)
-    StepLoader(data, 4, max_duration="1ba", num_workers=1)
+    StepLoader(
+        DataSpec(data, worker_sharded=True), 4, max_duration="1ba", loading={"num_workers": 2}
+    )
+    StepLoader(data, 4, max_duration="1ba", loading={"num_workers": 1})
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -155,7 +158,7 @@ def test_what_no_loader_can_repeat_or_tell_is_refused() -> None:
     settings: Any
     for settings in ({"num_workers": 1}, {"collate_fn": list}):
         with pytest.raises(DataError, match=next(iter(settings))):
-            StepLoader(DataLoader(Whole()), 4, max_duration="1ba", **settings)
+            loader_with(DataLoader(Whole()), 4, max_duration="1ba", **settings)
 
 
 DRAWS: dict[str, Callable[[int], int]] = {

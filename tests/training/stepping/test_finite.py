@@ -18,7 +18,7 @@ from stretto.errors import ConfigError, TrainingError
 from stretto.run import MOST_IN_A_ROW, SkippedSteps
 from stretto.timing import Timestamp
 from stretto.training import Callback, Checkpointing, Loading, Logging, Stepping, Trainer
-from stretto.training.stepping.finite import FiniteCheck
+from stretto.training.stepper import FiniteCheck
 
 Make = Callable[..., Any]
 BAD = float("nan"), float("inf"), -float("inf")

@@ -68,6 +68,7 @@ def test_a_micro_batch_is_found_that_fits_into_a_real_limit(limited: Make) -> No
     assert run["splits"] == 0
 
 
+@pytest.mark.long  # the search is the one above
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_batch_grows_to_what_fits_into_a_real_limit(limited: Make) -> None:

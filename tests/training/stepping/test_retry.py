@@ -16,7 +16,7 @@ from stretto.data import DataSpec
 from stretto.errors import DataError, TrainingError
 from stretto.run_folder import read_ledger
 from stretto.training import Callback, Checkpointing, Loading, Stepping, Trainer
-from stretto.training.stepping.retry import Retry
+from stretto.training.stepper import Retry
 
 Make = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore:memory ran out:RuntimeWarning")
