@@ -72,7 +72,7 @@ class GradientNoise:
     >>> for step in range(40):
     ...     noise = noise.after(Signals(noise_numerator=120.0 + step % 2, noise_denominator=2.0))
     >>> round(noise.scale, 2), [round(end, 1) for end in noise.interval]
-    (60.25, [60.2, 60.3])
+    (60.26, [60.2, 60.3])
 
     Args:
         window: the number of steps of equal size that the means are over.

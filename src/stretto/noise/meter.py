@@ -16,12 +16,13 @@ from typing import NamedTuple, Self, SupportsFloat, final
 from torch import nn
 
 from stretto.batching import NO_SIGNALS, Signals
-from stretto.checkpoint.sharding import is_dtensor, is_owner
+from stretto.checkpoint.sharding import is_owner
 from stretto.data import DataSpec, MicroBatch, Step
-from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Strategy, adopted
 from stretto.errors import DataError, TrainingError
 from stretto.runtime.micro_gradients import MicroGradients, total
+from stretto.runtime.ranks import Ranks
+from stretto.runtime.sharded import is_dtensor
 
 
 class NoiseSums(NamedTuple):
@@ -138,7 +139,7 @@ class NoiseMeter:
         self._every, self._spec, self._strategy = every, spec, strategy
         self._is_spread = any(map(is_dtensor, parameters))
         """Whether each rank has a part of the gradient."""
-        counts = strategy.ranks.counts
+        counts = strategy.ranks.is_loss_rank
         own = [p for p in parameters if (is_owner(p) if is_dtensor(p) else counts)]
         self._num_samples = 0
         self._divisor = 1.0
@@ -148,15 +149,16 @@ class NoiseMeter:
         strategy.attach(self._gradients)
 
     @classmethod
-    def of(cls, model: nn.Module, spec: DataSpec) -> Self:
+    def of(cls, model: nn.Module, spec: DataSpec, ranks: Ranks) -> Self:
         """Return a meter for a loop that is not stretto's.
 
         Args:
             model: the model that the loss is computed with, wrapped if it is (DDP, FSDP2).
             spec: cuts batches.
+            ranks: the processes of the run.
         """
         parameters = [one for one in model.parameters() if one.requires_grad]
-        strategy = adopted(model, Ranks(parameters[0].device))
+        strategy = adopted(model, ranks)
         return cls(parameters, spec=spec, strategy=strategy)
 
     def is_due(self, step: Step) -> bool:
@@ -175,7 +177,7 @@ class NoiseMeter:
         self.forget()
         self._num_samples, self._units = step.num_samples, []
         micro_batches = step.micro_batches if micro_batches is None else micro_batches
-        several = self._strategy.world_size > 1
+        several = self._strategy.ranks.dp_world_size > 1
         if len(micro_batches) > 1 or (several and not self.averages_each):
             return micro_batches
         return [half for micro in micro_batches for half in self._halves(micro, several=several)]
@@ -230,19 +232,23 @@ class NoiseMeter:
         *squares, whole = self._gradients.read()
         self.has_finite_gradient = math.isfinite(whole)
         # If each pass is collective, units are of all ranks, and each rank has a part of the norm.
-        units = ranks.total(self._units) if self.averages_each else self._units
-        unit = self._divisor / scale / (1 if self.averages_each else self._strategy.world_size)
+        units = ranks.agree(ranks.counted(self._units)) if self.averages_each else self._units
+        unit = (
+            self._divisor
+            / scale
+            / (1 if self.averages_each else self._strategy.ranks.dp_world_size)
+        )
         weighted = total(
             square / count for square, count in zip(squares, units, strict=True) if count
         )
         # Of a spread gradient each rank has a part, so all count; else those that have samples.
-        parts = self._is_spread or ranks.counts
-        counts_once = ranks.is_first if self._is_spread else ranks.counts
+        parts = self._is_spread or ranks.is_loss_rank
+        counts_once = ranks.is_first if self._is_spread else ranks.is_loss_rank
         has_whole = parts if self._is_spread else ranks.is_first
         return NoiseSums(
             weighted * unit * unit if parts else 0.0,
             sum(count > 0 for count in units) if counts_once else 0,
-            sum(self._units) if ranks.counts else 0,
+            sum(self._units) if ranks.is_loss_rank else 0,
             whole * (self._divisor / scale) ** 2 if has_whole else 0.0,
         )
 
@@ -258,5 +264,5 @@ class NoiseMeter:
         # All ranks run the same number of passes. If each rank has one sample, neighbours use
         # different passes; otherwise, one pass would have all samples.
         nothing = MicroBatch(micro.batch, 0, 0, 0.0)
-        pair = [nothing, micro] if self._strategy.rank % 2 else [micro, nothing]
+        pair = [nothing, micro] if self._strategy.ranks.dp_rank % 2 else [micro, nothing]
         return pair if several else [micro]
