@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from itertools import chain, repeat
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, Bound, PolicyState, Signals
-from stretto.data.fetch import Plans
+from stretto.data.fetch import Part, Plans
 from stretto.errors import CheckpointError, StrettoError
-from stretto.planning import PlannedBatch, Prepared, next_step
+from stretto.planning import PlannedBatch, Prepared, check_least, next_step
+from stretto.planning.plan import plan_prepared
 from stretto.timing import Timer, Timestamp, TimeUnit, advance
 from stretto.timing.epochs import repeats_before
 from stretto.timing.horizon import EqualBatches
@@ -172,6 +173,36 @@ class Decisions:
                 RuntimeWarning,
                 stacklevel=5,  # the loop that asks the loader for steps
             )
+
+
+def check_shares(
+    part: Part,
+    run: Prepared,
+    timestamp: Timestamp,
+    decide: Callable[[], int],
+) -> None:
+    """Refuse a run with a batch after `timestamp` that is too small to be shared.
+
+    Args:
+        part: this rank's part.
+        run: the run.
+        timestamp: where the run continues.
+        decide: returns the next size.
+
+    Raises:
+        PlanError: a later stage has fewer samples than there are ranks. If sizes are decided during
+            the run: the smallest one (at the start) or the next one has.
+    """
+    if run.sizes is not None:
+        plan_prepared(
+            run,
+            world_size=part.world_size,
+            micro_batch_size=part.micro_batch_size,
+            resume_at=timestamp,
+        )
+    else:
+        size = decide() if timestamp.batch else None
+        check_least(run.bound_policy, world_size=part.world_size, size=size)
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from stretto.batching import BatchSizePolicy, with_maximum
 from stretto.batching.following import NOISE
 from stretto.data import DataSpec, StepLoader
 from stretto.data.spec import Collate
-from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
 from stretto.planning import Plan
 from stretto.runtime import TrainStep
-from stretto.runtime.gradients import check_shapes, is_fully_sharded
+from stretto.runtime.ranks import Ranks
+from stretto.runtime.sharded import check_shapes, is_fully_sharded
 from stretto.settings import Loading
 from stretto.timing import TimeLike
 from stretto.training.callback import Callback
@@ -78,7 +78,7 @@ def find_fitting(
             measures_noise=measures_noise,
             maximum=most,
             margin=margin,
-            agree_minimum=ranks.least if ranks.world_size > 1 else None,
+            ranks=ranks,
         )
     finally:
         step.transforms = transforms
