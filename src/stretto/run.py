@@ -22,7 +22,6 @@ from stretto.data.spec import check_workers
 from stretto.data.weights import MicroBatchView, Units, weights_of
 from stretto.distributed.logged import Logged, Reduce
 from stretto.distributed.mesh import Mesh, as_mesh
-from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, PlanWarning, TrainingError
 from stretto.optim import Hyperparameters
@@ -39,6 +38,7 @@ from stretto.planning.bind import Count, micro_batches_of_epoch, steps_left, ste
 from stretto.planning.plan import plan_prepared
 from stretto.planning.stages import mistakes_of, single_sample
 from stretto.runtime.packing import PackingError, count, pack, unpack
+from stretto.runtime.ranks import Ranks
 from stretto.runtime.rewind import kept_buffers
 from stretto.settings import Loading, one_of, read_settings
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
@@ -214,7 +214,6 @@ class Run:
         """The same; None if the run leaves them alone."""
         self._plan: Plan | None = None
         self._state: Mapping[str, Any] | None = None
-        self._ranks: Ranks | None = None
         self._loop: Mistakes | None = None
         """Looks at a loop of your own; None: at no other."""
         self._evaluate: Callable[[], dict[str, float]] | None = None
@@ -258,21 +257,18 @@ class Run:
             set_base_values(one, values, self.prepared.schedules)
         if micro_batch_size is not None:
             self.micro_batch_size = micro_batch_size
-        if strategy is not None:
-            self._ranks, rank, world_size = strategy.ranks, strategy.rank, strategy.world_size
-        elif rank is None and self._mesh is not None:
-            rank, world_size = self._mesh.rank, self._mesh.world_size
+        ranks = Ranks.of(rank, world_size) if strategy is None else strategy.ranks
+        if strategy is None and rank is None and self._mesh is not None:
+            self._mesh.tell(ranks)
         self._use(self._from_start)
         self._loader = StepLoader(
             self.spec,
             self.prepared,
             micro_batch_size=self.micro_batch_size,
             loading=self.loading,
-            rank=rank,
-            world_size=world_size,
+            ranks=ranks,
             idle_ranks=self.idle_ranks,
         )
-        self._loader.agrees |= self._mesh is not None and self._mesh.mesh.size() > 1
         self.optimizers = tuple(each)
         self._hyperparameters = Hyperparameters(
             joined(each),
@@ -533,7 +529,7 @@ class Run:
         Raises:
             TrainingError: the batch has no unit.
         """
-        return weights_of(step, units, world_size=self.loader.world_size)
+        return weights_of(step, units, self.loader.ranks)
 
     @property
     def is_done(self) -> bool:
@@ -636,17 +632,12 @@ class Run:
     @property
     def ranks(self) -> Ranks:
         """The processes of the run. If they were not given, all of them must ask for it."""
-        if self._ranks is None:
-            self._ranks = Ranks.from_environment()
-            self._ranks.counts = self._mesh is None or self._mesh.counts
-        return self._ranks
+        return self.loader.ranks.join()
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this is the first of all ranks, which writes and prints."""
-        if self._ranks is not None:
-            return self._ranks.is_first
-        return self.rank == 0 and (self._mesh is None or self._mesh.counts)
+        return self.loader.ranks.is_first
 
     @property
     def loss(self) -> float:
@@ -711,7 +702,7 @@ class Run:
         one_of("reduce", reduce, ("sum", "mean", "max", "min"))
         operation = "sum" if reduce == "mean" else reduce
         divisor = self.world_size if reduce == "mean" else 1
-        is_left_out = operation == "sum" and not self.ranks.counts
+        is_left_out = operation == "sum" and not self.ranks.is_loss_rank
         if isinstance(value, Tensor):
             total = value.detach().clone()
             if is_left_out:

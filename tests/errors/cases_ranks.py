@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stretto.distributed.peers import Peers
-from stretto.distributed.ranks import Ranks, check_agreement
 from stretto.distributed.strategy import strategy_for
+from stretto.runtime.rank_monitor import RankMonitor
+from stretto.runtime.ranks import Ranks
+from stretto.training.describe import check_agreement
 
 
 class Two(nn.Module):
@@ -34,9 +33,7 @@ def spread(shard: Callable[[Two], Any], *, device: str = "cpu") -> None:
     try:
         model = Two()
         shard(model)
-        ranks: Any = SimpleNamespace(
-            rank=0, world_size=4, device=torch.device(device), limit_waiting=id
-        )
+        ranks = Ranks(torch.device(device))
         strategy_for(model, ranks).of(ranks).place(model)
     finally:
         dist.destroy_process_group()
@@ -48,7 +45,7 @@ def over_some(model: Two) -> None:
 
 
 def lost(said: str = "Connection closed by peer [127.0.0.1]:416") -> None:
-    with Peers(0, 2).meeting():
+    with RankMonitor(0, 2).watch():
         raise RuntimeError(said)
 
 
@@ -57,7 +54,7 @@ def late(*gave_up: int) -> None:
     store = HashStore()
     for rank in gave_up:
         store.set(f"here/{rank}", "")
-    with Peers(0, 3, store=store, timeout=timedelta(seconds=0.3)).meeting():
+    with RankMonitor(0, 3, store=store, timeout=timedelta(seconds=0.3)).watch():
         raise RuntimeError("Timed out waiting 300ms for recv operation to complete")
 
 
@@ -69,9 +66,8 @@ def unlike(name: str, call: str = "Trainer()") -> None:
         other = [text.replace("fit", "resume").replace("8", "9") for text in own]
         found[:] = [own, tuple(other)]
 
-    ranks = Ranks(torch.device("cpu"))
+    ranks = Ranks()
     ranks.world_size = 2
-    ranks._shared = SimpleNamespace(calling=nullcontext)  # type: ignore[assignment]
     with patch.object(dist, "all_gather_object", gathered):
         check_agreement({name: "8"}, ranks, call=call)
 

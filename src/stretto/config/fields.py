@@ -29,7 +29,7 @@ from stretto._foreign import FOREIGN
 from stretto.config.yaml import Path
 from stretto.errors import ConfigError, StrettoError, TimeError, nearest, shown
 from stretto.timing import Every, Time, read_wall_clock
-from stretto.timing.conversion import read_run
+from stretto.timing.time import read_run
 
 TIME_PATTERN = (
     r"^\s*[0-9][0-9_]*(\.[0-9]+|/[0-9][0-9_]*)?([eE][+-]?[0-9]+)?"

@@ -24,12 +24,12 @@ from stretto.config.targets import Target, accepts, bound_target, call_target, i
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.data import DataSpec, StepLoader
-from stretto.distributed.ranks import Ranks, find_device
 from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.runtime.gradients import is_fully_sharded
+from stretto.runtime.ranks import Ranks, find_device
+from stretto.runtime.sharded import is_fully_sharded
 from stretto.timing import Every
 from stretto.training import (
     Callback,

@@ -27,6 +27,7 @@ from stretto.memory.step import WholeStep, makes_step
 from stretto.memory.trial import trials
 from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import release_memory
+from stretto.runtime.ranks import Ranks
 from stretto.timing.grammar import checked_whole
 
 MARGIN = "1.5%"
@@ -37,7 +38,6 @@ MAXIMUM = 1 << 24
 """The default largest size."""
 _NEAR = 0.01
 """A search by real steps may end this fraction below the largest that fits."""
-_FAILED = -1
 
 
 def find_batch_size(
@@ -56,7 +56,7 @@ def find_batch_size(
     maximum: int = MAXIMUM,
     multiple_of: int = 1,
     power_of_two: bool = False,
-    agree_minimum: Callable[[int], int] | None = None,
+    ranks: Ranks | None = None,
 ) -> Answer:
     """Return the largest micro-batch whose training step fits into memory.
 
@@ -87,8 +87,8 @@ def find_batch_size(
         maximum: the largest candidate.
         multiple_of: sizes are multiples of this.
         power_of_two: whether sizes are powers of two.
-        agree_minimum: returns the minimum of a number over all ranks. Each rank calls
-            `find_batch_size`, and all get the same answer.
+        ranks: the processes of a run, which all call `find_batch_size` and get the same answer,
+            that of the rank with the least memory; None: this process alone.
 
     >>> import torch
     >>> from stretto.runtime import SupervisedStep
@@ -103,11 +103,11 @@ def find_batch_size(
         FitError: no candidate fits, or an argument is wrong.
         ConfigError: an amount of memory cannot be read.
     """
-    ranks = checked_whole(
+    spread = checked_whole(
         world_size, FitError, f"use world_size={shown(world_size)}", "write a positive number"
     )
-    if ranks > 1 and gpu is None:
-        raise FitError.bad("world_size", ranks, "it needs a kind of GPU", "add gpu='h100'")
+    if spread > 1 and gpu is None:
+        raise FitError.bad("world_size", spread, "it needs a kind of GPU", "add gpu='h100'")
     start = time.perf_counter()
     how: dict[str, Any] = {"accumulation": accumulation, "measures_noise": measures_noise}
     finder = _Finder(
@@ -115,10 +115,10 @@ def find_batch_size(
         batch,
         sizes=_candidates(minimum, maximum, multiple_of, powers=power_of_two),
         margin=margin,
-        agree=agree_minimum,
+        ranks=Ranks.of(0, 1) if ranks is None else ranks,
     )
     if gpu is not None:
-        answer = finder.for_gpu(Question(gpu, device_memory, context, ranks, shard))
+        answer = finder.for_gpu(Question(gpu, device_memory, context, spread, shard))
     elif device_memory is not None:
         stated(device_memory)
         why = "it is the memory of a GPU that is not here, and its kind is not known"
@@ -199,7 +199,7 @@ class _Finder:
     batch: Any
     sizes: Range
     margin: str | int | None
-    agree: Callable[[int], int] | None
+    ranks: Ranks
 
     @cached_property
     def step(self) -> WholeStep:
@@ -313,21 +313,7 @@ class _Finder:
 
         An error on one rank ends the search on all, so none waits.
         """
-        if self.agree is None:
-            return work()
-        try:
-            found = work()
-        except BaseException:
-            self.agree(_FAILED)
-            raise
-        least = self.agree(found)
-        if least == _FAILED:
-            raise FitError.cannot(
-                "find a batch size on this rank alone",
-                why="another rank has failed",
-                instead="look for the error that it shows",
-            )
-        return least
+        return min(self.ranks.together(work))
 
 
 def _too_large(size: int, failed: Iterable[int]) -> int | None:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stretto.batching.following import NOISE
 from stretto.data import StepLoader
-from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
 from stretto.planning import Plan
 from stretto.run import Run
 from stretto.runtime import TrainStep
-from stretto.runtime.gradients import check_shapes, is_fully_sharded
+from stretto.runtime.ranks import Ranks
+from stretto.runtime.sharded import check_shapes, is_fully_sharded
 from stretto.settings import Loading
 from stretto.training.callback import Callback
 
@@ -120,7 +120,7 @@ def _largest(
             measures_noise=measures_noise,
             maximum=most,
             margin=margin,
-            agree_minimum=ranks.least if ranks.world_size > 1 else None,
+            ranks=ranks,
         )
     finally:
         step.transforms = transforms

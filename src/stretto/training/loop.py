@@ -12,13 +12,13 @@ from typing import Any, Literal, final
 
 from stretto.data import Step
 from stretto.distributed.logged import mean_loss
-from stretto.distributed.ranks import Ranks, check_agreement, in_batch
 from stretto.run import Run
-from stretto.runtime.gradients import all_same, marks
+from stretto.runtime.ranks import Ranks, all_same, marks
 from stretto.runtime.step import Info
 from stretto.timing import Timestamp
 from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Saver
+from stretto.training.describe import check_agreement, in_batch
 from stretto.training.evaluation.evaluate import Evaluations
 from stretto.training.logs.recorder import MOST_PENDING, Recorder
 from stretto.training.stepper import LOSS_OF, Stepper, StepResult, not_finite, skipped_alone

@@ -26,16 +26,17 @@ from stretto.batching.following import LOSS, NOISE
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
 from stretto.data.weights import nothing_to_learn, unit_counter
 from stretto.distributed.logged import MicroLoss
-from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Strategy
 from stretto.errors import Argument, DataError, StrettoError, TrainingError, first_line
 from stretto.noise import NoiseMeter, NoiseSums
 from stretto.ordering import evenly
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.runtime.gradients import local_part, scalar
+from stretto.runtime.losses import scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text, release_memory
 from stretto.runtime.packing import count, count_or_none
+from stretto.runtime.ranks import Ranks
 from stretto.runtime.rewind import Rewind, kept_buffers
+from stretto.runtime.sharded import local_part
 from stretto.runtime.step import Info
 from stretto.settings import Stepping
 from stretto.timing import Timestamp
@@ -114,7 +115,7 @@ class Stepper:
             step.forward_model = model
         step.averaging = strategy.average
         self._averages_in_passes = strategy.averaging in ("last", "each")
-        self._layers_meet = strategy.world_size > 1 and has_meeting_layers(step.model)
+        self._layers_meet = strategy.ranks.dp_world_size > 1 and has_meeting_layers(step.model)
         self._passes_meet = self._averages_in_passes or self._layers_meet
         # A dummy must leave no trace in the buffers of a loss either.
         held = (*vars(step).values(), getattr(step.loss, "criterion", None))
@@ -140,7 +141,7 @@ class Stepper:
         self.check = FiniteCheck(watched, is_late=is_late) if checks else None
         """Looks whether steps are finite; None: nobody does."""
         self._divides_late = (
-            self.count is not None and strategy.world_size > 1 and self._averages_in_passes
+            self.count is not None and strategy.ranks.dp_world_size > 1 and self._averages_in_passes
         )
         """Whether gradients are divided by the units of all ranks after the last pass. Not for a
         step of your own without DDP, whose `update` may use the weights, too."""
@@ -148,7 +149,7 @@ class Stepper:
         self._is_plain = is_alone and self.count is None and not self._is_sum
         """Whether the weights of the loader are final, and there is no other rank."""
         self._supervised = step if isinstance(step, SupervisedStep) else None
-        self._spec, self._world_size = spec, strategy.world_size
+        self._spec, self._world_size = spec, strategy.ranks.dp_world_size
         self._has_gradient: Sequence[bool] = ()
         """Which parameters had a gradient before the average gave all of them one."""
         self._is_seen = self._is_sum or self.count is not None
@@ -258,7 +259,7 @@ class Stepper:
         if self._divides_late:
             return step.num_samples
         own = sum(counts)
-        return own if self._world_size == 1 else self._ranks.total((own,))[0]
+        return own if self._world_size == 1 else self._ranks.agree(self._ranks.counted((own,)))[0]
 
     def _pass(self, micro: MicroBatch, weight: float) -> Tensor:
         """Run the step on one micro-batch, and return its loss."""
@@ -323,7 +324,7 @@ class Stepper:
         Every rank must call it.
         """
         loss = units = 0.0
-        if self._reads_loss and result.losses and self._ranks.counts:
+        if self._reads_loss and result.losses and self._ranks.is_loss_rank:
             losses = torch.stack([one.loss for one in result.losses]).double().tolist()
             pairs = zip(losses, result.losses, strict=True)
             loss = sum(one * micro.factor for one, micro in pairs)

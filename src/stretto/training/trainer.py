@@ -22,7 +22,6 @@ from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights
 from stretto.data import DataSpec
 from stretto.distributed.mesh import Mesh
-from stretto.distributed.ranks import Plain, Ranks, plain
 from stretto.distributed.strategy import Strategy, strategy_on
 from stretto.errors import CheckpointError, PlanError, StrettoError, TrainingError
 from stretto.optim.hyperparameters import (
@@ -34,6 +33,7 @@ from stretto.planning import Plan
 from stretto.planning.bind import check_tokens
 from stretto.run import Run, prepare
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
 from stretto.settings import (
     Checkpointing,
@@ -66,7 +66,7 @@ from stretto.training.checks import (
     read_evaluations,
 )
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
-from stretto.training.describe import BuiltWith, compare_ranks, describe
+from stretto.training.describe import BuiltWith, Plain, compare_ranks, describe, plain
 from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluations, Evaluator
 from stretto.training.evaluation.metrics import check_merging
 from stretto.training.evaluation.weights import TrainingWeights
@@ -525,7 +525,7 @@ class Trainer:
             loop.stepper.clear()  # a gradient from before is no part of the first batch
             share_random_state(self._strategy)
             self._weights.train()
-            with loop.events.fit(), self._ranks.peers.meeting(inside_a_pass=True):
+            with loop.events.fit(), self._ranks.monitor.watch(inside_a_pass=True):
                 loop.train()
                 self._weights.eval()  # what is trained is used next
         if on_signal == "raise":

@@ -21,10 +21,10 @@ from stretto.distributed.strategy import Strategy, reshard
 from stretto.errors import TrainingError
 from stretto.ordering import evenly
 from stretto.run import Run
-from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.packing import count, count_or_none, number
 from stretto.runtime.random_state import RandomState
+from stretto.runtime.ranks import all_same, marks
 from stretto.settings import Checkpointing, Loading
 from stretto.training.callback import Events
 from stretto.training.criterion import CriterionLoss
@@ -100,7 +100,7 @@ class Evaluator:
         restored.
         """
         # Weights are equal on all ranks, but statistics of batch normalisation are not.
-        self._ranks.copy_from_first(self._model.buffers())
+        self._ranks.broadcast(self._model.buffers())
         modes = [(module, module.training) for module in self._model.modules()]
         chance = RandomState.now()
         self._model.eval()
@@ -146,7 +146,7 @@ class Evaluator:
         return sums, loader.timer.sample
 
     def _update(self, arguments: Any) -> None:
-        if self._ranks.counts:
+        if self._ranks.is_loss_rank:
             self._objects.update(arguments)
 
     def _in_chunks(self, batch: Any, num_samples: int) -> list[float]:
@@ -187,12 +187,11 @@ class Evaluator:
     def _loader(self, batch_size: int) -> StepLoader:
         return StepLoader(
             self._spec,
-            batch_size * self._strategy.world_size,
+            batch_size * self._ranks.dp_world_size,
             max_duration="1ep",
             micro_batch_size=batch_size,
             loading=Loading(shuffle=False, last_batch="keep", collate_fn=self._collate_fn),
-            rank=self._strategy.rank,
-            world_size=self._strategy.world_size,
+            ranks=self._ranks,
         )
 
 

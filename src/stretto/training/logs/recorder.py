@@ -12,7 +12,6 @@ from typing import Any, final
 
 from stretto.data import Step
 from stretto.distributed.logged import Sums
-from stretto.distributed.ranks import as_text
 from stretto.errors import CheckpointError, PlanError, TrainingError, first_line
 from stretto.planning.plan import Plan, plan_record
 from stretto.run import Run
@@ -39,7 +38,7 @@ from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.callback import Events
 from stretto.training.checkpointing.records import set_aside, unwritable
-from stretto.training.describe import is_unmade
+from stretto.training.describe import as_text, is_unmade
 from stretto.training.logs.console import ConsoleLogger
 from stretto.training.logs.loggers import Guarded, Logger
 from stretto.training.stepper import StepResult
@@ -314,7 +313,7 @@ class Recorder:
             self._largest_piece(run.step),
         )
         total, run.logged_units, any_logged, *each = ranks.agree(
-            [*(one * ranks.counts for one in own), *largest]
+            [*(one * ranks.is_loss_rank for one in own), *largest]
         )
         micro_batch_size = int(max(each[ranks.world_size :]))
         record = {
@@ -402,7 +401,8 @@ class Recorder:
             CheckpointError: the files cannot be written, so a run could not continue them.
         """
         self.flush()
-        total, weight = self._run.ranks.total((self.loss.total, self.loss.weight))
+        ranks = self._run.ranks
+        total, weight = ranks.agree(ranks.counted((self.loss.total, self.loss.weight)))
         logged = self._run.logged.state_dict(self._run.ranks)
         try:
             if any(self._files[name].waiting for name in FILES if name in self._files):
