@@ -110,7 +110,11 @@ golden: $(VENV)/.develop  ## rewrite the golden files; read the diff before you 
 page: $(VENV)/.python  ## take the chart library of the run page from npm (an installation does it, too)
 	$(BIN)/python tools/vendor_uplot.py
 
-check: lint types layers docs wheel adapters test  ## exactly what CI runs
+# Types, documentation and the wheel take one core each and the tests often wait, so they run beside them.
+check: lint $(VENV)/composer/.made  ## exactly what CI runs; what is no test runs beside the tests
+	@$(MAKE) types layers docs wheel > $(VENV)/checks.txt 2>&1 & checks=$$!; \
+	$(MAKE) adapters test; tests=$$?; \
+	wait $$checks || { cat $(VENV)/checks.txt; exit 1; }; exit $$tests
 
 clean:  ## remove the environment and everything that was built
 	rm -rf $(VENV) .venv-torch-* build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis

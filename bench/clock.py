@@ -2,7 +2,7 @@
 
 Run `python bench/clock.py`: both are timed in one process of Composer's environment, which is made
 first. The last result lies in `bench/results/clock.json` and `.txt`; `--quick` measures stretto
-alone, in its own environment, and saves nothing. The aim: `Timer.update` and a bound schedule at
+alone, in its own environment, and saves nothing. The aim: `Timer.advance` and a bound schedule at
 most 2 us each, reading a `Time` at most 4 us.
 """
 

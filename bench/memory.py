@@ -12,20 +12,16 @@ import argparse
 import json
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from families.cuda import FAMILIES, CudaFamily
+from families.cuda_more import MORE
 
 from stretto.errors import FitError
 from stretto.memory import Answer, find_batch_size, phantom
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.families
-
-from tests.families.cuda import FAMILIES, CudaFamily
-from tests.families.cuda_more import MORE
 
 RESULTS = Path(__file__).parent / "results"
 QUICK = ("MLP, SGD, mse", "GPT, bf16, dropout, clipping", "LSTM")

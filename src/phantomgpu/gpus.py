@@ -10,6 +10,14 @@ from typing import final
 from phantomgpu.errors import UnknownGPUError
 
 GIB = 1 << 30
+UNITS = {
+    "b": 1,
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+}
+"""Bytes in each unit, in small letters."""
+# The digits are bounded, so that parsing any text is fast.
+_AMOUNT = re.compile(r"(\d{1,18}(?:_\d{3}){0,5}(?:\.\d{1,9})?) ?([a-z]{1,3})", re.I | re.ASCII)
 
 
 @final
@@ -85,19 +93,18 @@ def find_gpu(name: str) -> GPU:
 
 
 def parse_memory(text: str) -> int:
-    """Return the bytes that a size such as '80GiB', '24GB' or '16384MiB' means.
+    """Return the bytes that an amount such as '80GiB', '24GB' or '16384MiB' means.
 
-    >>> parse_memory("16GiB")
-    17179869184
+    GiB is 1024^3, GB is 1000^3, as on a disk; '80' and '80G' may mean either, so they are refused.
+
+    >>> parse_memory("16GiB"), parse_memory("1.5 MB")
+    (17179869184, 1500000)
     """
-    found = re.fullmatch(
-        r"\s*(\d{1,12}(?:\.\d{1,9})?)\s*([KMGT])(i?)B?\s*", text, re.IGNORECASE | re.ASCII
-    )
-    if not found:
-        raise ValueError(f"cannot read {text[:40]!r} as an amount of memory; write '24GiB'")
-    number, unit, binary = found.groups()
-    base = 1024 if binary else 1000
-    return int(Fraction(number) * base ** " KMGT".index(unit.upper()))
+    found = _AMOUNT.fullmatch(text.strip())
+    size = UNITS.get(found[2].lower()) if found else None
+    if found is None or size is None:
+        raise ValueError(f"cannot read {text[:40]!r} as memory; write such as '24GiB' or '24GB'")
+    return int(Fraction(found[1].replace("_", "")) * size)
 
 
 def context_bytes(gpu: GPU) -> int:

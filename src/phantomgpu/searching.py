@@ -27,6 +27,49 @@ MOST_BEYOND = 16
 
 @final
 @dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a search may try: multiples, or powers of two, between two bounds.
+
+    >>> eights = Range(5, 40, multiple=8)
+    >>> eights.first, eights.last, eights.number(eights.last)
+    (1, 5, 40)
+
+    Raises:
+        ValueError: There is none.
+    """
+
+    smallest: int = 1
+    largest: int = 1 << 20
+    multiple: int = 1
+    powers: bool = False
+
+    def __post_init__(self) -> None:
+        odd = self.powers and self.multiple & (self.multiple - 1)
+        if min(self.smallest, self.multiple) < 1 or odd or self.first > self.last:
+            kind = "a power of two" if self.powers else f"a multiple of {self.multiple}"
+            kind += f" and a multiple of {self.multiple}" * (self.powers and self.multiple > 1)
+            bounds = f"from {self.smallest} to {self.largest}"
+            raise ValueError(f"no number {bounds} is {kind}; widen the range")
+
+    @property
+    def first(self) -> int:
+        """The index of the first number."""
+        if self.powers:
+            return (max(self.smallest, self.multiple) - 1).bit_length()
+        return -(-self.smallest // self.multiple)
+
+    @property
+    def last(self) -> int:
+        """The index of the last number."""
+        return self.largest.bit_length() - 1 if self.powers else self.largest // self.multiple
+
+    def number(self, index: int) -> int:
+        """Return the number with an index."""
+        return 1 << index if self.powers else index * self.multiple
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The largest number that fits.
 
@@ -105,15 +148,12 @@ def search(
     standins.check_system()
     session = Session(gpu, memory, ranks)
     settings = Settings("", steps=steps, ranks=ranks, details=False)
-    first, last = _indices(smallest, largest, multiple, powers=powers)
+    numbers = Range(smallest, largest, multiple, powers)
     tried = _Tried(seen, trains=steps is not None)
     trials = tried.reports
 
-    def number_of(index: int) -> int:
-        return 1 << index if powers else index * multiple
-
     def peaks(index: int) -> tuple[int, int]:
-        report = trials[number_of(index)]
+        report = trials[numbers.number(index)]
         return report.peak_allocated, report.peak_reserved
 
     with ExitStack() as stack:
@@ -129,14 +169,14 @@ def search(
                 return session.start(numbered, settings, None, timeout_seconds, quiet=True)
 
         found = bisect(
-            lambda index: tried.fits(number_of(index), trial),
+            lambda index: tried.fits(numbers.number(index), trial),
             peaks,
             session.memory - session.context,
-            first=first,
-            last=last,
+            first=numbers.first,
+            last=numbers.last,
             farthest=(lambda index: index + 5) if powers else (lambda index: 32 * index),
         )
-        answer = Answer(None if found is None else number_of(found), trials)
+        answer = Answer(None if found is None else numbers.number(found), trials)
         if details:
             settings.details = True
             answer = _detailed(answer, trial)
@@ -158,16 +198,6 @@ def _detailed(answer: Answer, trial: Trial) -> Answer:
     least = min(one for one, two in trials.items() if two.fits and two.peak_allocated == peak)
     # Near numbers are rounded to the same blocks.
     return answer if 2 * least > number else _detailed(Answer(least, trials), trial)
-
-
-def _indices(smallest: int, largest: int, multiple: int, *, powers: bool) -> tuple[int, int]:
-    """Return the indices of the first and the last number of a range."""
-    first = (smallest - 1).bit_length() if powers else -(-smallest // max(multiple, 1))
-    last = largest.bit_length() - 1 if powers else largest // max(multiple, 1)
-    if smallest < 1 or multiple < 1 or first > last:
-        kind = "a power of two" if powers else f"a multiple of {multiple}"
-        raise ValueError(f"no number from {smallest} to {largest} is {kind}; widen the range")
-    return first, last
 
 
 class _Tried:

@@ -22,7 +22,6 @@ from stretto.data.spec import check_workers
 from stretto.data.weights import MicroBatchView, Units, weights_of
 from stretto.distributed.logged import Logged, Reduce
 from stretto.distributed.mesh import Mesh, as_mesh
-from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, PlanWarning, TrainingError
 from stretto.optim import Hyperparameters
@@ -39,6 +38,7 @@ from stretto.planning.bind import Count, micro_batches_of_epoch, steps_left, ste
 from stretto.planning.plan import plan_prepared
 from stretto.planning.stages import mistakes_of, single_sample
 from stretto.runtime.packing import PackingError, count, pack, unpack
+from stretto.runtime.ranks import Ranks
 from stretto.runtime.rewind import kept_buffers
 from stretto.settings import Loading, one_of, read_settings
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
@@ -206,15 +206,14 @@ class Run:
         """Values logged since the last line of metrics; for the loop."""
         self.latest_loss: float | Tensor | Callable[[], float] = _NAN
         """What `loss` reads; for the loop."""
-        self._mesh, self._idle_ranks, self._model = mesh, idle_ranks, model
+        self.idle_ranks, self._mesh, self._model = idle_ranks, mesh, model
         self._base: list[list[GroupValues]] | None = None
         self._loader: StepLoader | None = None
         self._hyperparameters: Hyperparameters | None = None
         self._scheduled: Hyperparameters | None = None
-        """The same; None if nothing is scheduled."""
+        """The same; None if the run leaves them alone."""
         self._plan: Plan | None = None
         self._state: Mapping[str, Any] | None = None
-        self._ranks: Ranks | None = None
         self._loop: Mistakes | None = None
         """Looks at a loop of your own; None: at no other."""
         self._evaluate: Callable[[], dict[str, float]] | None = None
@@ -258,21 +257,18 @@ class Run:
             set_base_values(one, values, self.prepared.schedules)
         if micro_batch_size is not None:
             self.micro_batch_size = micro_batch_size
-        if strategy is not None:
-            self._ranks, rank, world_size = strategy.ranks, strategy.rank, strategy.world_size
-        elif rank is None and self._mesh is not None:
-            rank, world_size = self._mesh.rank, self._mesh.world_size
+        ranks = Ranks.of(rank, world_size) if strategy is None else strategy.ranks
+        if strategy is None and rank is None and self._mesh is not None:
+            self._mesh.tell(ranks)
         self._use(self._from_start)
         self._loader = StepLoader(
             self.spec,
             self.prepared,
             micro_batch_size=self.micro_batch_size,
             loading=self.loading,
-            rank=rank,
-            world_size=world_size,
-            idle_ranks=self._idle_ranks,
+            ranks=ranks,
+            idle_ranks=self.idle_ranks,
         )
-        self._loader.agrees |= self._mesh is not None and self._mesh.mesh.size() > 1
         self.optimizers = tuple(each)
         self._hyperparameters = Hyperparameters(
             joined(each),
@@ -281,7 +277,10 @@ class Run:
             rule=self.prepared.rule,
             bound=self.prepared.bound_schedules,
         )
-        self._scheduled = self._hyperparameters if self.is_scheduled else None
+        # A trainer sets the learning rate even if nothing moves it: else a resumed run would keep
+        # the saved rate, not the one that its optimizer is built with.
+        is_set = self.is_scheduled or strategy is not None
+        self._scheduled = self._hyperparameters if is_set else None
         self._warn()
         self._start()
         state, self._state = self._state, None
@@ -385,7 +384,7 @@ class Run:
                 base=self.hyperparameters.base,
                 tracks_tokens=self.loader.tracks_tokens,
                 resume_at=self.timer.timestamp,
-                idle_ranks=self._idle_ranks,
+                idle_ranks=self.idle_ranks,
             )
         return self._plan
 
@@ -530,7 +529,7 @@ class Run:
         Raises:
             TrainingError: the batch has no unit.
         """
-        return weights_of(step, units, world_size=self.loader.world_size)
+        return weights_of(step, units, self.loader.ranks)
 
     @property
     def is_done(self) -> bool:
@@ -633,17 +632,12 @@ class Run:
     @property
     def ranks(self) -> Ranks:
         """The processes of the run. If they were not given, all of them must ask for it."""
-        if self._ranks is None:
-            self._ranks = Ranks.from_environment()
-            self._ranks.counts = self._mesh is None or self._mesh.counts
-        return self._ranks
+        return self.loader.ranks.join()
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this is the first of all ranks, which writes and prints."""
-        if self._ranks is not None:
-            return self._ranks.is_first
-        return self.rank == 0 and (self._mesh is None or self._mesh.counts)
+        return self.loader.ranks.is_first
 
     @property
     def loss(self) -> float:
@@ -708,7 +702,7 @@ class Run:
         one_of("reduce", reduce, ("sum", "mean", "max", "min"))
         operation = "sum" if reduce == "mean" else reduce
         divisor = self.world_size if reduce == "mean" else 1
-        is_left_out = operation == "sum" and not self.ranks.counts
+        is_left_out = operation == "sum" and not self.ranks.is_loss_rank
         if isinstance(value, Tensor):
             total = value.detach().clone()
             if is_left_out:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, final
 from stretto._foreign import check_foreign
 from stretto.errors import ConfigError, TrainingError, nearest, shown
 from stretto.schedules import fields
-from stretto.timing import LastBatch, Time, TimeLike, Trigger, parse_trigger, read_wall_clock
+from stretto.timing import LastBatch, Time, TimeLike, Trigger, read_wall_clock
 from stretto.timing.grammar import checked_whole
 
 __all__ = ["Checkpointing", "Loading", "Precision", "Stepping", "one_of"]
@@ -187,8 +187,8 @@ class Checkpointing:
     With `monitor` there is one more: that of the best evaluation so far, written when it is
     measured.
 
-    >>> Checkpointing("30m", keep=2, monitor="validation/loss").trigger
-    Every('30m')
+    >>> Checkpointing("30m", keep=2, monitor="validation/loss").mode
+    'min'
 
     Raises:
         ConfigError: `keep` is not at least 1, or there is no such mode.
@@ -212,11 +212,6 @@ class Checkpointing:
         what = f"keep {self.keep!r} checkpoints"
         instead = "write how many of the newest to keep, such as 3"
         checked_whole(self.keep, ConfigError, what, instead)
-
-    @property
-    def trigger(self) -> Trigger:
-        """When one is due."""
-        return parse_trigger(self.every)
 
 
 def read_settings(kind: type[Kind], given: Any, name: str) -> Kind:

@@ -14,8 +14,9 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.checkpoint import pack_optimizer, unpack_optimizer
-from stretto.checkpoint.sharding import Box, LazyTensor, is_dtensor
+from stretto.checkpoint.sharding import Box, LazyTensor
 from stretto.errors import CheckpointError
+from stretto.runtime.sharded import is_dtensor
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -20,14 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.checkpoint import Shard
 from stretto.checkpoint.parts import tile
-from stretto.checkpoint.sharding import (
-    Box,
-    LazyTensor,
-    is_dtensor,
-    replicate_like,
-    shard_like,
-    to_shard,
-)
+from stretto.checkpoint.sharding import Box, LazyTensor, replicate_like, shard_like, to_shard
+from stretto.runtime.sharded import is_dtensor
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from stretto import Callback, Checkpointing, Horizon, Logging, Run, Trainer
 from stretto.cli.planning import as_resumed
-from stretto.data.state import Step
+from stretto.data.step import Step
 from stretto.planning import bind_run
 from stretto.planning.plan import plan_prepared
 from stretto.report.ledger import compare

@@ -178,6 +178,7 @@ def test_mistakes(arguments: str, message: str, wide: Path, stretto: Stretto) ->
     assert message in said.err
 
 
+@pytest.mark.long  # tests/training/stepping/test_fitting.py finds a size under a real limit too
 @pytest.mark.slow
 def test_here_under_a_real_limit(wide: Path, limited: Callable[..., str]) -> None:
     code = """

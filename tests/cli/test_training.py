@@ -324,7 +324,7 @@ def test_an_error_names_keys_where_python_names_arguments(stretto: Stretto) -> N
     Path("cli_spoiled.py").write_text(
         "from stretto.errors import TrainingError\n"
         "from stretto.training import Callback\n"
-        "from stretto.training.stepping.finite import not_finite\n"
+        "from stretto.training.stepper import not_finite\n"
         "class Spoiled(Callback):\n"
         "    def on_batch_end(self, run, step):\n"
         "        raise not_finite(step.timestamp)\n"

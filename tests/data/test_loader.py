@@ -33,11 +33,11 @@ from stretto.batching import (
     SizeFunction,
 )
 from stretto.data import DataSpec, StepLoader
-from stretto.data.fetch import Part
-from stretto.data.ranks import agreed
+from stretto.data.loader import agreed
 from stretto.errors import BatchSizeError, ConfigError, ConversionError, DataError, PlanError
 from stretto.ordering import SampleOrder, share
 from stretto.planning import walk
+from stretto.runtime import Ranks
 from stretto.timing import Horizon, LastBatch, Timestamp
 
 MODES = st.sampled_from(["keep", "drop", "carry"])
@@ -483,11 +483,11 @@ def test_processes_that_hold_parts_of_a_rank_count_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "get_world_size", lambda _=None: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "all_reduce", add_three_others)
-    assert agreed(Part(0, 2, None), 7, 0.25, None) == (12, 0.25)
+    assert agreed(Ranks.of(0, 2), 7, 0.25, None) == (12, 0.25)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    assert agreed(Part(0, 2, None), 7, 0.25, None) == (12, 0.0)
+    assert agreed(Ranks.of(0, 2), 7, 0.25, None) == (12, 0.0)
     with pytest.raises(DataError, match="distributed"):
-        agreed(Part(0, 3, None), 7, 0.25, None)
+        agreed(Ranks.of(0, 3), 7, 0.25, None)
 
 
 def test_a_cut_batch_counts_by_its_own_samples() -> None:

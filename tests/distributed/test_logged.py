@@ -15,7 +15,7 @@ from stretto.errors import TrainingError
 class Others:
     """Ranks of which this is one; what the others say is known before."""
 
-    counts = True
+    is_loss_rank = True
 
     def __init__(self, *others: dict[str, Any], rank: int = 0) -> None:
         self.texts = [json.dumps(other) for other in others]

@@ -58,11 +58,11 @@ def test_groups(names: tuple[str, ...], shape: tuple[int, ...], data: tuple[str,
             )
             step = run.begin()
             assert step is not None
-            assert (run.rank, run.world_size) == (mesh.rank, mesh.world_size)
+            assert (run.rank, run.world_size) == (mesh.dp_rank, mesh.dp_world_size)
             assert run.is_first_rank == (rank == 0)
-        own = groups.setdefault(mesh.rank, step.micro_batches[0].batch[0].tolist())
+        own = groups.setdefault(mesh.dp_rank, step.micro_batches[0].batch[0].tolist())
         assert own == step.micro_batches[0].batch[0].tolist()
-        counting += [rank] if mesh.counts else []
+        counting += [rank] if mesh.is_loss_rank else []
         peers.append(mesh.peers)
     sizes = dict(zip(names, shape, strict=True))
     num_groups = torch.Size([sizes[name] for name in data]).numel()
@@ -81,7 +81,8 @@ def test_groups(names: tuple[str, ...], shape: tuple[int, ...], data: tuple[str,
 def test_no_data_dimension_means_one_group() -> None:
     with rank_of(4, 2):
         mesh = Mesh(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), data=())
-    assert (mesh.rank, mesh.world_size, mesh.counts, mesh.peers) == (0, 1, False, frozenset({2}))
+    assert (mesh.dp_rank, mesh.dp_world_size, mesh.is_loss_rank) == (0, 1, False)
+    assert mesh.peers == frozenset({2})
 
 
 @pytest.mark.parametrize(

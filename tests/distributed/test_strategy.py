@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Self
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import TensorDataset
 
 from stretto import Trainer
-from stretto.distributed import Ddp, Ranks, Single, Strategy
+from stretto.distributed import Ddp, Mesh, Single, Strategy
 from stretto.distributed.strategy import adopted
+from stretto.runtime.ranks import Ranks
 
 DataParallel = Callable[[nn.Module], nn.parallel.DistributedDataParallel]
 
@@ -80,15 +82,10 @@ class Compressed(Ddp):
 class OneOfTwo(Single):
     """The second of two ranks; nobody is the first."""
 
-    @property
-    def rank(self) -> int:
-        """The second one."""
-        return 1
-
-    @property
-    def world_size(self) -> int:
-        """Two."""
-        return 2
+    def of(self, ranks: Ranks, mesh: Mesh | None = None) -> Self:
+        """Share samples out over two."""
+        ranks.share_samples(1, 2)
+        return super().of(ranks, mesh)
 
 
 def gradient(strategy: Strategy | None) -> tuple[Tensor, Trainer]:
@@ -119,5 +116,5 @@ def test_a_strategy_of_your_own_wraps_the_model() -> None:
 
 def test_samples_are_those_of_the_ranks_that_have_samples_of_their_own() -> None:
     (half, trainer), (whole, _) = gradient(OneOfTwo()), gradient(None)
-    assert (trainer.loader.rank, trainer.loader.world_size) == (1, 2)
+    assert (trainer.run.loader.rank, trainer.run.loader.world_size) == (1, 2)
     assert not torch.equal(half, whole)

@@ -25,11 +25,6 @@ def other_groups() -> object:
     return bound().bind(optimizer([torch.zeros(1)], [torch.zeros(1)]))
 
 
-def fetched_ahead() -> object:
-    run = bound()
-    return [run.begin(), run.begin()]
-
-
 def finished_late() -> object:
     run = bound()
     first = run.begin()
@@ -38,18 +33,8 @@ def finished_late() -> object:
     return run.finish(step=first)
 
 
-def no_unit() -> object:
-    run = bound()
-    step = run.begin()
-    assert step is not None
-    return run.weights(step, lambda _: 0)
-
-
 CASES: list[tuple[str, Callable[[], object]]] = [
-    ("run-not-bound", lambda: make().begin()),
     ("run-other-groups", other_groups),
     ("run-other-state", lambda: make().load_state_dict({"version": 2})),
-    ("run-fetched-ahead", fetched_ahead),
     ("run-finished-late", finished_late),
-    ("run-no-unit", no_unit),
 ]

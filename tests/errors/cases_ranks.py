@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,11 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stretto.checkpoint import pack_optimizer, unpack_optimizer
-from stretto.distributed.peers import Peers
-from stretto.distributed.ranks import Ranks, check_agreement
 from stretto.distributed.strategy import strategy_for
-from stretto.settings import Stepping
+from stretto.runtime.rank_monitor import RankMonitor
+from stretto.runtime.ranks import Ranks
+from stretto.training.describe import check_agreement
 
 
 class Two(nn.Module):
@@ -36,9 +33,7 @@ def spread(shard: Callable[[Two], Any], *, device: str = "cpu") -> None:
     try:
         model = Two()
         shard(model)
-        ranks: Any = SimpleNamespace(
-            rank=0, world_size=4, device=torch.device(device), limit_waiting=id
-        )
+        ranks = Ranks(torch.device(device))
         strategy_for(model, ranks).of(ranks).place(model)
     finally:
         dist.destroy_process_group()
@@ -50,7 +45,7 @@ def over_some(model: Two) -> None:
 
 
 def lost(said: str = "Connection closed by peer [127.0.0.1]:416") -> None:
-    with Peers(0, 2).meeting():
+    with RankMonitor(0, 2).watch():
         raise RuntimeError(said)
 
 
@@ -59,7 +54,7 @@ def late(*gave_up: int) -> None:
     store = HashStore()
     for rank in gave_up:
         store.set(f"here/{rank}", "")
-    with Peers(0, 3, store=store, timeout=timedelta(seconds=0.3)).meeting():
+    with RankMonitor(0, 3, store=store, timeout=timedelta(seconds=0.3)).watch():
         raise RuntimeError("Timed out waiting 300ms for recv operation to complete")
 
 
@@ -71,20 +66,10 @@ def unlike(name: str, call: str = "Trainer()") -> None:
         other = [text.replace("fit", "resume").replace("8", "9") for text in own]
         found[:] = [own, tuple(other)]
 
-    ranks = Ranks(torch.device("cpu"))
+    ranks = Ranks()
     ranks.world_size = 2
-    ranks._shared = SimpleNamespace(calling=nullcontext)  # type: ignore[assignment]
     with patch.object(dist, "all_gather_object", gathered):
         check_agreement({name: "8"}, ranks, call=call)
-
-
-def more_parameters() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.zeros(1, 2)).sum().backward()
-    optimizer.step()
-    other = torch.optim.Adam([nn.Parameter(torch.zeros(2, 2))])
-    unpack_optimizer(other, pack_optimizer(optimizer))
 
 
 CASES: list[tuple[str, Callable[[], object]]] = [
@@ -92,7 +77,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("ranks-late", lambda: late(2)),
     ("ranks-all-wait", lambda: late(1, 2)),
     ("ranks-unknown", lambda: lost("Timed out waiting 300ms for recv operation to complete")),
-    ("ranks-timeout", lambda: Stepping(rank_timeout="5ba")),
     ("ranks-unlike", lambda: unlike("loading.seed")),
     ("ranks-apart", lambda: unlike("position in sp", "fit()")),
     ("ranks-parts-sharded", lambda: spread(lambda model: fully_shard(model.body))),
@@ -104,5 +88,4 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("ranks-some", lambda: spread(over_some)),
     ("ranks-device", lambda: spread(fully_shard, device="cuda")),
-    ("ranks-optimizer", more_parameters),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from stretto.training import Trainer
-from stretto.training.stepping.retry import Retry
+from stretto.training.stepper import Retry
 
 
 def short(*_: object, **__: object) -> Any:
@@ -40,12 +39,6 @@ def trainer(kind: type[torch.optim.SGD] = torch.optim.SGD, loss: Any = mean) -> 
     )
 
 
-def one_sample() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer(loss=short).fit()
-
-
 def together(samples: int) -> None:
     """Ranks that meet in each pass."""
     loader = trainer().loader
@@ -59,7 +52,6 @@ def together(samples: int) -> None:
 
 
 CASES: list[tuple[str, Callable[[], object]]] = [
-    ("shortage-one-sample", one_sample),
     ("shortage-in-update", lambda: trainer(ShortUpdate).fit()),
     ("shortage-where-ranks-wait", lambda: together(4)),
     ("shortage-where-ranks-wait-for-one", lambda: together(1)),

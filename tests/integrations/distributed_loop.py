@@ -73,7 +73,7 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
                 break
             micros = meter.micro_batches(step)
             cut = replace(step, micro_batches=list(micros))
-            units, total = units_of(cut, targets, world_size=run.loader.world_size)
+            units, total = units_of(cut, targets, run.loader.ranks)
             if len(micros) == len(step):
                 assert run.weights(step, targets) == [
                     one * run.loader.world_size / total for one in units

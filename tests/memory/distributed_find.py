@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.memory import find_batch_size
-from stretto.runtime import SupervisedStep
+from stretto.runtime import Ranks, SupervisedStep
 
 
 class Capacity(nn.Module):
@@ -29,13 +29,6 @@ class Capacity(nn.Module):
             raise torch.OutOfMemoryError("CUDA out of memory")
         result: Tensor = self.norm(self.layer(x))
         return result
-
-
-def least(number: int) -> int:
-    """Return the least of a number over all ranks."""
-    tensor = torch.tensor(number)
-    dist.all_reduce(tensor, dist.ReduceOp.MIN)
-    return int(tensor)
 
 
 def main() -> None:
@@ -56,7 +49,7 @@ def main() -> None:
             torch.ones(2, 2),
             power_of_two=powers,
             maximum=64,
-            agree_minimum=least,
+            ranks=Ranks(),
         )
         seen[way] = [answer.size, answer.too_large]
     after = inner.state_dict().values()

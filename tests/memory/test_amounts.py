@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phantomgpu.gpus import UNITS
 from stretto.errors import ConfigError
-from stretto.memory.amounts import UNITS, margin_of, parse_bytes, show_bytes
+from stretto.memory.amounts import margin_of, parse_bytes, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,6 @@ from stretto.memory.amounts import UNITS, margin_of, parse_bytes, show_bytes
         ("1_000kB", 1_000_000),
         (" 512 MiB ", 2**29),
         ("0B", 0),
-        ("0", 0),
         ("2TiB", 2**41),
         (123, 123),
         (0, 0),
@@ -32,28 +32,14 @@ def test_amounts(text: str | int, amount: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("80G", "'G' may be 1000 or 1024; write 80GiB or 80GB"),
-        ("80k", "write 80KiB or 80kB"),
-        ("80", "it has no unit; write 80GiB, or 80B for bytes"),
-        ("", "not a number and a unit"),
-        ("lots", "not a number and a unit"),
-        ("-1GiB", "not a number and a unit"),
-        ("1e3GiB", "not a number and a unit"),
-        ("nanGiB", "not a number and a unit"),
-        ("9" * 10_000 + "GiB", "not a number and a unit"),
-        ("8 parsecs", "not a number and a unit"),
-        ("8XB", "there is no unit 'XB'"),
-        ("5%", "there is no unit '%'"),
-        (-1, "read -1 as memory"),
-        (True, "read True"),
-        (1.5, "read 1.5"),
-        (None, "read None"),
+        *("80G", "80k", "80", "", "lots", "-1GiB", "1e3GiB", "nanGiB", "9" * 10_000 + "GiB"),
+        *("8 parsecs", "8XB", "5%", "4\u0664GiB", -1, True, 1.5, None),
     ],
 )
-def test_what_is_no_amount(text: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_no_amount(text: object) -> None:
+    with pytest.raises(ConfigError, match="80GiB or 80GB"):
         parse_bytes(text)  # type: ignore[arg-type]
 
 
@@ -80,7 +66,7 @@ def test_margins() -> None:
     assert margin_of("10%", 1_000) == 100
     assert margin_of("2.5%", 1_001) == 26  # rounded up
     assert margin_of("1KiB", 1_000_000) == 1024
-    assert margin_of(0, 1_000) == 0
+    assert margin_of(0, 1_000) == margin_of("0", 1_000) == 0
     for text in ("100%", "250%"):
         with pytest.raises(ConfigError, match="nothing"):
             margin_of(text, 1_000)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.threaded_ranks import on_threads
 from torch import Tensor, nn
 
 from stretto.errors import ConfigError, FitError
 from stretto.memory import Answer, find_batch_size, phantom
 from stretto.memory.limits import MemoryLimit
-from stretto.runtime import SupervisedStep
+from stretto.runtime import Ranks, SupervisedStep
 
 LIMIT = 1_000_000
 TRIED: list[int] = []
@@ -158,58 +158,33 @@ def test_the_answer_prints_all_of_it() -> None:
     assert "real ones" in text
 
 
-def on_threads(
-    monkeypatch: pytest.MonkeyPatch, work: list[Callable[[Callable[[int], int]], Any]]
-) -> list[Any]:
-    """Run ranks as threads that agree on a minimum; return results or errors."""
-    # The limit of a process is no matter of its threads.
+@pytest.fixture
+def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory limit of a process is no matter of its threads."""
     monkeypatch.setattr("stretto.memory.trial.bounded", lambda *_: contextlib.nullcontext())
-    barrier = threading.Barrier(len(work), timeout=20)
-    numbers: dict[int, int] = {}
-    results: list[Any] = [None] * len(work)
-
-    def run(rank: int) -> None:
-        def agree(number: int) -> int:
-            numbers[rank] = number
-            barrier.wait()
-            least = min(numbers.values())
-            barrier.wait()
-            return least
-
-        try:
-            results[rank] = work[rank](agree)
-        except Exception as error:  # noqa: BLE001  it is what is looked at
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(work))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
 
 
-def test_ranks_agree_on_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("unbounded")
+def test_ranks_agree_on_the_least() -> None:
     sizes = on_threads(
-        monkeypatch,
         [
-            lambda agree: ask(600, power_of_two=True, maximum=1024, agree_minimum=agree).size,
-            lambda agree: ask(300, power_of_two=True, maximum=1024, agree_minimum=agree).size,
-        ],
+            lambda ranks: ask(600, power_of_two=True, maximum=1024, ranks=ranks).size,
+            lambda ranks: ask(300, power_of_two=True, maximum=1024, ranks=ranks).size,
+        ]
     )
     assert sizes == [256, 256]
 
 
-def test_an_error_on_one_rank_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(agree: Callable[[int], int]) -> Any:
+@pytest.mark.usefixtures("unbounded")
+def test_an_error_on_one_rank_ends_all() -> None:
+    def fail(ranks: Ranks) -> Any:
         model = nn.Linear(25, 1)
         step = SupervisedStep(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x))
-        return find_batch_size(step, torch.ones(2, 25), agree_minimum=agree)
+        return find_batch_size(step, torch.ones(2, 25), ranks=ranks)
 
-    first, second = on_threads(monkeypatch, [lambda agree: ask(agree_minimum=agree), fail])
-    assert isinstance(first, FitError)
-    assert "another rank" in first.message.why
-    assert isinstance(second, RuntimeError)
+    first, second = on_threads([lambda ranks: ask(ranks=ranks), fail])
+    assert isinstance(first, RuntimeError)
+    assert str(first) == str(second)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.memory import find_batch_size, phantom
+from stretto.memory.answer import NothingFitsError
 from stretto.memory.phantom import _Copied
-from stretto.memory.search import NothingFitsError
 from stretto.memory.sharding import apply
 from stretto.memory.step import WholeStep, read, written
 from stretto.runtime import SupervisedStep

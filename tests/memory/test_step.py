@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from stretto.data import DataSpec, StepLoader
-from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Single
 from stretto.errors import FitError
 from stretto.memory import find_batch_size
 from stretto.memory.step import WholeStep, read, written
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.ranks import Ranks
 from stretto.settings import Stepping
-from stretto.training.stepping.stepper import Stepper
+from stretto.training.stepper import Stepper
 
 
 def loss(model: Any, batch: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from phantomgpu import Report, RunFailedError
 from phantomgpu.report import Status
-from phantomgpu.searching import Answer, _detailed, _indices, _Tried, bisect
+from phantomgpu.searching import Answer, Range, _detailed, _Tried, bisect
 
 
 @given(
@@ -98,27 +98,31 @@ def test_more_memory_gives_no_less() -> None:
 
 @pytest.mark.parametrize(
     ("smallest", "largest", "multiple", "powers"),
-    [(10, 5, 1, False), (1, 4, 8, False), (9, 15, 8, False), (0, 4, 1, False), (5, 7, 1, True)],
+    [
+        *((10, 5, 1, False), (1, 4, 8, False), (9, 15, 8, False), (0, 4, 1, False)),
+        *((1, 4, 0, False), (5, 7, 1, True), (1, 64, 3, True), (1, 7, 8, True)),
+    ],
 )
 def test_a_range_without_a_number_is_refused(
     smallest: int, largest: int, multiple: int, powers: bool
 ) -> None:
     with pytest.raises(ValueError, match="range"):
-        _indices(smallest, largest, multiple, powers=powers)
+        Range(smallest, largest, multiple, powers)
 
 
 @given(st.integers(1, 99), st.integers(1, 99), st.integers(1, 20), st.booleans())
 def test_a_range_is_the_numbers_in_it(a: int, b: int, multiple: int, powers: bool) -> None:
     inside = [
-        one for one in range(a, b + 1) if (one & (one - 1) == 0 if powers else one % multiple == 0)
+        number
+        for number in range(a, b + 1)
+        if number % multiple == 0 and not (powers and number & (number - 1))
     ]
     if not inside:
         with pytest.raises(ValueError, match="range"):
-            _indices(a, b, multiple, powers=powers)
-        return
-    first, last = _indices(a, b, multiple, powers=powers)
-    numbers = [1 << index if powers else index * multiple for index in (first, last)]
-    assert numbers == [inside[0], inside[-1]]
+            Range(a, b, multiple, powers)
+    else:
+        found = Range(a, b, multiple, powers)
+        assert [found.number(index) for index in range(found.first, found.last + 1)] == inside
 
 
 def report(*, steps: int, status: Status = "fits") -> Report:

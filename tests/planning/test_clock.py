@@ -22,7 +22,7 @@ from stretto.batching import (
 )
 from stretto.errors import BatchSizeError, PlanError
 from stretto.planning import next_step, walk
-from stretto.timing import Horizon, LastBatch, Time, Timer, Timestamp, advance, tick
+from stretto.timing import Horizon, LastBatch, Time, Timer, Timestamp, advance
 
 MODES: tuple[LastBatch, ...] = get_args(LastBatch)
 
@@ -185,7 +185,7 @@ def test_a_timer_moves_as_advance_does(case: Case) -> None:
         if step.skipped:
             timer.end_epoch()
         assert timer.timestamp == step.timestamp
-        tick(timer, horizon, step.size, seconds=0.0)
+        timer.advance(step.size, seconds=0.0)
         assert timer.timestamp == advance(horizon, step.timestamp, step.size)
 
 

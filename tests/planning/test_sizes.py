@@ -33,6 +33,7 @@ from stretto.batching import (
 from stretto.errors import BatchSizeError, ConversionError, PlanError
 from stretto.planning import PlannedSizes, bind_run, walk
 from stretto.timing import Horizon, LastBatch, Time, Timestamp
+from stretto.timing.horizon import EqualBatches
 
 LIMIT = 400
 MODES: tuple[LastBatch, ...] = get_args(LastBatch)
@@ -215,8 +216,7 @@ def test_a_constant_size_is_laid_out_as_timing_does(data: st.DataObject) -> None
     length = data.draw(st.sampled_from([Time("2.5ep"), Time("37sp"), Time("7ba")]))
     size = data.draw(st.integers(1, n if mode == "drop" else 40))
     horizon = Horizon(length, dataset_num_samples=n, batch_sizes=size, last_batch=mode)
-    constant, sizes = horizon.batch_sizes, PlannedSizes(horizon, size)
-    assert constant is not None
+    constant, sizes = EqualBatches(horizon, Timestamp(), size), PlannedSizes(horizon, size)
     for number in range(80):
         assert sizes.sample_at_batch(number) == constant.sample_at_batch(number)
         assert sizes.batch_at_sample(number) == constant.batch_at_sample(number)

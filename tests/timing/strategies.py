@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from stretto.timing import Horizon, LastBatch, Time, Timestamp, TimeUnit
 from stretto.timing.grammar import WHOLE, parse_unit
+from stretto.timing.horizon import EqualBatches
 
 _BEYOND_FLOATS = 2**70
 """Well above 2^53, from where on a float no longer holds every whole number."""
@@ -95,6 +96,8 @@ def timestamps(draw: st.DrawFn, horizon: Horizon) -> Timestamp:
         horizon: the run; if its batch sizes are known, the timestamp lies between two batches.
     """
     sizes, num_samples = horizon.batch_sizes, horizon.dataset_num_samples
+    if isinstance(sizes, int):
+        sizes = EqualBatches(horizon, Timestamp(), sizes)
     if sizes is None:
         sample = draw(st.integers(0, horizon.end_sample or 500))
         batch = draw(st.integers(1 if sample else 0, sample))

@@ -18,7 +18,6 @@ from tests.timing.strategies import horizons, lengths, timestamps
 
 from stretto.errors import BatchSizeError, ConversionError, TimeError
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
-from stretto.timing.batch_sizes import EqualBatches, constant_batches
 
 
 def passed(horizon: Horizon, now: Timestamp, unit: str) -> Fraction:
@@ -50,8 +49,8 @@ def test_positions_are_those_of_the_definition(horizon: Horizon, data: st.DataOb
 
 @given(horizons(has_batch_size=True))
 def test_a_run_is_done_exactly_at_its_end(horizon: Horizon) -> None:
-    assert isinstance(horizon.batch_sizes, EqualBatches)
-    counted = count_by_hand(horizon, horizon.batch_sizes.size, batches=60)
+    assert isinstance(horizon.batch_sizes, int)
+    counted = count_by_hand(horizon, horizon.batch_sizes, batches=60)
     assert [horizon.is_done(now) for now in counted[:-1]] == [False] * (len(counted) - 1)
     assert [horizon.elapsed(now) for now in counted] == sorted(map(horizon.elapsed, counted))
     if len(counted) <= 60:
@@ -65,8 +64,8 @@ def test_a_run_is_done_exactly_at_its_end(horizon: Horizon) -> None:
     )
 )
 def test_the_whole_run_in_batches_and_samples(horizon: Horizon) -> None:
-    assert isinstance(horizon.batch_sizes, EqualBatches)
-    end = count_by_hand(horizon, horizon.batch_sizes.size)[-1]
+    assert isinstance(horizon.batch_sizes, int)
+    end = count_by_hand(horizon, horizon.batch_sizes)[-1]
     assert horizon.convert("1dur", "ba") == Time(end.batch, "ba")
     assert horizon.convert(Time(end.batch, "ba"), "sp") == Time(end.sample, "sp")
     assert horizon.convert(Time(end.batch, "ba"), "dur") >= Time("1dur")
@@ -211,11 +210,11 @@ class TestAxes:
     def test_mixed_times_keep_their_order_in_a_run(self, unit: str, data: st.DataObject) -> None:
         """A time lies on the common axis where the clock stands when it has passed."""
         horizon = data.draw(horizons(has_batch_size=True, is_sized=True, run_unit=unit))
-        assert isinstance(horizon.batch_sizes, EqualBatches)
+        assert isinstance(horizon.batch_sizes, int)
         times = [data.draw(lengths(unit)) for unit in ("ep", "sp")]
         times.append(Time(data.draw(st.integers(1, 50)), "ba"))
         axis = horizon.common_axis(times)
-        counted = count_by_hand(horizon, horizon.batch_sizes.size)
+        counted = count_by_hand(horizon, horizon.batch_sizes)
         for time in times:
             mark = horizon.ticks(time, axis)
             for now in counted:
@@ -236,7 +235,8 @@ class TestFacts:
         assert horizon.dataset_num_samples == 100
         assert horizon.dataset_num_tokens == 800
         assert horizon.tokens_per_sample == 8
-        assert horizon.batch_sizes == constant_batches(32, 100, "carry", 200)
+        assert horizon.batch_sizes == 32
+        assert horizon.end_sample == 200
         assert horizon.last_batch == "carry"
 
     @pytest.mark.parametrize(

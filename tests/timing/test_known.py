@@ -71,14 +71,14 @@ OPERATIONS: list[Callable[[Any], object]] = [
         lambda known: known._asdict()["token"],
         lambda known: Timestamp(*known).token,
         lambda known: known._replace(sample=1).token,
-        lambda known: Timer.at(known).token,
+        lambda known: Timer.at(known, Horizon("9ba")).token,
     ],
 )
 def test_a_hidden_count_refuses_every_operation_however_it_is_read(
     read: Callable[[Timestamp], int], operation: Callable[[int], object]
 ) -> None:
     known = known_counts(Timestamp(sample=3, token=9), TOKENS)
-    assert (known.sample, Timer.at(known).sample) == (3, 3)
+    assert (known.sample, Timer.at(known, Horizon("9ba")).sample) == (3, 3)
     with pytest.raises(UnknownCountError) as caught:
         operation(read(known))
     assert (caught.value.name, caught.value.unit) == ("token", "tok")
@@ -86,6 +86,9 @@ def test_a_hidden_count_refuses_every_operation_however_it_is_read(
 
 def test_a_timer_reads_none() -> None:
     known = known_counts(Timestamp(sample=3, token=9), TOKENS)
-    for read in (lambda: Timer.at(known).get("tok"), lambda: json.dumps(known.to_state())):
+    for read in (
+        lambda: Timer.at(known, Horizon("9ba")).get("tok"),
+        lambda: json.dumps(known.to_state()),
+    ):
         with pytest.raises((UnknownCountError, TypeError)):
             read()

@@ -27,7 +27,6 @@ from stretto.timing import (
     Trigger,
     parse_trigger,
 )
-from stretto.timing.batch_sizes import EqualBatches
 
 UNITS = st.sampled_from(TimeUnit)
 
@@ -36,8 +35,8 @@ UNITS = st.sampled_from(TimeUnit)
 def runs(draw: st.DrawFn) -> tuple[Horizon, list[Timestamp]]:
     """A run, with the clock at a random choice of its batches, first and last included."""
     horizon = draw(horizons(has_batch_size=True))
-    assert isinstance(horizon.batch_sizes, EqualBatches)
-    counted = count_by_hand(horizon, horizon.batch_sizes.size, batches=40)
+    assert isinstance(horizon.batch_sizes, int)
+    counted = count_by_hand(horizon, horizon.batch_sizes, batches=40)
     kept = draw(st.sets(st.integers(0, len(counted) - 1)))
     last = len(counted) - 1
     return horizon, [now for number, now in enumerate(counted) if number in {0, last, *kept}]
@@ -142,37 +141,13 @@ def test_either_of_two(
 
 @given(horizons(is_sized=True, has_batch_size=True), st.integers(1, 40))
 def test_a_share_of_the_run_fires_that_often(horizon: Horizon, share: int) -> None:
-    assert isinstance(horizon.batch_sizes, EqualBatches)
-    counted = count_by_hand(horizon, horizon.batch_sizes.size, batches=300)
+    assert isinstance(horizon.batch_sizes, int)
+    counted = count_by_hand(horizon, horizon.batch_sizes, batches=300)
     assume(horizon.is_done(counted[-1]) and horizon.elapsed(counted[-2]) < 1)
     bound = Every(Time(Fraction(1, share), "dur")).bind(horizon)
     fired = sum(bound.count(before, after) for before, after in pairwise(counted))
     assert fired == horizon.position(counted[-1], "dur") // Time(Fraction(1, share), "dur")
     assert fired >= share
-
-
-@pytest.mark.parametrize("run", ["30ba", "3ep", "30sp", "30tok", "30s"])
-def test_a_tenth_of_thirty_batches_fires_ten_times(run: str) -> None:
-    horizon = Horizon(run, dataset_num_samples=10, tokens_per_sample=1, batch_sizes=1)
-    clock = count_by_hand(horizon, 1)
-    bound = Every("0.1dur").bind(horizon)
-    fired = [after.batch for before, after in pairwise(clock) if bound(before, after)]
-    assert fired == [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
-
-
-def test_a_step_may_jump_over_several_boundaries() -> None:
-    bound = Every("10sp").bind(Horizon("100sp"))
-    assert bound.count(Timestamp(sample=5), Timestamp(sample=35)) == 3
-    assert bound(Timestamp(sample=5), Timestamp(sample=35)) is True
-
-
-def test_the_interval_is_open_on_the_left_and_closed_on_the_right() -> None:
-    bound = Every("10sp").bind(Horizon("100sp"))
-    at_ten, at_eleven = Timestamp(sample=10), Timestamp(sample=11)
-    assert bound(Timestamp(), at_ten)
-    assert not bound(at_ten, at_eleven)
-    assert not bound(Timestamp(), Timestamp())
-    assert not At("10sp").bind(Horizon("100sp"))(at_ten, at_eleven)
 
 
 def test_boundaries_beyond_floats_are_exact() -> None:

@@ -6,34 +6,26 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from stretto.distributed import Ddp
+from stretto.distributed import Ddp, Mesh
 from stretto.run_folder import read_ledger
+from stretto.runtime import Ranks
 from stretto.training import Callback, Evaluation, Run, Trainer
 
 
 class Pairs(Ddp):
     """Ranks 0 and 1 share their samples, and so do ranks 2 and 3, as if they shared a model."""
 
-    @property
-    def rank(self) -> int:
-        """The number of the pair."""
-        return self.ranks.rank // 2
-
-    @property
-    def world_size(self) -> int:
-        """How many pairs there are."""
-        return self.ranks.world_size // 2
-
-    @property
-    def counts(self) -> bool:
-        """Whether this is the first of its pair."""
-        return self.ranks.rank % 2 == 0
+    def of(self, ranks: Ranks, mesh: Mesh | None = None) -> Self:
+        """Share samples out over the pairs."""
+        pair, is_second = divmod(ranks.rank, 2)
+        ranks.share_samples(pair, ranks.world_size // 2, is_loss_rank=not is_second)
+        return super().of(ranks, mesh)
 
 
 class Heard(Callback):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stretto.distributed.ranks import first_difference
+from stretto.training.describe import first_difference
 
 SCRIPT = Path(__file__).with_name("forked_ranks.py")
 

@@ -11,6 +11,7 @@ import torch
 
 from stretto.errors import TrainingError
 from stretto.memory import find_batch_size
+from stretto.timing import At, Every
 from stretto.training import Callback, Checkpointing, Evaluation, Logging
 from stretto.training.callback import EVENTS, Events
 
@@ -51,6 +52,84 @@ def test_every_event_happens_in_its_order(problem: Callable[..., Any], tmp_path:
     ends = ["on_epoch_end", "on_log", "on_evaluation_start", "on_evaluation_end"]
     ends += ["on_checkpoint_start", "on_checkpoint"]
     assert callback.seen == ["on_build", "on_fit_start", *step, *step, *ends, "on_fit_end"]
+
+
+class NoteDue(Callback):
+    """Notes the clock when it is due."""
+
+    def __init__(self, every: Any) -> None:
+        self.every = every
+        self.seen: list[int] = []
+
+    def on_due(self, run: Any) -> None:
+        self.seen.append(run.timer.sample)
+        run.log("due", run.timer.sample, reduce="last")
+
+
+@pytest.mark.parametrize(
+    ("every", "scale", "expected"),
+    [
+        ("25%", None, [16, 32, 48, 60]),
+        ("20sp", None, [24, 40, 60]),
+        (Every("1ep") | At("3ba"), None, [24, 60]),
+        ("2ep", 0.25, [32, 60]),
+        (None, None, []),
+    ],
+)
+def test_a_callback_of_yours_is_due_at_times_of_its_own(
+    problem: Callable[..., Any], every: Any, scale: Any, expected: list[int]
+) -> None:
+    trainer = problem().trainer(
+        max_duration="1ep" if scale is None else "4ep",
+        batch_size=8,
+        callbacks=[NoteDue(every)],
+        scale_schedule=scale,
+    )
+    trainer.fit()
+    mine = trainer.callbacks[0]
+    assert mine.seen == expected
+    counts = {event.name: event.count for event in trainer.plan.events}
+    assert counts.get("NoteDue", 0) == len(expected)
+
+
+def test_what_is_due_comes_in_one_order(problem: Callable[..., Any], tmp_path: Path) -> None:
+    """A value that is logged when it is due is on the line that is due at the same time."""
+    run, lines = problem(), tmp_path / "metrics.jsonl"
+    order: list[str] = []
+
+    class Order(NoteDue):
+        def on_due(self, run: Any) -> None:
+            super().on_due(run)
+            order.append("due")
+
+        def on_log(self, run: Any, record: Any) -> None:
+            order.append("log")
+
+        def on_evaluation_end(self, run: Any, name: str, metrics: Any) -> None:
+            order.append("evaluate")
+
+        def on_checkpoint_start(self, run: Any) -> None:
+            order.append("save")
+
+    run.trainer(
+        max_duration="4ba",
+        folder=tmp_path,
+        log="2ba",
+        evaluate=Evaluation(run.data, "2ba"),
+        checkpoint="2ba",
+        callbacks=[Order("2ba")],
+    ).fit()
+    assert order == ["due", "log", "evaluate", "save"] * 2
+    assert '"due": 16' in lines.read_text().splitlines()[0]
+
+
+def test_two_callbacks_of_one_type_are_due_each_on_its_own(problem: Callable[..., Any]) -> None:
+    one, other = NoteDue("3ba"), NoteDue("2ba")
+    trainer = problem().trainer(max_duration="6ba", batch_size=8, callbacks=[one, other])
+    trainer.fit()
+    assert (len(one.seen), len(other.seen)) == (2, 3)
+    names = {event.name for event in trainer.plan.events}
+    assert names == {"log", "NoteDue", "NoteDue_2"}
 
 
 def test_a_search_for_what_fits_comes_after_what_callbacks_allocate(

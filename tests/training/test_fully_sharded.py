@@ -15,7 +15,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from stretto.distributed.strategy import zero_gradient
-from stretto.runtime.gradients import is_fully_sharded
+from stretto.runtime.sharded import is_fully_sharded
 
 SCRIPT = Path(__file__).with_name("fully_sharded_edges.py")
 

@@ -14,7 +14,7 @@ from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation
 from stretto.training.algorithms import LayerFreezing, StochasticDepth
 from stretto.training.checkpointing.records import locked
-from stretto.training.loop import Interrupts
+from stretto.training.loop import Stops
 
 Make = Callable[..., Any]
 
@@ -27,15 +27,17 @@ def usual_handler() -> Iterator[Any]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_the_first_signal_is_remembered_and_the_second_is_as_always(usual_handler: Any) -> None:
-    with Interrupts() as interrupts:
+def test_the_first_signal_is_remembered_and_the_second_is_as_always(
+    usual_handler: Any, problem: Make
+) -> None:
+    with Stops(problem().trainer().run) as stops:
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.received == "SIGINT"
+        assert stops.received == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is usual_handler
-    with interrupts:
-        assert interrupts.received is None
+    with stops:
+        assert stops.received is None
 
 
 class Kill(Callback):

@@ -21,7 +21,7 @@ from stretto.batching.steps import PolicyLike, as_policy, line
 from stretto.errors import BatchSizeError
 from stretto.schedules.fields import fill, interval, time_or_rest
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
-from stretto.timing.conversion import rounded
+from stretto.timing.time import rounded
 
 _COUNTERS = {
     TimeUnit.EPOCH: "epoch",

@@ -21,7 +21,8 @@ from stretto.batching.policy import (
 from stretto.errors import BatchSizeError, ConversionError, shown
 from stretto.schedules.fields import fill
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
-from stretto.timing.epochs import equal_batches, next_epoch, outgrows_epoch
+from stretto.timing.epochs import next_epoch, outgrows_epoch
+from stretto.timing.horizon import EqualBatches
 from stretto.timing.time import Number
 
 
@@ -112,7 +113,7 @@ def _in_order(
         for (edge, at), size in zip(marks[:number], sizes, strict=False):
             if outgrows_epoch(horizon, now, size):
                 now = next_epoch(horizon, now)
-            batches = equal_batches(horizon, now, size)
+            batches = EqualBatches(horizon, now, size)
             count = batches.count_until(edge, at)
             if count is None or outgrows_epoch(horizon, now, size):
                 return True

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.checkpoint.sharding import LazyTensor, is_dtensor, replicate_like, shard_like
+from stretto.checkpoint.sharding import LazyTensor, replicate_like, shard_like
 from stretto.errors import CheckpointError
 from stretto.runtime.packing import number
+from stretto.runtime.sharded import is_dtensor
 
 _OF_THIS_RUN = ("foreach", "fused", "capturable", "differentiable", "name")
 """How torch computes a step on the present device, and what a group is called now."""

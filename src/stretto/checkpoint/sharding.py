@@ -7,15 +7,15 @@ box on any mesh. Neither needs communication.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.errors import CheckpointError
+from stretto.runtime.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,27 +73,6 @@ class LazyTensor(NamedTuple):
     """Shape of the whole tensor."""
     read: Callable[[Box | None], Tensor]
     """Reads one box; with None, the whole tensor."""
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model is sharded over ranks, for example by `fully_shard`.
-
-    >>> is_sharded(nn.Linear(1, 1))
-    False
-    """
-    return any(is_dtensor(parameter) for parameter in model.parameters())
-
-
-def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a `DTensor`, sharded or replicated.
-
-    >>> import torch
-    >>> is_dtensor(torch.zeros(2))
-    False
-    """
-    # If the module is not imported, there are no DTensors. Importing it takes a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def to_shard(tensor: Tensor) -> Tensor | Shard:

@@ -32,7 +32,7 @@ from stretto.schedules import Custom, Product, ScheduleLike
 from stretto.schedules.fields import Check, Interval, Positive, Timed, parse_name
 from stretto.settings import DATA_DIMENSIONS, Checkpointing, Loading, Precision, Stepping
 from stretto.timing import LastBatch, Time, TimeLike
-from stretto.timing.conversion import read_run
+from stretto.timing.time import read_run
 
 
 def _seed(value: int, name: str, error: type[StrettoError]) -> int:

@@ -25,12 +25,12 @@ from stretto.config.targets import Target, accepts, bound_target, call_target, i
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.data import DataSpec, StepLoader
-from stretto.distributed.ranks import Ranks, find_device
 from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.runtime.gradients import is_fully_sharded
+from stretto.runtime.ranks import Ranks, find_device
+from stretto.runtime.sharded import is_fully_sharded
 from stretto.training import (
     Callback,
     Evaluation,
@@ -43,7 +43,7 @@ from stretto.training import (
     WandbLogger,
 )
 from stretto.training.criterion import as_loss
-from stretto.training.stepping.fitting import keeps_gradients_apart
+from stretto.training.fitting import keeps_gradients_apart
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -147,7 +147,7 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
     That is the sizes of the data, the sizes that were `auto`, the scheduled values of the
     optimizer, and the run's folder.
     """
-    horizon, optimizer, sizes = trainer.horizon, config.optimizer, config.batch_size
+    horizon, optimizer, sizes = trainer.run.horizon, config.optimizer, config.batch_size
     if trainer.found_maximum is not None:
         sizes = with_maximum(sizes, trainer.found_maximum.size)  # type: ignore[arg-type]
     if optimizer is not None:
@@ -167,7 +167,7 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
         ),
         optimizer=optimizer,
         folder=None if trainer.folder is None else str(trainer.folder),
-        micro_batch_size=trainer.loader.micro_batch_size,
+        micro_batch_size=trainer.run.loader.micro_batch_size,
         batch_size=sizes,
     )
 

@@ -4,7 +4,7 @@ from stretto.data.containers import count_samples, move_batch, take_samples
 from stretto.data.indices import sample_seed
 from stretto.data.loader import StepLoader
 from stretto.data.spec import DataSpec
-from stretto.data.state import MicroBatch, Step
+from stretto.data.step import MicroBatch, Step
 from stretto.data.tokens import count_target_tokens, count_tokens
 
 __all__ = [

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from stretto.data.containers import nodes
 from stretto.data.fetch import Part
 from stretto.data.indices import sample_seed, seeded_generators
-from stretto.data.ranks import gathered_texts, is_all
 from stretto.data.spec import DataSpec, is_one_shot, sampler_of
 from stretto.errors import CheckpointError, DataError
 from stretto.runtime.packing import packed, unpack
@@ -372,11 +371,11 @@ def check_streams(part: Part, source: ChunkSource, *, is_sharded: bool) -> None:
     Raises:
         DataError: the streams differ and are not said to be sharded, or are said to be and do not.
     """
-    if part.world_size == 1 or not is_all(part):
+    if not part.ranks.are_all_dp:
         return
     left = source.next_range()
     own = "" if left is None else f"{fingerprint(left.chunk.batch)} {left.start}"
-    found = gathered_texts(part, own)
+    found = part.ranks.gather_dp(own)
     if is_sharded:
         same = Counter(one for one in found if one)
         text, count = max(same.items(), key=lambda item: item[1], default=("", 0))
@@ -429,7 +428,7 @@ def record_of_all(part: Part, record: Callable[[], dict[str, Any]]) -> dict[str,
         own = record()
     except DataError as error:
         own = {_FAILED: pickle.dumps(error).hex()}
-    everybody = [json.loads(text) for text in gathered_texts(part, json.dumps(own))]
+    everybody = [json.loads(text) for text in part.ranks.gather_dp(json.dumps(own))]
     for one in everybody:
         if _FAILED in one:
             raise pickle.loads(bytes.fromhex(one[_FAILED]))  # noqa: S301  of a rank of this run

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from itertools import chain, repeat
 from typing import Any, final
 
-from stretto.batching import NO_SIGNALS, PolicyState, Signals
-from stretto.data import state as saved
-from stretto.data.fetch import Plans
-from stretto.planning import PlannedBatch, Prepared, next_step
+from stretto.batching import NO_SIGNALS, Bound, PolicyState, Signals
+from stretto.data.fetch import Part, Plans
+from stretto.errors import CheckpointError, StrettoError
+from stretto.planning import PlannedBatch, Prepared, check_least, next_step
+from stretto.planning.plan import plan_prepared
 from stretto.timing import Timer, Timestamp, TimeUnit, advance
-from stretto.timing.epochs import end_tick, equal_batches, repeats_before
+from stretto.timing.epochs import repeats_before
+from stretto.timing.horizon import EqualBatches
 
 _UNMEASURED_STEPS = 20
 """Steps without a noise measurement after which a warning is given."""
 
 
+_LOUD = Signals(loss=1.0, metric=1.0, noise_numerator=1.0, noise_denominator=1.0)
+"""Something of all that a policy may read."""
 _MOST_SIZES = 2**16
 """Sizes that a checkpoint keeps: 1 MB of JSON. A plan may have more, and leads to its clock."""
 
@@ -88,8 +94,8 @@ class Decisions:
         if hold is None or horizon.dataset_num_samples is None or last is None or not is_whole:
             return 1
         counts = [-(-(last - timestamp.sample) // size)]
-        batches = equal_batches(horizon, timestamp, size)
-        for axis, tick in (*hold.limits, end_tick(horizon)):
+        batches = EqualBatches(horizon, timestamp, size)
+        for axis, tick in (*hold.limits, horizon.end):
             count = batches.count_until(axis, tick)
             # Tokens are known only when they are counted, wall time when it has passed.
             if axis.unit is TimeUnit.TOKEN or count is None:
@@ -119,27 +125,33 @@ class Decisions:
         return self._policy.log_values(self.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON."""
+        """Return the state as JSON; signals that are not finite become text."""
         return {
-            "policy": saved.policy_record(self._run.policy, self.state),
-            "signals": saved.signals_record(self.signals),
+            "policy": {"state": dict(self.state)},
+            "signals": {
+                name: value if value is None or math.isfinite(value) else repr(value)
+                for name, value in asdict(self.signals).items()
+            },
             "size": self.size,
-            "past": None if self.past is None else [list(one) for one in self.past],
+            "past": None if self.past is None else [list(pair) for pair in self.past],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+    def load_state_dict(self, saved: Mapping[str, Any]) -> bool:
         """Continue from a record, without the check that noise is measured.
 
         Returns:
             False if the record has the state of another policy, so this one starts anew.
         """
-        own = saved.policy_state(self._run.policy, self._policy, state["policy"])
-        saved.check_state(self._policy, self._timer.timestamp, own or {})
+        policy, now, state = self._policy, self._timer.timestamp, saved["policy"]["state"]
+        is_own = policy.accepts(state)
+        if is_own:
+            _check_state(policy, now, state)
+        known = {one.name: saved["signals"].get(one.name) for one in fields(Signals)}
+        signals = {name: value if value is None else float(value) for name, value in known.items()}
         self._unmeasured = -1
-        self.restart(self._policy.start if own is None else own, saved.signals_of(state["signals"]))
-        self.size = state.get("size")
-        self.past = saved.past_of(state, self._timer.timestamp)
-        return own is not None or not state["policy"]["state"]
+        self.restart(state if is_own else policy.start, Signals(**signals))
+        self.size, self.past = saved.get("size"), _past(saved.get("past"), now)
+        return is_own or not state
 
     def restart(self, state: PolicyState, signals: Signals) -> None:
         """Continue from the timer's present time."""
@@ -161,3 +173,84 @@ class Decisions:
                 RuntimeWarning,
                 stacklevel=5,  # the loop that asks the loader for steps
             )
+
+
+def check_shares(
+    part: Part,
+    run: Prepared,
+    timestamp: Timestamp,
+    decide: Callable[[], int],
+) -> None:
+    """Refuse a run with a batch after `timestamp` that is too small to be shared.
+
+    Args:
+        part: this rank's part.
+        run: the run.
+        timestamp: where the run continues.
+        decide: returns the next size.
+
+    Raises:
+        PlanError: a later stage has fewer samples than there are ranks. If sizes are decided during
+            the run: the smallest one (at the start) or the next one has.
+    """
+    if run.sizes is not None:
+        plan_prepared(
+            run,
+            world_size=part.world_size,
+            micro_batch_size=part.micro_batch_size,
+            resume_at=timestamp,
+        )
+    else:
+        size = decide() if timestamp.batch else None
+        check_least(run.bound_policy, world_size=part.world_size, size=size)
+
+
+@contextmanager
+def reading_state() -> Iterator[None]:
+    """Turn errors from reading a record into "the checkpoint is damaged".
+
+    Raises:
+        CheckpointError: it is.
+    """
+    try:
+        yield
+    except StrettoError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        why = f"the record is damaged ({type(error).__name__}: {error})"
+        raise other_order(why, "pass what StepLoader.state_dict() returned") from error
+
+
+def other_order(why: str, instead: str) -> CheckpointError:
+    """Return the error for a position that these data do not have."""
+    return CheckpointError.cannot("continue from the saved position", why=why, instead=instead)
+
+
+def _past(saved: list[Any] | None, now: Timestamp) -> list[tuple[int, int]] | None:
+    """Return the batch sizes so far; None if the record does not have them.
+
+    Raises:
+        ValueError: they are damaged.
+    """
+    if saved is None:
+        return [] if now.batch == 0 else None
+    past = [(first, size) for first, size in saved]
+    firsts = [first for first, _ in past]
+    is_whole = all(type(number) is int for pair in past for number in pair)
+    in_order = sorted(set(firsts)) == firsts and firsts[:1] == [0] * bool(now.batch)
+    if not (is_whole and in_order and all(size >= 1 for _, size in past)):
+        raise ValueError(f"{saved!r} are no batch sizes")
+    return past
+
+
+def _check_state(bound: Bound, now: Timestamp, state: PolicyState) -> None:
+    """Refuse a damaged state of a built-in policy.
+
+    Raises:
+        ValueError: a size in it is none.
+    """
+    sizes = [size for size in bound.sizes(state) if size is not None]
+    if any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"{sizes!r} are no batch sizes")
+    if sizes and bound.reads and "loss" not in bound.reads:  # read by a user's function
+        bound.decide(now, state, _LOUD)

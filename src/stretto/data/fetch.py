@@ -16,6 +16,7 @@ from stretto.data.spec import Collate, DataSpec
 from stretto.errors import DataError
 from stretto.planning import PlannedBatch
 from stretto.runtime.random_state import kept_generators
+from stretto.runtime.ranks import Ranks
 
 
 @final
@@ -137,26 +138,42 @@ the batch.
 
 
 class Part(NamedTuple):
-    """The rank whose samples are read, and how many are read at once."""
+    """The ranks that share each batch, of which this one's samples are read, and how many at once.
 
-    rank: int
-    world_size: int
+    >>> part = Part(Ranks.of(0, 2), micro_batch_size=8)
+    >>> part.rank, part.world_size
+    (0, 2)
+    """
+
+    ranks: Ranks
     micro_batch_size: int | None
+
+    @property
+    def rank(self) -> int:
+        """The number of this data-parallel rank."""
+        return self.ranks.dp_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many data-parallel ranks there are."""
+        return self.ranks.dp_world_size
 
 
 def share_sizes(part: Part, size: int, start: int) -> tuple[int, ...]:
     """Return this rank's micro-batches of the batch `[start, start + size)`; 0 for a dummy.
 
-    >>> share_sizes(Part(rank=1, world_size=2, micro_batch_size=2), 7, start=1)
+    >>> share_sizes(Part(Ranks.of(1, 2), micro_batch_size=2), 7, start=1)
     (2, 2)
     """
-    return _share_sizes(part, size, start % part.world_size)
+    rank, world_size = part.ranks.dp_rank, part.ranks.dp_world_size
+    return _share_sizes(rank, world_size, part.micro_batch_size, size, start % world_size)
 
 
 @lru_cache(maxsize=4096)  # sizes repeat
-def _share_sizes(part: Part, size: int, start: int) -> tuple[int, ...]:
-    split = Split(size, part.world_size, part.micro_batch_size, start)
-    return split.micro_batch_sizes(part.rank)
+def _share_sizes(
+    rank: int, world_size: int, micro_batch_size: int | None, size: int, start: int
+) -> tuple[int, ...]:
+    return Split(size, world_size, micro_batch_size, start).micro_batch_sizes(rank)
 
 
 def pinned(batch: Any) -> Any:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, final
 
-from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals
-from stretto.data import state as saved
-from stretto.data.decisions import Decisions
+from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals, checked_size
+from stretto.data.decisions import Decisions, check_shares, other_order, reading_state
 from stretto.data.fetch import FetchedStep, Part
-from stretto.data.ranks import agreed, check_shares, is_all, part_of
 from stretto.data.source import Source, make_source, prepared_for
 from stretto.data.spec import DataSpec
-from stretto.data.state import MicroBatch, Step
-from stretto.errors import DataError
+from stretto.data.step import MicroBatch, Step
+from stretto.errors import CheckpointError, DataError
 from stretto.planning import Prepared, resumed
 from stretto.runtime.random_state import kept_generators
+from stretto.runtime.ranks import Ranks, all_same, marks
 from stretto.settings import Loading, read_settings
-from stretto.timing import TimeLike, Timer, Timestamp, TimeUnit, tick
+from stretto.timing import TimeLike, Timer, Timestamp, TimeUnit
+
+_VERSION = 1
 
 
 @final
@@ -98,30 +100,27 @@ class TokenCounter:
 
         A caller who passes both has made the ranks agree. Otherwise the signals are compared.
         """
-        part, is_open = self._source.part, tokens is None or seconds is None
+        ranks, is_open = self._source.part.ranks, tokens is None or seconds is None
         counts = tokens is None and self.is_counted
-        may_read = self._may_read_seconds and is_all(part)
+        may_read = self._may_read_seconds and ranks.are_all_dp
         measures = seconds is None and (self._reads_seconds or may_read)
-        if counts or measures or (is_open and self._run.bound_policy.reads and is_all(part)):
+        if counts or measures or (is_open and self._run.bound_policy.reads and ranks.are_all_dp):
             passed = self._timer.seconds_since_update()
             decision = (step.timestamp.sample, step.batch_size, signals)
-            total, passed = agreed(part, step.num_tokens, passed, decision)
+            total, passed = agreed(ranks, step.num_tokens, passed, decision)
             return (total if counts else tokens), (passed if measures else seconds)
         return tokens, seconds
 
     def cross(self, fetched: FetchedStep, step: Step, tokens: int, seconds: float | None) -> None:
         """Move the clock over a batch in which epochs end."""
-        timer, horizon, size = self._timer, self._run.horizon, fetched.size
+        timer, now, size = self._timer, self._timer.timestamp, fetched.size
         of_last = partial(self._of_last, step, tokens)
-        is_whole = timer.sample_in_epoch + size == horizon.dataset_num_samples
+        is_whole = now.sample_in_epoch + size == self._run.horizon.dataset_num_samples
         if is_whole or fetched.crossings == (0,):  # nothing carried or dropped
-            self._compare(timer.token_in_epoch + tokens)
-        if fetched.plan.ends_epochs:
-            tick(timer, horizon, size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
-            return
-        timer.update(samples=size, tokens=tokens, seconds=seconds)
-        for carried in fetched.crossings:
-            timer.end_epoch(samples=carried, tokens=of_last(carried))
+            self._compare(now.token_in_epoch + tokens)
+        timer.advance(size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
+        for carried in fetched.crossings:  # only in epochs of unknown length
+            timer.end_epoch(carried=carried, tokens=of_last(carried))
 
     def _compare(self, counted: int) -> None:
         """Warn once if the `counted` tokens of an epoch differ from the stated number."""
@@ -165,6 +164,38 @@ def _uncountable() -> DataError:
     return DataError.cannot("count the tokens of these data", why=why, instead=instead)
 
 
+def agreed(ranks: Ranks, tokens: int, seconds: float, decision: object) -> tuple[int, float]:
+    """Return the tokens of all ranks, and the seconds of rank 0. Every process must call it.
+
+    If several processes hold parts of one model, every data-parallel rank has equally many.
+
+    Args:
+        ranks: those that share the batch.
+        tokens: the tokens of this one's share.
+        seconds: the seconds that it measured.
+        decision: what decides the next batch size; its `repr` must be the same on every rank.
+
+    Raises:
+        DataError: the ranks are not connected or would decide differently, or the processes do not
+            divide evenly into ranks. All of them raise it.
+    """
+    ranks.check_connected()
+    copies, odd = divmod(ranks.world_size, ranks.dp_world_size)
+    if odd or not copies:
+        why = f"torch.distributed has {ranks.world_size} processes"
+        instead = "call loader.finish(tokens=..., seconds=...) with those of all ranks"
+        raise DataError.bad("world_size", ranks.dp_world_size, why, instead)
+    mark = marks(zlib.crc32(repr(decision).encode()))
+    total, measured, *sums = ranks.agree([tokens, seconds if ranks.is_first else 0.0, *mark])
+    if ranks.are_all_dp and not all_same(sums, ranks.world_size):
+        raise DataError.cannot(
+            "follow signals that are not the same on every rank",
+            why="each would decide another batch size",
+            instead="sum them over the ranks before finish() and note_metric()",
+        )
+    return int(total) // copies, measured
+
+
 @final
 class StepLoader(Iterator[Step]):
     """Yields the micro-batches of one optimizer step after the other, to the end of the run.
@@ -189,6 +220,7 @@ class StepLoader(Iterator[Step]):
         loading: how samples are ordered and fetched: a `Loading`, or a mapping of its fields.
         rank: this process among those that share each batch; None: torch.distributed's.
         world_size: how many processes share each batch; None: torch.distributed's.
+        ranks: the processes of a run, in place of these two numbers.
         idle_ranks: whether a batch may have fewer samples than there are ranks.
         clock: a monotonic clock in nanoseconds.
 
@@ -206,6 +238,7 @@ class StepLoader(Iterator[Step]):
         loading: Loading | Mapping[str, Any] = Loading(),
         rank: int | None = None,
         world_size: int | None = None,
+        ranks: Ranks | None = None,
         idle_ranks: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -232,17 +265,30 @@ class StepLoader(Iterator[Step]):
         self._decisions = Decisions(self.prepared, self.timer)
         self._fetched_steps: Iterator[FetchedStep] | None = None
         self._pending: tuple[Step, FetchedStep] | None = None
-        self._read(part_of(rank, world_size, micro_batch_size))
-        self.agrees = self.world_size > 1
-        """Whether `finish` agrees with other processes; also if they only share the model."""
+        self.ranks = Ranks.of(rank, world_size) if ranks is None else ranks
+        """The processes that share each batch."""
+        self._agrees = max(self.ranks.world_size, self.ranks.dp_world_size) > 1
+        self._read(micro_batch_size)
 
-    def _read(self, part: Part) -> None:
-        """Read this part of the data."""
-        self._part = part
-        self.rank, self.world_size, self.micro_batch_size = part
+    def _read(self, micro_batch_size: int | None) -> None:
+        """Read this rank's part of the data in micro-batches of so many samples."""
+        if micro_batch_size is not None:
+            micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
+        self.micro_batch_size = micro_batch_size
+        part = Part(self.ranks, micro_batch_size)
         self._source: Source = make_source(self.spec, self._from_start, self._loading, part)
         self._tokens = TokenCounter(self._source, self.prepared, self.timer)
         self._agreed, self._cross = self._tokens.agreed, self._tokens.cross
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that share each batch."""
+        return self.ranks.dp_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes share each batch."""
+        return self.ranks.dp_world_size
 
     @property
     def tracks_tokens(self) -> bool:
@@ -287,9 +333,8 @@ class StepLoader(Iterator[Step]):
                 self.timer.end_epoch()
             if fetched.micro_batches:
                 break
-            self.timer.skip(samples=fetched.size)
-            self.timer.end_epoch()
-        size, world, each = fetched.size, self._part.world_size, self._tokens.each
+            self.timer.end_epoch(dropped=fetched.size)
+        size, world, each = fetched.size, self.ranks.dp_world_size, self._tokens.each
         micro_batches = []
         for batch, samples in fetched.micro_batches:
             tokens = self._tokens(batch, samples) if each is None else samples * each
@@ -325,7 +370,7 @@ class StepLoader(Iterator[Step]):
             raise DataError.bad("step", step, why, "call finish() once for the last step")
         open_step, fetched = self._pending
         self._pending = None
-        if self.agrees:
+        if self._agrees:
             tokens, seconds = self._agreed(open_step, tokens, seconds, signals)
         plan, timer, each = fetched.plan, self.timer, self._tokens.each
         if tokens is None:
@@ -333,7 +378,7 @@ class StepLoader(Iterator[Step]):
         if plan.ends_epochs or fetched.crossings:
             self._cross(fetched, open_step, tokens, seconds)
         else:
-            timer.update(samples=fetched.size, tokens=tokens, seconds=seconds)
+            timer.advance(fetched.size, tokens=tokens, seconds=seconds)
         if plan is not self._decisions.last or signals is not self._decisions.signals:
             self._decisions.finish(plan, signals, fetched.size)
         if self._source.chunks is not None:
@@ -405,9 +450,8 @@ class StepLoader(Iterator[Step]):
             why = "a step is open" if is_open else "the data are an iterable"
             instead = "call finish() first" if is_open else "pass it when the loader is made"
             raise DataError.bad("size", size, why, instead)
-        part = part_of(self.rank, self.world_size, size)
         self.close()
-        self._read(part)
+        self._read(size)
 
     def close(self) -> None:
         """Stop the workers. Iterating again continues from the clock."""
@@ -442,7 +486,7 @@ class StepLoader(Iterator[Step]):
                 "again after a resume",
             )
         return {
-            "version": saved.VERSION,
+            "version": _VERSION,
             "clock": self.timer.state_dict(),
             **self._decisions.state_dict(),
             "order": self._source.order_record,
@@ -460,9 +504,12 @@ class StepLoader(Iterator[Step]):
         """
         self.close()
         self._pending = None
-        with saved.read():
-            saved.check_version(state)
-            saved.check_order(state["order"], self._source.order_record)
+        with reading_state():
+            if state.get("version") != _VERSION:
+                why = f"this version of stretto reads {_VERSION}"
+                instead = "pass what state_dict() returned"
+                raise CheckpointError.bad("version", state.get("version"), why, instead)
+            _check_order(state["order"], self._source.order_record)
             self.timer.load_state_dict(state["clock"])
             self.has_dropped_state = not self._decisions.load_state_dict(state)
             source = state["source"]
@@ -473,9 +520,11 @@ class StepLoader(Iterator[Step]):
 
     def _open(self) -> Iterator[FetchedStep]:
         source, decisions = self._source, self._decisions
-        if self.world_size > 1:
+        if self.ranks.dp_world_size > 1:
             if not self._idle_ranks:
-                check_shares(self._part, self.prepared, self.timer.timestamp, decisions.decide)
+                check_shares(
+                    self._source.part, self.prepared, self.timer.timestamp, decisions.decide
+                )
             source.check_streams()
         self.timer.start()  # time before the first step does not count
         return source.steps(decisions.plans(is_ahead=source.looks_ahead))
@@ -485,3 +534,21 @@ class StepLoader(Iterator[Step]):
         end = self._decisions.end
         if end is not None and end.sample > self.timer.sample:
             self.timer.end_epoch()
+
+
+def _check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuse to resume with data of another length or in another order.
+
+    Raises:
+        CheckpointError: the saved state belongs to another order.
+    """
+    if set(saved) != set(present):
+        if "sharded" in (*saved, *present):
+            has = "has" if "sharded" in saved else "does not have"
+            raise other_order(f"the saved run {has} sharded=True", "pass the same DataSpec")
+        kind = "a map-style data set" if saved else "an iterable"
+        raise other_order(f"it was saved from {kind}, and these are other data", "pass the same")
+    for name, value in saved.items():
+        if value != present[name]:
+            why = f"it was saved with {name}={value} and this run has {present[name]}"
+            raise other_order(why, "pass the same, or start a new run")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from stretto.data.state import MicroBatch, Step
+from stretto.data.step import MicroBatch, Step
 
 _MOST_STEPS: Final = 20
 """How many steps are looked at. Under loss scaling, the first few may be skipped."""

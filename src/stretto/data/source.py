@@ -19,7 +19,6 @@ from stretto.data.chunks import (
 )
 from stretto.data.fetch import Fetch, Part, Steps
 from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
-from stretto.data.ranks import gathered
 from stretto.data.spec import DataSpec, check_workers, is_one_shot, sampler_of
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
 from stretto.data.workers import batched, merged, pins_memory
@@ -148,7 +147,7 @@ def make_source(
         chunks = ChunkSource(spec, batches, seed=loading.seed, rank=own_rank)
         stream: Stream = SameStream(chunks, spec, part)
         if spec.sharded:
-            stream = OwnStreams(chunks, spec, part, partial(gathered, part))
+            stream = OwnStreams(chunks, spec, part, part.ranks.gather_dp)
         steps: Steps = partial(
             cut_steps, stream, chunks.kind, run.horizon, pins=pins_memory(loading)
         )

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from stretto.data.containers import count_samples, not_cut, take_samples
-from stretto.data.state import MicroBatch
+from stretto.data.step import MicroBatch
 from stretto.data.tokens import count_tokens, longest_sequence
 from stretto.errors import DataError, shown
 from stretto.timing import Horizon, LastBatch, TimeLike

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
-import torch.distributed as dist
-
 from stretto.data import Step, count_target_tokens
 from stretto.data.tokens import needs_label_shift
 from stretto.errors import TrainingError
-from stretto.runtime.gradients import all_sum, is_started
+from stretto.runtime.ranks import Ranks
 from stretto.settings import Stepping
 
 
@@ -111,7 +109,7 @@ class MicroBatchView(NamedTuple):
     """Whether the optimizer steps after it."""
 
 
-def weights_of(step: Step, units: Units, *, world_size: int) -> list[float]:
+def weights_of(step: Step, units: Units, ranks: Ranks) -> list[float]:
     """Return the factor of the mean loss of each micro-batch. All ranks must call it.
 
     Gradients summed over micro-batches and averaged over ranks are then those of the mean over the
@@ -120,11 +118,11 @@ def weights_of(step: Step, units: Units, *, world_size: int) -> list[float]:
     Raises:
         TrainingError: the batch has no unit.
     """
-    own, total = units_of(step, units, world_size=world_size)
-    return [one * world_size / total for one in own]
+    own, total = units_of(step, units, ranks)
+    return [one * ranks.dp_world_size / total for one in own]
 
 
-def units_of(step: Step, units: Units, *, world_size: int) -> tuple[list[int], float]:
+def units_of(step: Step, units: Units, ranks: Ranks) -> tuple[list[int], float]:
     """Return the units of each micro-batch, and those of the step over all ranks.
 
     Dummies have none. Unless units are samples, ranks add them up, so all must call it.
@@ -132,7 +130,7 @@ def units_of(step: Step, units: Units, *, world_size: int) -> tuple[list[int], f
     Args:
         step: the step.
         units: samples, target tokens, or a function that counts the units of a batch.
-        world_size: how many ranks share the step.
+        ranks: those that share the step.
 
     Raises:
         TrainingError: the batch has no unit.
@@ -142,9 +140,9 @@ def units_of(step: Step, units: Units, *, world_size: int) -> tuple[list[int], f
     count = count_target_tokens if units == "tokens" else units
     own = [count(micro.batch) if micro.num_samples else 0 for micro in step.micro_batches]
     total = float(sum(own))
-    if world_size > 1 and is_started():
+    if ranks.dp_world_size > 1 and ranks.world_size > 1:
         # Several processes may hold parts of one model, and then have the same batches.
-        total = all_sum([total])[0] * world_size / dist.get_world_size()
+        total = ranks.agree([total])[0] * ranks.dp_world_size / ranks.world_size
     if not total:
         raise nothing_to_learn(step)
     return own, total

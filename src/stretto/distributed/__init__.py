@@ -1,7 +1,6 @@
 """The processes of a run: who they are, what they agree on, and how a model trains on them."""
 
 from stretto.distributed.mesh import Mesh
-from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import (
     Ddp,
     FullyShard,
@@ -16,7 +15,6 @@ __all__ = [
     "FullyShard",
     "Mesh",
     "ModelParallel",
-    "Ranks",
     "Single",
     "Strategy",
     "shard_blocks",

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError, shown
 from stretto.runtime.packing import number
+from stretto.runtime.ranks import Ranks
 from stretto.settings import one_of
 
 Reduce: TypeAlias = Literal["mean", "sum", "last"]
@@ -32,12 +32,11 @@ class MicroLoss(NamedTuple):
 class Logged:
     """Collects values by name, without waiting for the device.
 
-    >>> import torch
     >>> logged = Logged()
     >>> for loss in (1.0, 2.0):
     ...     logged.add("loss_of_head", loss)
     >>> logged.add("samples_seen", 64, reduce="last")
-    >>> logged.take(Ranks(torch.device("cpu")))
+    >>> logged.take(Ranks())
     {'loss_of_head': 1.5, 'samples_seen': 64.0}
     """
 
@@ -110,7 +109,7 @@ class Logged:
         self._values = _read(state) if ranks.is_first else {}
 
     def _merged(self, ranks: Ranks) -> dict[str, Sums]:
-        values = self._values if ranks.counts else {}
+        values = self._values if ranks.is_loss_rank else {}
         own = {name: one.record() for name, one in values.items()}
         merged: dict[str, Sums] = {}
         for text in ranks.gather(json.dumps(own)):

@@ -6,10 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
-import torch.distributed as dist
-
 from stretto.errors import TrainingError
-from stretto.runtime.gradients import is_started
+from stretto.runtime.ranks import Ranks
 from stretto.settings import DATA_DIMENSIONS
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ class Mesh:
                 instead="name one 'dp', or write Mesh(mesh, data=('name',)), () if all ranks have "
                 "the same samples",
             )
-        world_size = dist.get_world_size() if is_started() else 1
+        world_size = Ranks().world_size
         place = mesh.get_coordinate()
         if place is None or mesh.size() != world_size:
             raise TrainingError.cannot(
@@ -54,17 +52,21 @@ class Mesh:
         self.data = tuple(one for one in names if one in ours)
         """The data-parallel dimensions, in the order of the mesh."""
         axes = [names.index(one) for one in self.data]
-        self.rank = 0
+        self.dp_rank = 0
         """The number of this rank's model group."""
         for axis in axes:
-            self.rank = self.rank * mesh.size(axis) + place[axis]
-        self.world_size = math.prod(mesh.size(axis) for axis in axes)
+            self.dp_rank = self.dp_rank * mesh.size(axis) + place[axis]
+        self.dp_world_size = math.prod(mesh.size(axis) for axis in axes)
         """The number of model groups."""
-        self.counts = not any(at for axis, at in enumerate(place) if axis not in axes)
+        self.is_loss_rank = not any(at for axis, at in enumerate(place) if axis not in axes)
         """Whether this is the first rank of its model group."""
         own = tuple(slice(None) if axis in axes else at for axis, at in enumerate(place))
         self.peers: frozenset[int] = frozenset(mesh.mesh[own].flatten().tolist())
         """The ranks with the same part of the model, over which gradients are averaged."""
+
+    def tell(self, ranks: Ranks) -> None:
+        """Tell the processes of a run which of them have the same samples."""
+        ranks.share_samples(self.dp_rank, self.dp_world_size, is_loss_rank=self.is_loss_rank)
 
     def has_order_of(self, mesh: DeviceMesh) -> bool:
         """Return whether the dimensions of `mesh` come in the same order as in this one."""

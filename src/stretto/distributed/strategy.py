@@ -11,19 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from stretto.checkpoint import Shard
-from stretto.checkpoint.sharding import is_dtensor, is_sharded, to_shard
+from stretto.checkpoint.sharding import to_shard
 from stretto.data.containers import nodes
 from stretto.distributed.mesh import Mesh, as_mesh
-from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
 from stretto.runtime.compiled import uncompiled
-from stretto.runtime.gradients import (
+from stretto.runtime.micro_gradients import MicroGradients
+from stretto.runtime.ranks import Ranks
+from stretto.runtime.sharded import (
     check_shapes,
     fully_shard_blocks,
+    is_dtensor,
     is_fully_sharded,
+    is_sharded,
     touching_all,
 )
-from stretto.runtime.micro_gradients import MicroGradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,28 +60,15 @@ class Strategy:
     model: nn.Module
     """What `wrap` has returned."""
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank among those that have samples of their own."""
-        return self.ranks.rank if self.mesh is None else self.mesh.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks have samples of their own."""
-        return self.ranks.world_size if self.mesh is None else self.mesh.world_size
-
-    @property
-    def counts(self) -> bool:
-        """Whether losses, tokens and samples of this rank are added up.
-
-        Of ranks that have the same samples, because they share a model, the first one counts.
-        """
-        return self.mesh is None or self.mesh.counts
-
     def of(self, ranks: Ranks, mesh: Mesh | None = None) -> Self:
-        """Return this strategy, for the processes of a run."""
+        """Return this strategy, for the processes of a run.
+
+        Override it, and call `ranks.share_samples` there, if ranks have the same samples without a
+        mesh that says so.
+        """
         self.ranks, self.mesh = ranks, mesh
-        ranks.counts = self.counts
+        if mesh is not None:
+            mesh.tell(ranks)
         return self
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -146,7 +135,7 @@ class Ddp(Strategy):
         Raises:
             TrainingError: the mesh shares out the model, too.
         """
-        if self.mesh is not None and self.mesh.world_size < self.ranks.world_size:
+        if self.mesh is not None and self.mesh.dp_world_size < self.ranks.world_size:
             raise _unaveraged(model, self.mesh)
         return super().place(model)
 
@@ -157,7 +146,7 @@ class Ddp(Strategy):
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module  # another run has wrapped it
         device = self.ranks.device
-        with self.ranks.peers.meeting(inside_a_pass=True):
+        with self.ranks.monitor.watch(inside_a_pass=True):
             self.model = nn.parallel.DistributedDataParallel(
                 model,
                 device_ids=[device] if device.type == "cuda" else None,
@@ -206,7 +195,7 @@ class FullyShard(Strategy):
         averaged = _averaged_over(model)
         for name, parameter in model.named_parameters():
             over = averaged.get(id(parameter), frozenset())
-            if is_dtensor(parameter) or self.world_size > 1:
+            if is_dtensor(parameter) or self.ranks.dp_world_size > 1:
                 _check_averaging(model, name, parameter, over, self)
         _limit_waiting(model, self.ranks)
         return model
@@ -255,8 +244,8 @@ def strategy_for(model: nn.Module, ranks: Ranks, mesh: Mesh | None = None) -> St
         return FullyShard()
     if ranks.world_size == 1:
         return Single()
-    if mesh is not None and mesh.world_size < ranks.world_size:
-        if mesh.world_size > 1:
+    if mesh is not None and mesh.dp_world_size < ranks.world_size:
+        if mesh.dp_world_size > 1:
             raise _unaveraged(model, mesh)
         return ModelParallel()
     if is_sharded(model) or any(map(is_fully_sharded, model.modules())):
@@ -357,12 +346,12 @@ def _check_averaging(
         instead = "shard it on the device of the run"
     elif not parameter.requires_grad:
         return
-    elif not over and strategy.world_size > 1:
+    elif not over and strategy.ranks.dp_world_size > 1:
         why = f"fully_shard left out {name!r}, so no rank would average its gradient"
         instead = "shard it too, or freeze it with requires_grad_(False)"
-    elif named is None and len(over) < strategy.world_size:
+    elif named is None and len(over) < strategy.ranks.dp_world_size:
         shape = "" if mesh is None else " x ".join(map(str, mesh.shape))
-        why = f"{name!r} is spread over {shape} of {strategy.world_size} ranks"
+        why = f"{name!r} is spread over {shape} of {strategy.ranks.dp_world_size} ranks"
     elif named is not None and not named.peers <= over | {strategy.ranks.rank}:
         why = f"its gradients are averaged over ranks {sorted(over)[:8]}, and {named} shares "
         why += "samples over others"

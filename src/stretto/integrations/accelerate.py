@@ -204,7 +204,7 @@ class MicroBatches:
         for step in self.run.steps():
             step.micro_batches = list(self._meter.micro_batches(step))
             units = "samples" if self._units is None else self._units
-            own, total = units_of(step, units, world_size=world_size)
+            own, total = units_of(step, units, self.run.loader.ranks)
             if self._units is None:
                 _check_targets(step)
             self._checks = None

@@ -18,8 +18,8 @@ from stretto.data.weights import Units
 from stretto.errors import DataError
 from stretto.integrations.shared import refuse
 from stretto.run import Run
-from stretto.runtime.gradients import all_sum, is_started
-from stretto.runtime.loss_measure import only_looking, reduction_of, tolerance_for
+from stretto.runtime.losses import only_looking, reduction_of, tolerance_for
+from stretto.runtime.ranks import Ranks
 
 _MEAN, _SUM = 1, 2
 """`reduction="mean"` and `"sum"`, as functions of torch note it."""
@@ -61,6 +61,7 @@ def check_mean(
     loss_of: Callable[[Any], float],
     units: Callable[[Any], float] | None,
     tolerance: float,
+    ranks: Ranks,
 ) -> None:
     """Refuse a loss that is no mean over its units, from that of a batch and its parts.
 
@@ -71,6 +72,7 @@ def check_mean(
         loss_of: returns the loss of a batch.
         units: counts the units of a batch; None: its samples.
         tolerance: relative rounding.
+        ranks: those that share the step.
 
     Raises:
         TrainingError: it is none, on a rank.
@@ -81,9 +83,7 @@ def check_mean(
     if all(sizes):
         counts = sizes if units is None else [units(one) for one in parts]
         found = reduction_of(losses[0], losses[1:], counts, tolerance=tolerance)
-    is_wrong = found not in ("mean", None)
-    if is_started():
-        is_wrong = all_sum([float(is_wrong)])[0] > 0
+    is_wrong = ranks.agree([found not in ("mean", None)])[0] > 0
     name = "samples" if units is None else "its units"
     refuse(
         (
@@ -96,7 +96,13 @@ def check_mean(
 
 
 def check_module(
-    trainer: Any, module: Any, pair: Sequence[tuple[Any, int]], units: Units, batch_idx: int
+    trainer: Any,
+    module: Any,
+    pair: Sequence[tuple[Any, int]],
+    units: Units,
+    batch_idx: int,
+    *,
+    ranks: Ranks,
 ) -> None:
     """Refuse a loss of a Lightning module that is no mean over its units.
 
@@ -109,6 +115,7 @@ def check_module(
         pair: two micro-batches of a step as the module gets them, and their samples.
         units: what the loss is a mean over.
         batch_idx: the number of the second.
+        ranks: those that share the step.
 
     Raises:
         TrainingError: it is none.
@@ -138,7 +145,11 @@ def check_module(
     tolerance = tolerance_for(module.parameters(), is_coarse=is_coarse)
     with only_looking(other) as random:
         check_mean(
-            cut_pair(pair), loss_of, None if counted == "samples" else counted, tolerance=tolerance
+            cut_pair(pair),
+            loss_of,
+            None if counted == "samples" else counted,
+            tolerance=tolerance,
+            ranks=ranks,
         )
 
 

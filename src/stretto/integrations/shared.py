@@ -111,7 +111,7 @@ class StepMeter:
         if "noise" in reads:
             refuse((model is None, "measure noise", "the model is not known", "pass model=model"))
             assert model is not None, "refused"
-            self._noise = NoiseMeter.of(model, run.loader.spec)
+            self._noise = NoiseMeter.of(model, run.loader.spec, run.ranks)
 
     @property
     def averages_each(self) -> bool:

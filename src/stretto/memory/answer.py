@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias, final
 
-from stretto.errors import samples_text
+from stretto.errors import FitError, samples_text
 from stretto.memory.amounts import show_bytes
 from stretto.memory.limits import MemoryLimit
 
 Certainty: TypeAlias = Literal["phantom", "tried"]
+
+
+class NothingFitsError(FitError):
+    """The smallest candidate does not fit."""
 
 
 class Cost(NamedTuple):

@@ -7,36 +7,37 @@ step: here, or on the phantom (torch's CUDA build without a GPU).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, final
 
 from phantomgpu import Report
-from phantomgpu.searching import bisect
+from phantomgpu.searching import Range, bisect
 from stretto.data import move_batch
 from stretto.errors import FitError, samples_text, shown
 from stretto.memory import phantom
 from stretto.memory.amounts import margin_of
-from stretto.memory.answer import Answer, Certainty, Cost
+from stretto.memory.answer import Answer, Cost, NothingFitsError
 from stretto.memory.examples import resize_batch
 from stretto.memory.limits import MemoryLimit, allocated_bytes, free_memory, peak_bytes, stated
 from stretto.memory.phantom import Question
-from stretto.memory.search import MAXIMUM, CandidateSizes, Found, NothingFitsError
 from stretto.memory.sharding import Shard, least_ranks
 from stretto.memory.step import WholeStep, makes_step
 from stretto.memory.trial import trials
 from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import release_memory
+from stretto.runtime.ranks import Ranks
 from stretto.timing.grammar import checked_whole
 
 MARGIN = "1.5%"
 """The default margin of real steps: run-to-run variation."""
 MARGIN_OF_PHANTOM = "1%"
 """The default margin of the phantom, whose allocator is torch's own."""
+MAXIMUM = 1 << 24
+"""The default largest size."""
 _NEAR = 0.01
 """A search by real steps may end this fraction below the largest that fits."""
-_FAILED = -1
 
 
 def find_batch_size(
@@ -55,7 +56,7 @@ def find_batch_size(
     maximum: int = MAXIMUM,
     multiple_of: int = 1,
     power_of_two: bool = False,
-    agree_minimum: Callable[[int], int] | None = None,
+    ranks: Ranks | None = None,
 ) -> Answer:
     """Return the largest micro-batch whose training step fits into memory.
 
@@ -86,8 +87,8 @@ def find_batch_size(
         maximum: the largest candidate.
         multiple_of: sizes are multiples of this.
         power_of_two: whether sizes are powers of two.
-        agree_minimum: returns the minimum of a number over all ranks. Each rank calls
-            `find_batch_size`, and all get the same answer.
+        ranks: the processes of a run, which all call `find_batch_size` and get the same answer,
+            that of the rank with the least memory; None: this process alone.
 
     >>> import torch
     >>> from stretto.runtime import SupervisedStep
@@ -102,22 +103,22 @@ def find_batch_size(
         FitError: no candidate fits, or an argument is wrong.
         ConfigError: an amount of memory cannot be read.
     """
-    ranks = checked_whole(
+    spread = checked_whole(
         world_size, FitError, f"use world_size={shown(world_size)}", "write a positive number"
     )
-    if ranks > 1 and gpu is None:
-        raise FitError.bad("world_size", ranks, "it needs a kind of GPU", "add gpu='h100'")
+    if spread > 1 and gpu is None:
+        raise FitError.bad("world_size", spread, "it needs a kind of GPU", "add gpu='h100'")
     start = time.perf_counter()
     how: dict[str, Any] = {"accumulation": accumulation, "measures_noise": measures_noise}
     finder = _Finder(
         partial(WholeStep.of, step, **how) if makes_step(step) else WholeStep.of(step, **how),
         batch,
-        sizes=CandidateSizes(minimum, maximum, multiple_of, power_of_two),
+        sizes=_candidates(minimum, maximum, multiple_of, powers=power_of_two),
         margin=margin,
-        agree=agree_minimum,
+        ranks=Ranks.of(0, 1) if ranks is None else ranks,
     )
     if gpu is not None:
-        answer = finder.for_gpu(Question(gpu, device_memory, context, ranks, shard))
+        answer = finder.for_gpu(Question(gpu, device_memory, context, spread, shard))
     elif device_memory is not None:
         stated(device_memory)
         why = "it is the memory of a GPU that is not here, and its kind is not known"
@@ -125,6 +126,19 @@ def find_batch_size(
     else:
         answer = finder.here()
     return replace(answer, cost=answer.cost._replace(seconds=time.perf_counter() - start))
+
+
+def _candidates(minimum: int, maximum: int, multiple_of: int, *, powers: bool) -> Range:
+    given = {"minimum": minimum, "maximum": maximum, "multiple_of": multiple_of}
+    for name, value in given.items():
+        what = f"look for a batch size with {name}={shown(value)}"
+        given[name] = checked_whole(value, FitError, what, "write a positive number of samples")
+    first, last, each = given.values()
+    try:
+        return Range(first, last, each, powers)
+    except ValueError as error:
+        why, _, instead = str(error).partition("; ")
+        raise FitError.cannot("look for a batch size", why=why, instead=instead) from None
 
 
 class RanksAnswer(NamedTuple):
@@ -183,11 +197,9 @@ class _Finder:
 
     given: WholeStep | Callable[[], WholeStep]
     batch: Any
-    sizes: CandidateSizes
+    sizes: Range
     margin: str | int | None
-    agree: Callable[[int], int] | None
-    notes: list[str] = field(default_factory=list)
-    cost: Cost = field(default_factory=Cost)
+    ranks: Ranks
 
     @cached_property
     def step(self) -> WholeStep:
@@ -214,7 +226,6 @@ class _Finder:
         """Answer for a kind of GPU that need not be here."""
         least_ranks(question.shard)
         limit, outside, notes = question.memory()
-        self.notes += notes
         missing = phantom.missing()
         if missing is not None:
             raise FitError.cannot(
@@ -225,98 +236,86 @@ class _Finder:
         reserve = margin_of(MARGIN_OF_PHANTOM if self.margin is None else self.margin, limit.bytes)
         trials: dict[int, Report] = {}
 
-        def work() -> Found:
-            found, reports = phantom.ask(
-                question, self.given, self.batch, self.sizes, limit.bytes - reserve
-            )
+        def work() -> int:
+            usable = limit.bytes - reserve
+            largest, reports = phantom.ask(question, self.given, self.batch, self.sizes, usable)
             trials.update(reports)
-            return found
+            return largest
 
-        found = self._agreed(work)
-        peaks = {size: one.peak_reserved for size, one in trials.items() if one.fits}
-        self.cost = self.cost._replace(
-            phantom_steps=len(trials), num_out_of_memory=len(trials) - len(peaks)
+        size = self._agreed(work)
+        peaks = {number: one.peak_reserved for number, one in sorted(trials.items()) if one.fits}
+        failed = trials.keys() - peaks.keys()
+        return Answer(
+            size,
+            "phantom",
+            _too_large(size, failed),
+            limit,
+            reserve,
+            Cost(phantom_steps=len(trials), num_out_of_memory=len(failed)),
+            peaks=peaks,
+            notes=tuple(notes),
+            outside=outside,
         )
-        answer = self._answer(found, "phantom", limit, reserve, peaks)
-        return replace(answer, outside=outside)
 
     def _tried(self, limit: MemoryLimit) -> Answer:
         """Answer by real steps."""
         reserve = margin_of(MARGIN if self.margin is None else self.margin, limit.bytes)
-        sizes, device, peaks, failed = self.sizes, self.step.device, dict[int, int](), list[int]()
+        sizes, device, peaks, failed = self.sizes, self.step.device, dict[int, int](), set[int]()
         with trials(
             self.step, lambda size: move_batch(self._make(size), device), reserve=reserve
         ) as tried:
 
             def fits(index: int) -> bool:
                 size = sizes.number(index)
-                found = self._agreed(lambda: Found(int(tried.fits(size)), None)).size == 1
+                found = self._agreed(lambda: int(tried.fits(size))) == 1
                 peaks[size] = peak_bytes(device)
-                failed.extend([] if found else [size])
+                failed.update(() if found else (size,))
                 return found
 
             def used(index: int) -> tuple[int, int]:
                 return peaks[sizes.number(index)], peaks[sizes.number(index)]
 
-            first, last = sizes.indices
-            grow = (lambda index: index + 3) if sizes.power_of_two else (lambda index: 8 * index)
-            usable = limit.bytes - reserve
-            found = bisect(fits, used, usable, first=first, last=last, farthest=grow, within=_NEAR)
-        self.cost = self.cost._replace(
-            real_steps=tried.num_steps,
-            num_samples=tried.num_samples,
-            num_out_of_memory=tried.num_out_of_memory,
-        )
+            found = bisect(
+                fits,
+                used,
+                limit.bytes - reserve,
+                first=sizes.first,
+                last=sizes.last,
+                farthest=(lambda index: index + 3) if sizes.powers else (lambda index: 8 * index),
+                within=_NEAR,
+            )
         if found is None:
             raise NothingFitsError.cannot(
-                f"fit {samples_text(sizes.smallest)} into {limit}",
+                f"fit {samples_text(sizes.number(sizes.first))} into {limit}",
                 why="memory ran out",
                 instead="make the model or its samples smaller, or give it more memory",
             )
         size = sizes.number(found)
-        too_large = min((one for one in failed if one > size), default=None)
-        known = {one: peak for one, peak in peaks.items() if peak and one not in failed}
-        return self._answer(Found(size, too_large), "tried", limit, reserve, known)
+        return Answer(
+            size,
+            "tried",
+            _too_large(size, failed),
+            limit,
+            reserve,
+            Cost(
+                real_steps=tried.num_steps,
+                num_samples=tried.num_samples,
+                num_out_of_memory=tried.num_out_of_memory,
+            ),
+            peaks={one: peaks[one] for one in sorted(peaks.keys() - failed) if peaks[one]},
+        )
 
     def _make(self, size: int) -> Any:
         return self.batch(size) if callable(self.batch) else resize_batch(self.batch, size)
 
-    def _agreed(self, work: Callable[[], Found]) -> Found:
-        """Do some work on every rank; return what the rank with the least size has found.
+    def _agreed(self, work: Callable[[], int]) -> int:
+        """Do some work on every rank; return the least result.
 
         An error on one rank ends the search on all, so none waits.
         """
-        if self.agree is None:
-            return work()
-        try:
-            found = work()
-        except BaseException:
-            self.agree(_FAILED)
-            raise
-        least = self.agree(found.size)
-        if least == _FAILED:
-            raise FitError.cannot(
-                "find a batch size on this rank alone",
-                why="another rank has failed",
-                instead="look for the error that it shows",
-            )
-        return found if least == found.size else Found(least, self.sizes.above(least))
+        return min(self.ranks.together(work))
 
-    def _answer(
-        self,
-        found: Found,
-        certainty: Certainty,
-        limit: MemoryLimit,
-        reserve: int,
-        peaks: Mapping[int, int],
-    ) -> Answer:
-        return Answer(
-            found.size,
-            certainty,
-            found.too_large,
-            limit,
-            reserve,
-            self.cost,
-            peaks=dict(sorted(peaks.items())),
-            notes=tuple(self.notes),
-        )
+
+def _too_large(size: int, failed: Iterable[int]) -> int | None:
+    """Return the smallest size above `size` that did not fit."""
+    return min((number for number in failed if number > size), default=None)

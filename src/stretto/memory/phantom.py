@@ -14,12 +14,13 @@ from torch import nn
 import phantomgpu
 from phantomgpu import standins
 from phantomgpu.gpus import context_bytes, find_gpu
+from phantomgpu.searching import Range
 from stretto.data import move_batch
 from stretto.errors import FitError
 from stretto.memory.amounts import parse_bytes, show_bytes
+from stretto.memory.answer import NothingFitsError
 from stretto.memory.examples import resize_batch
 from stretto.memory.limits import MemoryLimit, stated
-from stretto.memory.search import CandidateSizes, Found, NothingFitsError
 from stretto.memory.sharding import Shard, apply
 from stretto.memory.step import WholeStep, read, written
 
@@ -81,9 +82,9 @@ def ask(
     question: Question,
     step: WholeStep | Callable[[], WholeStep],
     batch: Any,
-    sizes: CandidateSizes,
+    sizes: Range,
     usable: int,
-) -> tuple[Found, dict[int, phantomgpu.Report]]:
+) -> tuple[int, dict[int, phantomgpu.Report]]:
     """Return the largest size that runs on the phantom, and the reports of all that were run.
 
     Args:
@@ -106,9 +107,9 @@ def ask(
             ranks=question.ranks,
             steps=STEPS,
             smallest=sizes.smallest,
-            largest=sizes.maximum,
-            multiple=sizes.multiple_of,
-            powers=sizes.power_of_two,
+            largest=sizes.largest,
+            multiple=sizes.multiple,
+            powers=sizes.powers,
             details=False,
             args=(_Copied(step), cloudpickle.dumps(batch), question.shard, question.ranks),
         )
@@ -122,13 +123,11 @@ def ask(
         ) from error
     if answer.largest is None:
         raise NothingFitsError.cannot(
-            f"fit {sizes.smallest:,} samples into {show_bytes(usable)}",
+            f"fit {sizes.number(sizes.first):,} samples into {show_bytes(usable)}",
             why=answer.report.lines()[0],
             instead="make the model or its samples smaller, or spread it over more ranks",
         )
-    largest = answer.largest
-    failed = [size for size, one in answer.trials.items() if size > largest and not one.fits]
-    return Found(largest, min(failed, default=None)), answer.trials
+    return answer.largest, answer.trials
 
 
 @final

@@ -10,7 +10,7 @@ from torch import nn
 
 from stretto.errors import FitError
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.runtime.gradients import fully_shard_blocks
+from stretto.runtime.sharded import fully_shard_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

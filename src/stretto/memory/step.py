@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from stretto.errors import FitError, first_line
 from stretto.runtime import TrainStep
-from stretto.runtime.gradients import detached
+from stretto.runtime.losses import detached
 from stretto.runtime.micro_gradients import MicroGradients
 
 _NOTHING = contextlib.nullcontext()

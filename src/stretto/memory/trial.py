@@ -11,8 +11,8 @@ from stretto.memory.limits import bounded
 from stretto.memory.sandbox import sandbox
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
-from stretto.runtime.gradients import is_fully_sharded
 from stretto.runtime.out_of_memory import attempt, release_memory
+from stretto.runtime.sharded import is_fully_sharded
 
 _WARM_UP_SIZE = 2
 """Samples of the step that creates the optimizer state; batch normalisation refuses 1."""

@@ -30,8 +30,8 @@ from stretto.timing import (
     Trigger,
     parse_trigger,
 )
-from stretto.timing.epochs import equal_batches
 from stretto.timing.grammar import MAX_DIGITS
+from stretto.timing.horizon import EqualBatches
 
 UNKNOWN = 2**40
 """Used where a framework needs a number that is not known. No epoch has as many batches."""
@@ -114,7 +114,7 @@ def _between_bounds(run: Prepared, start: int, stop: int) -> Count:
         return Count(1, None)
     epoch, within = divmod(start, run.facts.dataset_num_samples)
     first = Timestamp(epoch=epoch, sample=start, sample_in_epoch=within)
-    smallest, largest = (equal_batches(run.facts, first, size) for size in bounds)
+    smallest, largest = (EqualBatches(run.facts, first, size) for size in bounds)
     return Count(largest.count_before(stop), smallest.count_before(stop))
 
 

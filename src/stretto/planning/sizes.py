@@ -16,16 +16,13 @@ from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
 from stretto.errors import Argument, BatchSizeError, ConversionError, PlanError, Text
 from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
-from stretto.timing.batch_sizes import EqualBatches
 from stretto.timing.epochs import (
     cut,
-    end_tick,
-    equal_batches,
     is_countable,
     next_epoch,
     outgrows_epoch,
-    rollover,
 )
+from stretto.timing.horizon import EqualBatches
 
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
@@ -95,7 +92,7 @@ def next_step(
         if outgrows_epoch(horizon, timestamp, decided):
             raise larger_than_epoch(horizon, decided)
     size = cut(horizon, timestamp, decided)
-    ends = rollover(horizon, timestamp.sample_in_epoch + size, decided).epochs
+    ends = advance(horizon, timestamp, size).epoch - timestamp.epoch
     skipped = timestamp.sample - before
     return timestamp, PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
 
@@ -256,15 +253,16 @@ class Stage:
     def cut_sizes(self) -> tuple[int, ...]:
         """The sizes of batches that are cut at the end of an epoch or of the run."""
         equal, end = self.equal, self.end
+        horizon = equal.horizon
         found: dict[int, None] = {}
         ends_epoch = end is None or end.epoch > self.first.epoch
-        if equal.num_samples is not None and equal.last_batch == "keep" and ends_epoch:
+        if horizon.dataset_num_samples is not None and horizon.last_batch == "keep" and ends_epoch:
             # The last batches of its first two epochs; later epochs end like the second.
             for epoch in (self.first.epoch + 1, self.first.epoch + 2):
-                number = equal.count_before(epoch * equal.num_samples) - 1
+                number = equal.count_before(epoch * horizon.dataset_num_samples) - 1
                 if self.batches is None or number < self.batches:
                     found[equal.size_of(number)] = None
-        if end is not None and self.batches and equal.last_batch != "drop":
+        if end is not None and self.batches and horizon.last_batch != "drop":
             found[end.sample - equal.position(self.batches - 1)] = None
         found.pop(self.size, None)
         return tuple(found)
@@ -291,13 +289,13 @@ def find_stages(
     check_plannable(horizon, policy)
     found: list[Stage] = []
     now, state, decisions = Timestamp(), policy.start, 0
-    run_axis, run_end = end_tick(horizon)
+    run_axis, run_end = horizon.end
     while True:
         now, step = next_step(horizon, policy, now, state)
         if step is None:
             return found, now
         state = step.state
-        batches = equal_batches(horizon, now, step.decided)
+        batches = EqualBatches(horizon, now, step.decided)
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
             raise _unplannable(
@@ -475,7 +473,7 @@ def _beyond(horizon: Horizon, last: Stage, end: Timestamp) -> EqualBatches:
     """Return the batches after the end of the run; a batch cut there counts as whole."""
     if last.end == end and last.batches is not None:
         end = last.equal.timestamp(last.batches)
-    return equal_batches(horizon, end, last.size)
+    return EqualBatches(horizon, end, last.size)
 
 
 @final

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.runtime.gradients import local_part
+from stretto.runtime.sharded import local_part
 
 _LARGE = 2**17
 """Larger tensors are summed in chunks on the CPU. `torch.linalg.vector_norm` sums in float32:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.runtime.gradients import is_fully_sharded, is_spread, scalar, touching_all
+from stretto.runtime.losses import scalar
+from stretto.runtime.sharded import is_fully_sharded, is_spread, touching_all
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Info: TypeAlias = Mapping[str, float | Tensor]

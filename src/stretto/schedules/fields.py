@@ -29,9 +29,8 @@ from typing import (
 from stretto._foreign import check_foreign
 from stretto.errors import Argument, ScheduleError, StrettoError, nearest, shown
 from stretto.timing import Time, TimeLike, TimeUnit
-from stretto.timing.conversion import rounded
 from stretto.timing.grammar import exact, is_number
-from stretto.timing.time import Number
+from stretto.timing.time import Number, rounded
 
 
 class Check(NamedTuple):
@@ -175,9 +174,10 @@ def fill(value: object, /, **fields: object) -> None:
         object.__setattr__(value, name, field)
 
 
-def check_fields(value: Timed) -> None:
+def check_fields(value: Any) -> None:
     """Check and convert each field of a dataclass that is annotated with a `Check` or `Literal`."""
-    for name, (check, is_optional) in _checks(type(value)).items():
+    kind: type[Timed] = type(value)
+    for name, (check, is_optional) in _checks(kind).items():
         given = getattr(value, name)
         if not (given is None and is_optional):
             fill(value, **{name: check.converted(given, name, value.error)})

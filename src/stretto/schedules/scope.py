@@ -15,7 +15,7 @@ from typing import TypeAlias, final
 
 from stretto.errors import ConversionError
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
-from stretto.timing.conversion import rounded
+from stretto.timing.time import rounded
 from stretto.timing.timer import PeriodClock
 
 BoundSchedule: TypeAlias = Callable[[Timestamp], float]

@@ -1,10 +1,9 @@
 """Exact time: units, amounts, the clock, the length of a run, conversion and triggers."""
 
-from stretto.timing.batch_sizes import BatchSizes, LastBatch
 from stretto.timing.conversion import convert
-from stretto.timing.epochs import advance, tick
+from stretto.timing.epochs import advance
 from stretto.timing.grammar import TimeUnit
-from stretto.timing.horizon import Horizon
+from stretto.timing.horizon import BatchSizes, Horizon, LastBatch
 from stretto.timing.time import Time, TimeLike, read_wall_clock
 from stretto.timing.timer import Timer
 from stretto.timing.timestamp import Axis, Timestamp
@@ -29,5 +28,4 @@ __all__ = [
     "convert",
     "parse_trigger",
     "read_wall_clock",
-    "tick",
 ]

@@ -1,19 +1,40 @@
-"""`Horizon`: the length of the run and of an epoch; converts all units."""
+"""`Horizon`: the length of the run and of an epoch, and exact conversion between all units."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any, final, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, get_args, runtime_checkable
 
-from stretto.errors import Argument, ConversionError
-from stretto.timing.batch_sizes import BatchSizes, EqualBatches, LastBatch
-from stretto.timing.conversion import Facts, checked_count, read_run, rounded
-from stretto.timing.grammar import TimeUnit, exact, parse_unit
-from stretto.timing.time import Number, Time, TimeLike
+from stretto.errors import Argument, BatchSizeError, ConversionError, Text, shown
+from stretto.timing.grammar import NAMES, TimeUnit, checked_whole, exact, parse_unit
+from stretto.timing.time import Number, Time, TimeLike, read_run, rounded
 from stretto.timing.timestamp import Axis, Timestamp, axes
+
+_EP, _BA, _SP, _TOK = TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN
+_DUR, _SEC = TimeUnit.DURATION, TimeUnit.SECOND
+
+LastBatch: TypeAlias = Literal["keep", "drop", "carry"]
+"""What happens if an epoch ends inside a batch.
+
+`keep`: the batch is cut and the next one starts the next epoch. `drop`: the remaining samples are
+skipped. `carry`: the batch continues in the next epoch.
+"""
+
+
+@runtime_checkable
+class BatchSizes(Protocol):
+    """Where each batch of a run begins; a `Plan` is one, and so are batches of one size."""
+
+    def sample_at_batch(self, batch: int, /) -> int:
+        """Return the position at which batch number `batch` (from 0) begins."""
+        ...
+
+    def batch_at_sample(self, sample: int, /) -> int:
+        """Return the number of batches after which position `sample` has been reached."""
+        ...
 
 
 @final
@@ -53,8 +74,8 @@ class Horizon:
     """Tokens in an epoch, or None."""
     tokens_per_sample: int | None
     """Tokens in each sample if all have equally many, else None."""
-    batch_sizes: BatchSizes | None
-    """Where batches begin; None if that is decided during the run."""
+    batch_sizes: int | BatchSizes | None
+    """As given: one size, or where batches begin; None if that is decided during the run."""
     last_batch: LastBatch
     """What happens if an epoch ends inside a batch."""
     end_sample: int | None = field(compare=False)
@@ -63,9 +84,7 @@ class Horizon:
     >>> Horizon("1.5ep", dataset_num_samples=25).end_sample
     38
     """
-    _facts: Facts = field(compare=False)
     _axes: dict[TimeUnit, Axis] = field(compare=False)
-    _passed: Callable[[Timestamp], int] = field(compare=False)
     _end: Fraction = field(compare=False)
     _end_tick: int = field(compare=False)
 
@@ -86,25 +105,28 @@ class Horizon:
         if last_batch not in get_args(LastBatch):
             instead = "write 'keep', 'drop' or 'carry'"
             raise ConversionError.bad("last_batch", last_batch, "there is no such word", instead)
-        facts = Facts(run, samples, _tokens(samples, tokens, each), each)
-        sized, found = facts.with_batch_sizes(batch_sizes, last_batch), axes(samples, run.unit)
-        for name, value in {
-            "max_duration": run,
-            "dataset_num_samples": samples,
-            "dataset_num_tokens": facts.num_tokens,
-            "tokens_per_sample": each,
-            "batch_sizes": sized.batch_sizes,
-            "last_batch": last_batch,
-            "end_sample": facts.end_sample,
-            "_facts": sized,
-            "_axes": found,
-            "_passed": found[run.unit].read,
-        }.items():
-            object.__setattr__(self, name, value)
-        end = self.ticks(run, found[run.unit])
-        object.__setattr__(self, "_end", end)
+        if batch_sizes is not None and not isinstance(batch_sizes, BatchSizes):
+            batch_sizes = _checked_constant(batch_sizes, samples, last_batch)
+        self._fill(
+            max_duration=run,
+            dataset_num_samples=samples,
+            dataset_num_tokens=_tokens(samples, tokens, each),
+            tokens_per_sample=each,
+            batch_sizes=batch_sizes,
+            last_batch=last_batch,
+            _axes=axes(samples, run.unit),
+        )
+        is_exact = {_SP: True, _EP: samples is not None, _TOK: each is not None}
+        end_sample = None
+        if is_exact.get(run.unit, False):
+            end_sample = math.ceil(self._amount(run.amount, run.unit, _SP))
+        end = self.ticks(run, self._axes[run.unit])
         # Counters are whole numbers, so they reach the end at the next whole tick.
-        object.__setattr__(self, "_end_tick", math.ceil(end))
+        self._fill(end_sample=end_sample, _end=end, _end_tick=math.ceil(end))
+
+    def _fill(self, **fields: object) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     def elapsed(self, timestamp: Timestamp) -> float:
         """Return the fraction of the run that has passed, in [0, 1].
@@ -115,7 +137,7 @@ class Horizon:
         0.25
         """
         end = self._end
-        return min(1.0, self._passed(timestamp) * end.denominator / end.numerator)
+        return min(1.0, self._axes[_DUR].read(timestamp) * end.denominator / end.numerator)
 
     def is_done(self, timestamp: Timestamp) -> bool:
         """Return whether the run has reached its length.
@@ -123,7 +145,12 @@ class Horizon:
         >>> Horizon("8ba").is_done(Timestamp(batch=8))
         True
         """
-        return self._passed(timestamp) >= self._end_tick
+        return self._axes[_DUR].read(timestamp) >= self._end_tick
+
+    @property
+    def end(self) -> tuple[Axis, int]:
+        """The counter that ends the run, and the tick at which it does."""
+        return self._axes[_DUR], self._end_tick
 
     def axis(self, unit: str) -> Axis:
         """Return the counter that measures `unit`; for `dur` that of the run's own length."""
@@ -143,7 +170,10 @@ class Horizon:
         Raises:
             ConversionError: a fact is missing.
         """
-        ticks = self._facts.amount_of(amount, unit, axis.unit) * axis.scale
+        try:
+            ticks = self._amount(amount, unit, axis.unit) * axis.scale
+        except _MissingFactError as missing:
+            raise self._refused(amount, unit, axis.unit, missing) from None
         counts_epochs = axis.unit is TimeUnit.EPOCH and self.dataset_num_samples is None
         if counts_epochs and ticks.denominator != 1:
             what = f"know when {rounded(amount, unit)} has passed"
@@ -177,8 +207,22 @@ class Horizon:
         listed = tuple(times)
         units = {self._axes[time.unit].unit for time in listed}
         if len(units) <= 1:
-            return self._axes[units.pop() if units else TimeUnit.DURATION]
-        return self._axes[self._facts.meeting_unit(listed)]
+            return self._axes[units.pop() if units else _DUR]
+        given = {time.unit for time in listed}
+        has_tokens = _TOK in given or (_DUR in given and self.max_duration.unit is _TOK)
+        # If tokens per sample are only an average, the end of the run is the time that stays exact.
+        is_exact_in_tokens = has_tokens and self.max_duration.unit is _TOK
+        refusals = []
+        for unit in (_TOK, _SP) if is_exact_in_tokens else (_SP, _TOK):
+            try:
+                for time in listed:
+                    self._amount(time.amount, time.unit, unit)
+            except _MissingFactError as missing:
+                refusals.append(missing)
+            else:
+                return self._axes[unit]
+        what = f"bring {', '.join(map(str, listed[:-1]))} and {listed[-1]} to one unit"
+        raise self._without(what, given, refusals[0], "write all of them in one unit")
 
     def convert(self, time: TimeLike, unit: str) -> Time:
         """Return `time` in `unit`; batches, samples and tokens are rounded up.
@@ -186,8 +230,82 @@ class Horizon:
         Raises:
             ConversionError: a fact is missing; the message names it.
         """
-        target = parse_unit(unit)
-        return rounded(self._facts.amount(Time(time), target), target)
+        found, target = Time(time), parse_unit(unit)
+        try:
+            return rounded(self._amount(found.amount, found.unit, target), target)
+        except _MissingFactError as missing:
+            raise self._refused(found.amount, found.unit, target, missing) from None
+
+    def _refused(
+        self, amount: Fraction, unit: TimeUnit, target: TimeUnit, missing: _MissingFactError
+    ) -> ConversionError:
+        what = f"convert {rounded(amount, unit)} to {target}"
+        return self._without(what, {unit, target}, missing, f"write it in '{target}'")
+
+    def _without(
+        self, what: str, units: set[TimeUnit], missing: _MissingFactError, otherwise: str
+    ) -> ConversionError:
+        """Return the error for what needs a missing fact; `otherwise` says how to do without."""
+        why = missing.why
+        if _DUR in units:
+            why = f"max_duration is in {NAMES[self.max_duration.unit]} and {why}"
+        instead: Text = otherwise
+        if missing.fact:
+            instead = ("set ", Argument(missing.fact), f", or {otherwise}")
+        return ConversionError.cannot(what, why=why, instead=instead)
+
+    def _amount(self, amount: Fraction, unit: TimeUnit, target: TimeUnit) -> Fraction:
+        """Return an amount in another unit, exactly and not yet rounded to whole samples.
+
+        Conversions go through samples, except between epochs and tokens, which need only the
+        tokens of an epoch. A time between two batches counts as the second batch.
+        """
+        run = self.max_duration
+        if unit is target:
+            return amount
+        if unit is _DUR:
+            return self._amount(amount * run.amount, run.unit, target)
+        if target is _DUR:
+            return self._amount(amount, unit, run.unit) / run.amount
+        if _SEC in (unit, target):
+            raise _MissingFactError("how long a batch will take is not known before the run", None)
+        if unit is _BA:
+            start = self._batches.sample_at_batch(math.ceil(amount))
+            return self._amount(Fraction(start), _SP, target)
+        if target is _BA:
+            sample = math.ceil(self._amount(amount, unit, _SP))
+            return Fraction(self._batches.batch_at_sample(sample))
+        return amount * self._rate(unit, target)
+
+    def _rate(self, unit: TimeUnit, target: TimeUnit) -> Fraction:
+        """Return how many `target` one `unit` is; both are epochs, samples or tokens."""
+        if (unit, target) == (_EP, _SP):
+            return Fraction(self._samples)
+        if (unit, target) == (_EP, _TOK):
+            return Fraction(self._tokens_per_epoch)
+        if (unit, target) == (_SP, _TOK):
+            if self.tokens_per_sample is not None:
+                return Fraction(self.tokens_per_sample)
+            return Fraction(self._tokens_per_epoch, self._samples)
+        return 1 / self._rate(target, unit)
+
+    @property
+    def _batches(self) -> BatchSizes:
+        sizes = self.batch_sizes
+        if sizes is None:
+            raise _MissingFactError("the batch size is not known in advance", "batch_size")
+        return EqualBatches(self, Timestamp(), sizes) if isinstance(sizes, int) else sizes
+
+    @property
+    def _samples(self) -> int:
+        return _known(self.dataset_num_samples, _NO_SAMPLES, "dataset_num_samples")
+
+    @property
+    def _tokens_per_epoch(self) -> int:
+        if self.dataset_num_tokens is not None:
+            return self.dataset_num_tokens
+        why = "the number of tokens in the data set is not known"
+        return _known(self.tokens_per_sample, why, "dataset_num_tokens") * self._samples
 
     def position(self, timestamp: Timestamp, unit: str) -> Time:
         """Return the position of `timestamp` in `unit`, with fractions of epochs and of the run.
@@ -221,30 +339,25 @@ class Horizon:
         Horizon('45ep', batch_sizes=32)
         """
         run = self.max_duration
-        length = rounded(run.amount * exact(ratio), run.unit)
-        sizes = self.batch_sizes
-        return self._like(length, sizes.size if isinstance(sizes, EqualBatches) else None)
+        length, sizes = rounded(run.amount * exact(ratio), run.unit), self.batch_sizes
+        return self._like(length, sizes if isinstance(sizes, int) else None)
 
     def _like(self, max_duration: Time, batch_sizes: int | BatchSizes | None) -> Horizon:
         return Horizon(max_duration, **(self._given() | {"batch_sizes": batch_sizes}))
 
     def _given(self) -> dict[str, Any]:
         """The arguments after the first, as they were given."""
-        given = {one.name: getattr(self, one.name) for one in fields(self)[1:6]}
-        if isinstance(self.batch_sizes, EqualBatches):
-            given["batch_sizes"] = self.batch_sizes.size
-        return given
+        return {fact.name: getattr(self, fact.name) for fact in fields(self)[1:6]}
 
     def __repr__(self) -> str:
-        known = {name: fact for name, fact in self._given().items() if fact not in (None, "keep")}
-        shown_facts = "".join(f", {name}={fact!r}" for name, fact in known.items())
-        return f"Horizon('{self.max_duration}'{shown_facts})"
+        given = self._given().items()
+        known = (f", {name}={fact!r}" for name, fact in given if fact not in (None, "keep"))
+        return f"Horizon('{self.max_duration}'{''.join(known)})"
 
 
 def _unknown_epoch(what: str, otherwise: str) -> ConversionError:
-    why = "the number of samples in the data set is not known"
     instead = ("set ", Argument("dataset_num_samples"), otherwise)
-    return ConversionError.cannot(what, why=why, instead=instead)
+    return ConversionError.cannot(what, why=_NO_SAMPLES, instead=instead)
 
 
 def _tokens(num_samples: int | None, num_tokens: int | None, each: int | None) -> int | None:
@@ -254,3 +367,159 @@ def _tokens(num_samples: int | None, num_tokens: int | None, each: int | None) -
         why = f"{num_samples} samples of {each} tokens are {num_samples * each}"
         raise ConversionError.bad("dataset_num_tokens", num_tokens, why, "leave it out")
     return num_samples * each
+
+
+_NO_SAMPLES = "the number of samples in the data set is not known"
+_Fact = TypeVar("_Fact")
+
+
+class _MissingFactError(Exception):
+    """A conversion lacks a fact; becomes a ConversionError that names the conversion."""
+
+    def __init__(self, why: str, fact: str | None) -> None:
+        super().__init__(why)
+        self.why = why
+        self.fact = fact
+
+
+def _known(fact: _Fact | None, why: str, name: str) -> _Fact:
+    if fact is None:
+        raise _MissingFactError(why, name)
+    return fact
+
+
+def checked_count(name: str, count: object) -> int | None:
+    """Return a count as an int, or None; refuse all but integers of at least 1."""
+    if count is None:
+        return None
+    what = ("use ", Argument(name), f"={shown(count)}")
+    return checked_whole(count, ConversionError, what, "leave it out where it is not known")
+
+
+def _checked_constant(size: object, num_samples: int | None, last_batch: LastBatch) -> int:
+    """Return a constant batch size; under `drop` an epoch must have so many samples."""
+    what, instead = f"use {shown(size)} as a batch size", "write a number of samples such as 128"
+    size = checked_whole(size, BatchSizeError, what, instead)
+    if last_batch == "drop" and num_samples and size > num_samples:
+        why = f"an epoch has only {num_samples} samples, so each would be dropped"
+        smaller = ("write a smaller one or ", Argument("last_batch", "carry"))
+        raise BatchSizeError.bad("batch_size", size, why, smaller)
+    return size
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EqualBatches:
+    """Batches of one size from a timestamp on, without end.
+
+    Number 0 starts at `first`. Under `keep` and `drop` every epoch starts with a new batch. Under
+    `keep` its last batch may be smaller; under `drop` a remainder smaller than a batch is skipped.
+    Under `carry`, and if the end of an epoch is unknown, batches follow each other without gaps.
+
+    Under `drop` the rest of the epoch must hold one batch: skip it first if it does not.
+
+    >>> batches = EqualBatches(Horizon("2ep", dataset_num_samples=100), Timestamp(), 32)
+    >>> [batches.position(number) for number in range(6)]
+    [0, 32, 64, 96, 100, 132]
+    >>> batches.count_before(100)
+    4
+    """
+
+    horizon: Horizon
+    first: Timestamp
+    size: int
+
+    def sample_at_batch(self, batch: int, /) -> int:
+        """Return where a batch begins in the run, whose end cuts the batch that it is inside.
+
+        Later batches are placed as if the run continued.
+
+        >>> EqualBatches(Horizon("50sp"), Timestamp(), 32).sample_at_batch(2)
+        50
+        """
+        end = self._cut
+        is_cut = end is not None and batch == self.count_before(end)
+        return end if end is not None and is_cut else self.position(batch)
+
+    def batch_at_sample(self, sample: int, /) -> int:
+        """Return the number of batches after which position `sample` has been reached."""
+        batch, end = self.count_before(sample), self._cut
+        return batch + (end is not None and sample > end and batch == self.count_before(end))
+
+    def position(self, number: int) -> int:
+        """Return the sample at which batch `number` (from 0) starts."""
+        num_samples = self._epoch
+        if num_samples is None:
+            return self.first.sample + number * self.size
+        here = self._per(num_samples - self.first.sample_in_epoch)
+        if number < here:
+            return self.first.sample + number * self.size
+        epochs, within = divmod(number - here, self._per(num_samples))
+        return (self.first.epoch + 1 + epochs) * num_samples + within * self.size
+
+    def count_before(self, sample: int) -> int:
+        """Return how many batches start before `sample`."""
+        passed, num_samples = sample - self.first.sample, self._epoch
+        if passed <= 0:
+            return 0
+        if num_samples is None:
+            return -(-passed // self.size)
+        rest = num_samples - self.first.sample_in_epoch
+        if passed <= rest:
+            return min(self._per(rest), -(-passed // self.size))
+        epochs, within = divmod(passed - rest, num_samples)
+        per_epoch = self._per(num_samples)
+        return self._per(rest) + epochs * per_epoch + min(per_epoch, -(-within // self.size))
+
+    def count_until(self, axis: Axis, tick: int) -> int | None:
+        """Return how many batches start before `tick` of `axis`; None if only the run can tell."""
+        if axis.unit is TimeUnit.BATCH:
+            return max(0, tick - self.first.batch)
+        num_samples, each = self.horizon.dataset_num_samples, self.horizon.tokens_per_sample
+        if axis.unit is TimeUnit.SAMPLE or (axis.unit is TimeUnit.EPOCH and num_samples):
+            return self.count_before(tick)
+        if axis.unit is TimeUnit.TOKEN and each:
+            return self.count_before(-(-tick // each))
+        return None
+
+    def size_of(self, number: int) -> int:
+        """Return the samples in batch `number`: fewer if `keep` cuts it at the end of an epoch."""
+        if self._epoch is None or self.horizon.last_batch == "drop":
+            return self.size
+        return min(self.size, self._epoch - self.position(number) % self._epoch)
+
+    def timestamp(self, number: int) -> Timestamp:
+        """Return the clock at the start of batch `number`, with unchanged wall time."""
+        if number == 0:
+            return self.first
+        position, num_samples = self.position(number), self.horizon.dataset_num_samples
+        each = self.horizon.tokens_per_sample or 0
+        epoch, batch, sample, token, batch_, sample_, token_, run, job, epoch_ns, _ = self.first
+        passed = position - sample
+        if num_samples is None or position < (epoch + 1) * num_samples:
+            batch_, sample_, token_ = batch_ + number, sample_ + passed, token_ + passed * each
+        else:
+            epoch, sample_ = divmod(position, num_samples)
+            batch_ = number - self.count_before(epoch * num_samples)
+            token_, epoch_ns = sample_ * each, 0
+        return Timestamp(
+            epoch, batch + number, position, token + passed * each,
+            batch_, sample_, token_,
+            run, job, epoch_ns, 0,
+        )  # fmt: skip
+
+    @property
+    def _cut(self) -> int | None:
+        """The position at which a batch is cut because the run ends; None: none is."""
+        return None if self.horizon.last_batch == "drop" else self.horizon.end_sample
+
+    @property
+    def _epoch(self) -> int | None:
+        """The samples after which a new batch starts; None: never."""
+        return None if self.horizon.last_batch == "carry" else self.horizon.dataset_num_samples
+
+    def _per(self, samples: int) -> int:
+        """Return how many batches `samples` up to the end of an epoch make."""
+        if self.horizon.last_batch == "drop":
+            return samples // self.size
+        return -(-samples // self.size)

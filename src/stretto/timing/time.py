@@ -9,9 +9,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import ClassVar, NoReturn, TypeAlias, final
 
-from stretto.errors import TimeError, UnitError, shown
+from stretto.errors import ConversionError, TimeError, UnitError, shown
 from stretto.timing import grammar
-from stretto.timing.grammar import NAMES, TimeUnit, exact, is_number, parse_unit, whole
+from stretto.timing.grammar import NAMES, WHOLE, TimeUnit, exact, is_number, parse_unit, whole
 
 Number: TypeAlias = int | float | Fraction | Decimal
 
@@ -215,6 +215,34 @@ def read_wall_clock(value: TimeLike) -> Time:
         why, instead = "it is not a wall-clock time longer than 0", "write '90s' or '1h30m'"
         raise TimeError.cannot(f"wait '{time}'", why=why, instead=instead)
     return time
+
+
+def rounded(amount: Fraction, unit: TimeUnit) -> Time:
+    """Return `amount` as a `Time`; units that come in whole numbers are rounded up."""
+    return Time(Fraction(math.ceil(amount)) if unit in WHOLE else amount, unit)
+
+
+def read_run(max_duration: TimeLike) -> Time:
+    """Return the length of a run.
+
+    Raises:
+        TimeError: it is not a time.
+        ConversionError: it is not positive, or is relative to itself.
+    """
+    try:
+        run = Time(max_duration)
+    except TimeError as error:
+        if isinstance(max_duration, str):
+            grammar.parse(max_duration, of_run=True)  # raises the same, with advice for a length
+        what, why, advise = error.message.what, error.message.why, grammar.without_unit
+        instead = advise(max_duration, of_run=True)
+        raise TimeError.cannot(what, why=why, instead=instead) from None
+    if run.unit is TimeUnit.DURATION:
+        why = "it is a fraction of itself"
+        raise ConversionError.bad("max_duration", str(run), why, grammar.HOW_LONG)
+    if run.amount <= 0:
+        raise ConversionError.bad("max_duration", str(run), "it is not positive", "write '2ep'")
+    return run
 
 
 def _trusted(amount: Fraction, unit: TimeUnit) -> Time:

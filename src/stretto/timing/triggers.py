@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from stretto.errors import TimeError
-from stretto.timing.conversion import rounded
 from stretto.timing.grammar import TimeUnit, exact
 from stretto.timing.horizon import Horizon
-from stretto.timing.time import Number, Time, TimeLike
+from stretto.timing.time import Number, Time, TimeLike, rounded
 from stretto.timing.timestamp import Axis, Timestamp
 
 Count: TypeAlias = Callable[[Timestamp, Timestamp], int]

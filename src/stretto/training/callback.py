@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -14,7 +15,7 @@ from stretto.errors import TrainingError
 from stretto.run import Run
 from stretto.schedules import Schedule
 from stretto.schedules.fields import stretched
-from stretto.timing import Time, Trigger
+from stretto.timing import Time, TimeLike, Trigger, parse_trigger
 from stretto.timing.time import Number
 
 
@@ -36,6 +37,16 @@ class Callback:
 
     monitor: str | None = None
     """The metric that it follows, such as `"validation/loss"`; some evaluation must measure it."""
+
+    every: TimeLike | Trigger | None = None
+    """When `on_due` is called, in any unit; it is read when the trainer is built. None: never."""
+
+    def on_due(self, run: Run) -> None:
+        """Called after each batch in which a time of `every` lies, when the clock has advanced.
+
+        The plan shows these times. A line of metrics, an evaluation and a checkpoint that are due
+        after the same batch come later, in this order.
+        """
 
     def on_build(self, run: Run) -> None:
         """Called once when model, optimizers and clock are built, before a resume.
@@ -111,8 +122,9 @@ class Callback:
     def scaled(self, ratio: Number) -> Self:
         """Return the callback for a run `ratio` times as long (`scale_schedule`).
 
-        It is a copy with every attribute that is a `Time`, a trigger or a schedule scaled, or the
-        callback itself if there are none. Override it if you store times in another way.
+        It is a copy with `every` and each attribute that is a `Time`, a trigger or a schedule
+        scaled, or the callback itself if there are none. Override it if you store times in another
+        way.
 
         >>> from stretto.training.algorithms import LayerFreezing
         >>> LayerFreezing(["embed"], start="2ep", end="80%").scaled(0.5)
@@ -123,6 +135,8 @@ class Callback:
             for name, value in vars(self).items()
             if isinstance(value, (Time, Trigger, Schedule))
         }
+        if self.every is not None and overrides(self, "on_due"):
+            times["every"] = parse_trigger(self.every).scaled(ratio)
         if not times:
             return self
         other = copy.copy(self)
@@ -227,3 +241,18 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith(("on_", "trans
 def overrides(callback: Callback, name: str) -> bool:
     """Return whether a callback does anything at the event `name`."""
     return getattr(type(callback), name) is not getattr(Callback, name)
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """Return names, each different: a second `a` is `a_2`, or the next that is free.
+
+    >>> unique(["a", "b", "a", "a_2"])
+    ['a', 'b', 'a_3', 'a_2']
+    """
+    given = list(names)
+    found: list[str] = []
+    for name in given:
+        free = (f"{name}_{number}" for number in count(2))
+        taken = {*found, *given}
+        found.append(next(one for one in free if one not in taken) if name in found else name)
+    return found

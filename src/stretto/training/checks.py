@@ -16,6 +16,8 @@ from stretto.data import DataSpec
 from stretto.errors import TrainingError
 from stretto.runtime import TrainStep
 from stretto.settings import Computing, Stepping, read_settings
+from stretto.timing.grammar import exact
+from stretto.timing.time import Number
 from stretto.training.callback import Callback
 from stretto.training.criterion import as_loss
 from stretto.training.settings import Evaluation
@@ -93,6 +95,19 @@ def given_size(batch_size: Any, data: Any) -> Any:
         why = "that of the DataLoader is for one rank" if own else "it is missing"
         raise TrainingError.bad("batch_size", None, why, f"write batch_size={own or 32}")
     return batch_size
+
+
+def check_ratio(ratio: Number) -> Number:
+    """Return the ratio of `scale_schedule`.
+
+    Raises:
+        TrainingError: it is not above 0.
+        TimeError: it is not a finite number.
+    """
+    if exact(ratio) <= 0:
+        why, instead = "the run has no length", "write a ratio above 0"
+        raise TrainingError.bad("scale_schedule", ratio, why, instead)
+    return ratio
 
 
 def read_evaluations(given: Any) -> list[Evaluation]:

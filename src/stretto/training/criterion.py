@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from stretto.distributed.ranks import as_text
 from stretto.errors import TrainingError, shown
+from stretto.training.describe import as_text
 
 _OUTPUTS = frozenset({"input", "inputs", "output", "outputs", "pred", "preds", "prediction",
                       "predictions", "logits", "y_pred", "y_hat"})  # fmt: skip

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import count
-from typing import Any, final
+from functools import partial
+from math import isfinite
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -14,66 +19,72 @@ from torch.optim import Optimizer
 
 from stretto import __version__
 from stretto._location import public
-from stretto.batching import LearningRateRule
 from stretto.checkpoint import UrlStore
 from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
 from stretto.data.indices import seed_generators
-from stretto.distributed.ranks import Plain, Ranks, as_text, check_agreement, plain
-from stretto.optim.hyperparameters import INITIAL, as_one_schedule
+from stretto.errors import TrainingError
+from stretto.optim.hyperparameters import INITIAL, restore_base_values
+from stretto.run import Run
 from stretto.runtime import TrainStep
 from stretto.runtime.compiled import plain_naming, uncompiled
 from stretto.runtime.random_state import kept_generators
+from stretto.runtime.ranks import Ranks
 from stretto.schedules.fields import group_name
-from stretto.settings import Computing, Loading, Stepping
-from stretto.training.callback import Callback, overrides
-from stretto.training.settings import Timed
+from stretto.timing import parse_trigger
+from stretto.training.callback import Callback, overrides, unique
+from stretto.training.settings import Evaluation
 
 _OWN_OF_A_RANK = ("num_workers", "prefetch_factor", "pin_memory", "callbacks", "torch", "stretto")
 """Settings that ranks need not share."""
+_NOT_DESCRIBED = ("data", "loggers", "console", "config")
 _LONGEST = 200
+Plain: TypeAlias = bool | int | float | str | None
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_LONGEST_TEXT = 100
 
 
 def describe(
-    spec: DataSpec,
     step: TrainStep,
-    timed: Timed,
+    due: Mapping[str, Any],
+    run: Run,
     *,
     optimizer: Optimizer,
-    loading: Loading,
-    computing: Computing,
-    rule: LearningRateRule | None,
-    stepping: Stepping,
+    settings: Iterable[Any],
     ranks: Ranks,
+    max_duration: str,
     **given: Any,
 ) -> dict[str, Plain]:
     """Return the settings of a run by name, as JSON values.
 
     Args:
-        spec: the data.
         step: the model and its loss.
-        timed: whatever has times in it.
+        due: the settings of evaluations, checkpoints and lines of metrics, by name.
+        run: the run.
         optimizer: the optimizers as one, before anything is scheduled or loaded.
-        loading: how samples are fetched.
-        computing: how the model computes.
-        rule: how learning rates follow the batch size.
-        stepping: how a step is computed.
+        settings: those whose fields have names of their own, such as `Computing`.
         ranks: the processes of the run.
+        max_duration: its length as it was given.
         given: further settings.
     """
+    prepared = run.prepared
     parameters, named = dict(step.model.named_parameters()), plain_naming(step.model)
     frozen = [named(name) for name, one in parameters.items() if not one.requires_grad]
-    callbacks = [
+    texts = [
         type(one).__name__ if type(one).__repr__ is object.__repr__ else as_text(one)[:_LONGEST]
-        for one in timed.callbacks
+        for one in run.callbacks
     ]
-    settings: dict[str, Any] = {
-        "max_duration": str(timed.max_duration),
-        "batch_size": timed.batch_size,
+    found: dict[str, Any] = {
+        "max_duration": max_duration,
+        "batch_size": prepared.policy,
         **given,
-        **{f"schedules.{key}": as_one_schedule(one) for key, one in timed.schedules.items()},
-        **_of_data("data", spec),
-        **_fields(loading),
+        "idle_ranks": run.idle_ranks,
+        "folder": None if run.folder is None else "given",
+        "rule": prepared.rule,
+        **{f"schedules.{key}": one for key, one in prepared.schedules.items()},
+        **_of_data("data", run.spec),
+        **_fields(run.loading),
+        **{name: value for one in settings for name, value in _fields(one).items()},
         "optimizer": " and ".join(
             f"{type(one).__module__}.{type(one).__qualname__}" for one in step.optimizers
         ),
@@ -81,32 +92,20 @@ def describe(
         **{name: value for name, _, _, value in _values_of(optimizer)},
         "step": type(step),
         "loss": step.loss,
-        **_fields(computing),
         "device": ranks.device.type,
-        "rule": rule,
-        **_fields(stepping),
         "model": type(uncompiled(step.model)),
         "model.parameters": sum(p.numel() for p in parameters.values() if not is_unmade(p)),
         "model.types": ", ".join(sorted({str(one.dtype) for one in parameters.values()})),
         "model.frozen": ", ".join(frozen),
     }
-    for one in timed.evaluations:
-        at = f"evaluate.{one.name}"
-        settings |= {f"{at}.{name}": value for name, value in _fields(one).items()}
-        del settings[f"{at}.data"]
-        settings[f"{at}.every"] = one.trigger
-        settings |= _of_data(at, DataSpec.of(one.data))
-    if timed.checkpoint is not None:
-        settings |= {f"checkpoint.{name}": one for name, one in _fields(timed.checkpoint).items()}
-        settings["checkpoint.every"] = timed.checkpoint.trigger
-        store = timed.checkpoint.upload
-        if not (store is None or isinstance(store, (str, UrlStore))):
-            settings["checkpoint.upload"] = type(store)  # its repr may have a password
-    described: dict[str, Plain] = public({name: plain(value) for name, value in settings.items()})
+    for name, one in due.items():
+        at = f"evaluate.{name}" if isinstance(one, Evaluation) else name
+        found |= {f"{at}.{key}": value for key, value in _fields(one).items()}
+        if isinstance(one, Evaluation):
+            found |= _of_data(at, DataSpec.of(one.data))
+    described: dict[str, Plain] = public({name: plain(value) for name, value in found.items()})
     return described | {
-        "log.every": str(timed.log.trigger),
-        "log.flush": str(timed.log.flush_trigger),
-        "callbacks": public(", ".join(sorted(callbacks))),
+        "callbacks": public(", ".join(sorted(texts))),
         "world_size": ranks.world_size,
         "torch": str(torch.__version__),
         "stretto": __version__,
@@ -178,6 +177,7 @@ class BuiltWith:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        restore_base_values(optimizer)  # an earlier run may have scheduled other values
         self._optimizer = optimizer
         self.values: dict[str, tuple[int, str, Any]] = {}
         """By the name in a description: the number of the group, the key and the value."""
@@ -259,25 +259,107 @@ def _by_key(described: Mapping[str, Any]) -> dict[str, list[Any]]:
     return found
 
 
-def unique(names: Iterable[str]) -> list[str]:
-    """Return names, each different: a second `a` is `a_2`, or the next that is free.
-
-    >>> unique(["a", "b", "a", "a_2"])
-    ['a', 'b', 'a_3', 'a_2']
-    """
-    given = list(names)
-    found: list[str] = []
-    for name in given:
-        free = (f"{name}_{number}" for number in count(2))
-        taken = {*found, *given}
-        found.append(next(one for one in free if one not in taken) if name in found else name)
-    return found
-
-
 def is_unmade(tensor: Tensor) -> bool:
     """Return whether a tensor gets its shape in the first step, as those of lazy layers do."""
     return is_lazy(tensor)
 
 
 def _fields(settings: Any) -> dict[str, Any]:
-    return {one.name: getattr(settings, one.name) for one in fields(settings)}
+    """Return what a description has of settings."""
+    names = [one.name for one in fields(settings) if one.name not in _NOT_DESCRIBED]
+    found = {name: getattr(settings, name) for name in names}
+    for name in {"every", "flush"} & found.keys():
+        found[name] = parse_trigger(found[name])
+    store = found.get("upload")
+    if not (store is None or isinstance(store, (str, UrlStore))):
+        found["upload"] = type(store)  # its repr may have a password
+    return found
+
+
+def check_agreement(settings: Mapping[str, str], ranks: Ranks, *, call: str) -> None:
+    """Refuse to go on if `settings` are not the same on every rank, which must all call it.
+
+    Ranks with different settings would train on wrong samples, or wait for each other without end.
+    They compare a digest; only if it differs do they exchange the settings.
+
+    Args:
+        settings: by name.
+        ranks: the processes of the run.
+        call: what the user has called.
+
+    Raises:
+        TrainingError: they are not; it names the first that differs, on every rank.
+    """
+    if ranks.world_size == 1:
+        return
+    text = json.dumps(settings)
+    if len(set(ranks.gather(hashlib.sha256(text.encode()).hexdigest(), call=call))) == 1:
+        return
+    difference = first_difference([json.loads(one) for one in ranks.gather(text)])
+    raise TrainingError.cannot(
+        f"train on {ranks.world_size} ranks with different settings",
+        why=difference,
+        instead="write the same settings on every rank",
+    )
+
+
+def first_difference(records: Sequence[Mapping[str, str]]) -> str:
+    """Return the first setting that differs, its values, and who has them.
+
+    >>> first_difference([{"seed": "1"}, {"seed": "2"}, {"seed": "1"}])
+    'seed is 1 on ranks 0, 2 and 2 on rank 1'
+    """
+    for name in {name: None for record in records for name in record}:
+        values = [record.get(name, "missing") for record in records]
+        if len(set(values)) > 1:
+            return f"{name} is {_listed(values)}"
+    return "their order differs"
+
+
+def in_batch(number: int, values: Mapping[str, object]) -> dict[str, str]:
+    """Return what functions, which are compared by name only, or streams may have set apart.
+
+    >>> in_batch(3, {"lr": 0.1})
+    {'lr in batch 3': '0.1'}
+    """
+    return {
+        f"{name} in batch {number}": f"{value:g}" if isinstance(value, float) else str(value)
+        for name, value in values.items()
+    }
+
+
+def plain(value: Any) -> Plain:
+    """Return a setting as JSON keeps it: None, a number, a flag or text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return value if isinstance(value, float) and isfinite(value) else as_text(value)
+
+
+def as_text(value: Any) -> str:
+    """Return a setting as it is compared and shown: a function by its name, else its repr."""
+    while isinstance(value, partial):
+        value = value.func
+    if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType, type)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, Tensor):
+        value = value.tolist() if value.numel() == 1 else list(value.shape)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={as_text(one)}" for name, one in value.items())
+    return _ADDRESS.sub("", repr(value))
+
+
+def _listed(values: Sequence[str]) -> str:
+    """Return the different values, each with its ranks; of a long one, the part that differs."""
+    letters = enumerate(zip(*values, strict=False))
+    first = next((place for place, several in letters if len(set(several)) > 1), 0)
+    start = max(0, first - _LONGEST_TEXT // 4)
+    by_value: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        by_value.setdefault(value, []).append(str(rank))
+    parts = []
+    for value, ranks in by_value.items():
+        part = value[start : start + _LONGEST_TEXT]
+        shown = value if len(value) <= _LONGEST_TEXT else f"...{part}..."
+        listed = ", ".join(ranks[:8]) + (" ..." if len(ranks) > 8 else "")
+        parts.append(f"{shown} on rank{'s' if len(ranks) > 1 else ''} {listed}")
+    return " and ".join(parts[:3]) + (" (and more)" if len(parts) > 3 else "")

@@ -4,49 +4,49 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
-from stretto.batching import NO_SIGNALS, Signals
-from stretto.batching.following import measured_value
 from stretto.data import Step
 from stretto.distributed.logged import mean_loss
-from stretto.distributed.ranks import Ranks, check_agreement, in_batch
 from stretto.run import Run
-from stretto.runtime.gradients import all_same, marks
+from stretto.runtime.ranks import Ranks, all_same, marks
 from stretto.runtime.step import Info
 from stretto.timing import Timestamp
 from stretto.training.callback import Events
-from stretto.training.checkpointing.saver import Progress, Saver
-from stretto.training.evaluation.evaluate import Best, Evaluator
-from stretto.training.evaluation.weights import TrainingWeights
-from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
-from stretto.training.stepping.finite import Gradient, not_finite, skipped_alone
-from stretto.training.stepping.stepper import Measured, Stepper
+from stretto.training.checkpointing.saver import Saver
+from stretto.training.describe import check_agreement, in_batch
+from stretto.training.evaluation.evaluate import Evaluations
+from stretto.training.logs.recorder import MOST_PENDING, Recorder
+from stretto.training.stepper import LOSS_OF, Stepper, StepResult, not_finite, skipped_alone
 
 SIGNALS = ("SIGTERM", "SIGINT")
 """Those that end a run; where ranks have received several, the first of these counts."""
 
 
 @final
-class Interrupts:
-    """While open, the first SIGINT or SIGTERM is remembered; the second one is as always.
+class Stops:
+    """Whether the run stops, as all ranks agree.
 
-    >>> with Interrupts() as interrupts:
-    ...     interrupts.received is None
-    True
+    While open, the first SIGINT or SIGTERM is remembered; the second one is as always.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
+        self._run, self._ranks = run, run.ranks
         self.received: str | None = None
+        """The signal that this rank has received."""
+        self.signal: str | None = None
+        """The signal that any rank has received."""
+        self.has_callbacks = False
+        """Whether a callback of some rank may stop the run between batches."""
+        self.is_agreed = False
+        """Whether all ranks have agreed to stop."""
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> Stops:
         self.received = None
         # Python lets only the main thread set handlers.
         if threading.current_thread() is threading.main_thread():
@@ -65,6 +65,34 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether training stops before its end; no rank may leave the loop alone."""
+        several = self._ranks.world_size > 1
+        return self.is_agreed if several else self._run.stop_reason is not None
+
+    def agree(self) -> None:
+        """Stop after this batch if a callback of any rank has asked for it."""
+        if self._ranks.world_size == 1 or self.is_agreed or not self.has_callbacks:
+            return
+        if self._ranks.agree((self._run.stop_reason is not None,))[0]:
+            self.stop_together()
+
+    def stop_together(self) -> None:
+        """Stop on all ranks; every rank must call it."""
+        run, self.is_agreed = self._run, True
+        self.signal = self.received_anywhere()
+        each = self._ranks.gather(run.ended)
+        run.ended = next((reason for reason in each if reason is not None), None)
+        why = run.ended or "another rank has stopped"
+        why = why if self.signal is None else f"received {self.signal} on another rank"
+        run.stop(why, is_final=False)
+
+    def received_anywhere(self) -> str | None:
+        """Return the signal that any rank has received; every rank must call it."""
+        counts = self._ranks.agree([self.received == name for name in SIGNALS])
+        return next((name for name, ranks in zip(SIGNALS, counts, strict=True) if ranks), None)
 
 
 def raise_for(received: str | None) -> None:
@@ -94,40 +122,6 @@ def exit_code(reason: str) -> int:
 _BATCH_EVENTS = ("on_batch_start", "transform_batch", "on_gradient", "on_noise", "on_batch_end")
 
 
-class StepSums(NamedTuple):
-    """What ranks exchange about a step: the sums over all of them."""
-
-    tokens: float
-    units: float
-    """The units that the loss is a mean over, if gradients are divided by them later."""
-    stops: float
-    """Ranks that want to stop."""
-    seconds: float
-    """The seconds since the step before, from the first rank."""
-    failed: float
-    """Ranks whose loss or gradient is not finite."""
-    skipped: float
-    """Ranks that have skipped the step before."""
-    mark: float
-    mark_squared: float
-    """These two show whether values that should be equal are (see `marks`)."""
-
-
-class Shared(NamedTuple):
-    """What all ranks know about a step."""
-
-    tokens: int | None
-    seconds: float | None
-    is_finite: bool
-    """Whether losses and gradients are finite on all of them."""
-    saving: Progress = Progress()
-    signals: Signals = NO_SIGNALS
-
-
-_FINITE, _NOT_FINITE = (Shared(None, None, is_finite) for is_finite in (True, False))
-"""The two cases of a step of one process that measures nothing."""
-
-
 @final
 @dataclass(slots=True, kw_only=True)
 class Loop:
@@ -136,21 +130,14 @@ class Loop:
     run: Run
     stepper: Stepper
     recorder: Recorder
+    evaluations: Evaluations
     saver: Saver
-    evaluators: Sequence[Evaluator]
-    best: Best
-    weights: TrainingWeights
-    metric: str | None
-    """The metric that the batch size follows."""
+    due: Mapping[str, Callable[[], object]]
+    """What is called after a batch at which its name is due, in this order."""
+    stops: Stops
     non_finite: Literal["stop", "skip", "ignore"]
     events: Events
     ranks: Ranks
-    interrupts: Interrupts = field(default_factory=Interrupts)
-    signal: str | None = None
-    """The signal that any rank has received; None: none."""
-    _all_stop: bool = False
-    _is_saving: bool = False
-    """Whether a checkpoint is being written."""
     _is_alone: bool = False
     """Whether there is one process and nothing is measured, so nothing is exchanged."""
     _shows: bool = False
@@ -159,52 +146,40 @@ class Loop:
     """Whether a callback listens to single batches."""
     _wants_norm: bool = True
     """Whether the next update measures the norm of the gradient: once for each line of metrics."""
-    _has_callbacks: bool = False
-    """Whether a callback of some rank may stop several ranks between batches."""
     _has_skipped: bool = False
     """Whether the last step has left the weights as they were."""
 
     def train(self) -> None:
         """Train from the present clock."""
         self._begin()
-        run, several = self.run, self.ranks.world_size > 1
+        run, several, stops = self.run, self.ranks.world_size > 1, self.stops
         timer, hyperparameters = run.timer, run.hyperparameters
         timer.start()
         before = timer.timestamp
-        while run.stop_reason is None or (several and not self._all_stop):
+        while run.stop_reason is None or (several and not stops.is_agreed):
             step = run.begin()
             if step is None:
                 break
-            gradient, info, shared = self._compute(step)
-            due = run.finish(shared.signals, tokens=shared.tokens, seconds=shared.seconds)
-            after = timer.timestamp
-            self.recorder.pending.append(
-                Finished(
-                    step.timestamp,
-                    step.num_samples,
-                    step.batch_size,
-                    () if info is None else gradient.losses,
-                    after,
-                    gradient.num_micro_batches,
-                    hyperparameters.row(),
-                )
-            )
-            if shared.signals.noise_numerator is not None:
-                self.events.tell("on_noise", step, shared.signals)
-            if self._is_saving or self.recorder.console is not None:
-                self._show_and_save(after, shared.saving)
+            result = self._compute(step)
+            due = run.finish(result.signals, tokens=result.tokens, seconds=result.seconds)
+            result.after = after = timer.timestamp
+            result.values = hyperparameters.row()
+            self.recorder.pending.append(result)
+            if result.signals.noise_numerator is not None:
+                self.events.tell("on_noise", step, result.signals)
+            if self.saver.job is not None or self.recorder.console is not None:
+                self.recorder.show_progress(after)
+                self.saver.advance(result.saving)
             if self._listens:
                 self.events.tell("on_batch_end", step)
             if due or after.epoch != before.epoch or len(self.recorder.pending) >= MOST_PENDING:
-                self._after_batch(due, before, after)
-                if self._has_callbacks:
-                    self._agree_to_stop()
+                self._after_batch(before, after)
                 before = after
         self._end(before)
 
     def _begin(self) -> None:
-        self._all_stop, self.signal = False, None
-        self._is_saving = self.saver.is_busy
+        stops = self.stops
+        stops.is_agreed, stops.signal = False, None
         self._listens = any(map(self.events.listeners, _BATCH_EVENTS))
         self._shows = bool(self.events.listeners("on_gradient"))
         several = self.ranks.world_size > 1
@@ -214,75 +189,41 @@ class Loop:
             bool(self.run.callbacks),
             "grad_norm" in self.run.logged,
         )
-        stops, callbacks, has_norm = self.ranks.agree(own)
+        are_stopped, callbacks, has_norm = self.ranks.agree(own)
         self._wants_norm = not has_norm
         self.stepper.retry.on_fall_back = self._note_fall_back
-        self._has_callbacks = callbacks > 0
-        if stops:
-            self._stop_together()
+        stops.has_callbacks = callbacks > 0
+        if are_stopped:
+            stops.stop_together()
 
-    @property
-    def _is_stopped(self) -> bool:
-        # No rank may leave the loop alone, so only what all agreed on counts.
-        return self._all_stop if self.ranks.world_size > 1 else self.run.stop_reason is not None
-
-    def _agree_to_stop(self) -> None:
-        """Stop after this batch if a callback of any rank has asked for it."""
-        if self.ranks.world_size == 1 or self._all_stop:
-            return
-        if self.ranks.agree((self.run.stop_reason is not None,))[0]:
-            self._stop_together()
-
-    def _stop_together(self) -> None:
-        """Stop on all ranks; every rank must call it."""
-        self._all_stop = True
-        self.signal = self._received()
-        each = self.ranks.gather(self.run.ended)
-        self.run.ended = next((reason for reason in each if reason is not None), None)
-        why = self.run.ended or "another rank has stopped"
-        why = why if self.signal is None else f"received {self.signal} on another rank"
-        self.run.stop(why, is_final=False)
-
-    def _received(self) -> str | None:
-        """Return the signal that any rank has received; every rank must call it."""
-        counts = self.ranks.agree([self.interrupts.received == name for name in SIGNALS])
-        return next((name for name, ranks in zip(SIGNALS, counts, strict=True) if ranks), None)
-
-    def _compute(self, step: Step) -> tuple[Gradient, Info | None, Shared]:
-        """Compute one step; return its losses, what it logs (None: skipped), what ranks know."""
-        run = self.run
+    def _compute(self, step: Step) -> StepResult:
+        """Compute one step and update the weights, unless the step is skipped."""
+        run, stepper = self.run, self.stepper
         if self._listens:
             self.events.tell("on_batch_start", step)
-        gradient = self.stepper.gradient(step)
-        run.latest_loss = partial(mean_loss, gradient.losses)
-        if self.interrupts.received is not None:
-            run.stop(f"received {self.interrupts.received}", is_final=False)
-        shared = _FINITE
-        if self._is_saving or not self._is_alone or gradient.tokens is not None:
-            shared = self._agree(step, gradient)
-        elif not self.stepper.is_finite(gradient):
-            shared = _NOT_FINITE
+        result = stepper.gradient(step)
+        run.latest_loss = partial(mean_loss, result.losses)
+        if self.stops.received is not None:
+            run.stop(f"received {self.stops.received}", is_final=False)
+        if not self._is_alone or self.saver.job is not None or result.tokens is not None:
+            self._agree(step, result)
+        elif stepper.check is not None:
+            result.is_finite = stepper.check.passes(list(map(LOSS_OF, result.losses)))
         info: Info | None = None
-        if shared.is_finite:
+        if result.is_finite:
             if self._shows:
-                self.stepper.show(partial(self.events.tell, "on_gradient", step))
-            info = self.stepper.update(measures_norm=self._wants_norm)
+                stepper.show(partial(self.events.tell, "on_gradient", step))
+            info = stepper.update(measures_norm=self._wants_norm)
         self._has_skipped = info is None
         if info is None:
-            self._skip(step, is_finite=shared.is_finite)
+            result.losses = []
+            self._skip(step, is_finite=result.is_finite)
         else:
             run.skipped.in_a_row = 0
             self._wants_norm = False
             for name, value in info.items():
                 run.log(name, value)
-        return gradient, info, shared
-
-    def _show_and_save(self, now: Timestamp, saving: Progress) -> None:
-        """Show the progress of the run and write more of an unfinished checkpoint."""
-        self.recorder.show_progress(now)
-        if self._is_saving:
-            self._announce(self.saver.advance(saving))
-            self._is_saving = self.saver.is_busy
+        return result
 
     def _skip(self, step: Step, *, is_finite: bool) -> None:
         """Count a step that did not change the weights, or end the run."""
@@ -298,38 +239,37 @@ class Loop:
         text = f"out of memory with micro-batches of {before:,}; repeated with {now:,}"
         self.recorder.event("out_of_memory", at, text, before=before, now=now)
 
-    def _agree(self, step: Step, gradient: Gradient) -> Shared:
+    def _agree(self, step: Step, result: StepResult) -> None:
         """Exchange what ranks know about the step, in one all-reduce."""
-        saving, measured = self.saver.progress(), self.stepper.measured(gradient)
-        is_finite = self.stepper.is_finite(gradient)
-        if self.ranks.world_size == 1:
-            signals = measured.signals(step.num_samples)
-            return Shared(gradient.tokens, None, is_finite, saving, signals)
-        values = self.run.loader.extent | self.run.hyperparameters.values()
-        own_tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
-        tokens, units = self.ranks.counted((own_tokens, gradient.units))
-        own = StepSums(
-            tokens,
-            units,
-            self.run.stop_reason is not None,
-            self.run.timer.seconds_since_update() if self.ranks.is_first else 0.0,
-            not is_finite,
+        run, ranks, stepper = self.run, self.ranks, self.stepper
+        saving, measured = self.saver.progress(), stepper.measured(result)
+        result.is_finite = stepper.is_finite(result)
+        if ranks.world_size == 1:
+            result.saving = saving
+            result.signals = stepper.signals(measured, step.num_samples)
+            return
+        values = run.loader.extent | run.hyperparameters.values()
+        own_tokens = step.num_tokens if result.tokens is None else result.tokens
+        own = (
+            *ranks.counted((own_tokens, result.units)),
+            run.stop_reason is not None,
+            run.timer.seconds_since_update() if ranks.is_first else 0.0,
+            not result.is_finite,
             self._has_skipped,
             *marks(hash(tuple(values.values()))),
+            *saving,
         )
-        flags = self.stepper.flags(gradient)
-        sums = self.ranks.agree((*own, *saving, *measured, *flags))
-        start, end = len(own), len(own) + len(saving)
-        last = end + len(measured)
-        total, saving = StepSums(*sums[:start]), Progress(*sums[start:end])
-        self._check_skipped(total.skipped)
-        if not all_same((total.mark, total.mark_squared), self.ranks.world_size):
-            check_agreement(in_batch(step.timestamp.batch + 1, values), self.ranks, call="fit()")
-        self.stepper.finish(step, total.units, sums[last:])
-        if total.stops:
-            self._stop_together()
-        signals = Measured(*sums[end:last]).signals(step.num_samples)
-        return Shared(int(total.tokens), total.seconds, not total.failed, saving, signals)
+        sums = ranks.agree((*own, *measured, *stepper.flags(result)))
+        end = len(own) + len(measured)
+        tokens, units, stops, seconds, bad, skipped, mark, square, *result.saving = sums[: len(own)]
+        self._check_skipped(skipped)
+        if not all_same((mark, square), ranks.world_size):
+            check_agreement(in_batch(step.timestamp.batch + 1, values), ranks, call="fit()")
+        stepper.finish(step, units, sums[end:])
+        if stops:
+            self.stops.stop_together()
+        result.tokens, result.seconds, result.is_finite = int(tokens), seconds, not bad
+        result.signals = stepper.signals(sums[len(own) : end], step.num_samples)
 
     def _settle(self) -> None:
         """Check, before anything is made of the weights, what is known of the steps only now."""
@@ -349,20 +289,17 @@ class Loop:
         skipping = [rank for rank, flag in flags if flag == "True"]
         raise skipped_alone(self.run.timer.timestamp, skipping)
 
-    def _after_batch(self, due: frozenset[str], before: Timestamp, after: Timestamp) -> None:
+    def _after_batch(self, before: Timestamp, after: Timestamp) -> None:
         """Do everything that is due now."""
         self._settle()
         if len(self.recorder.pending) >= MOST_PENDING:
             self.recorder.record()
         self._end_epochs(before, after)
-        if "log" in due:
-            self._log()
-        is_best = self._measure([one for one in self.evaluators if one.name in due])
-        # The last checkpoint comes after the last line of metrics (see `_end`).
-        if (is_best or "checkpoint" in due) and not self.run.horizon.is_done(after):
-            self._save()
-        if "flush" in due:
-            self.recorder.flush()
+        for name, work in self.due.items():
+            if name in self.run.due:  # an evaluation may add the checkpoint
+                work()
+        self._wants_norm |= "log" in self.run.due
+        self.stops.agree()
 
     def _end_epochs(self, before: Timestamp, after: Timestamp) -> None:
         for _ in range(after.epoch - before.epoch):
@@ -370,82 +307,21 @@ class Loop:
 
     def _end(self, before: Timestamp) -> None:
         """Log, evaluate and save after the last batch."""
-        if not self._is_stopped:
+        is_stopped, run = self.stops.is_stopped, self.run
+        if not is_stopped:
             # It came too late for the ranks to agree on.
-            self.run.stop_reason = self.run.ended = None
+            run.stop_reason = run.ended = None
         self._settle()
-        self._end_epochs(before, self.run.timer.timestamp)
-        is_cut = self._is_stopped and not self.run.is_done
+        self._end_epochs(before, run.timer.timestamp)
+        is_cut = is_stopped and not run.is_done
         if is_cut:
-            self._save()  # before the last line: a resumed run writes it
+            self.saver.save()  # before the last line: a resumed run writes it
         if self.recorder.is_waiting:
-            self._log()
-        if not self._is_stopped:
-            self._measure(
-                [one for one in self.evaluators if one.measured_at != self.run.timer.batch]
-            )
+            self.recorder.log()
+        if not is_stopped:
+            self.evaluations.measure_rest()
         if not is_cut:
-            self._save()
-        self._announce(self.recorder.paused(self.saver.wait))
-        self.signal = self._received()  # one that came too late to stop the run counts, too
-
-    def _log(self) -> None:
-        record = self.recorder.log(
-            self.run.timer.timestamp,
-            self.run.loader.log_values(),
-            micro_batch_size=self.stepper.retry.largest_piece(self.run.step),
-        )
-        self._wants_norm = True
-        self.run.logged_units = self.recorder.units
-        self.events.tell("on_log", record)
-
-    def look(self, evaluator: Evaluator) -> dict[str, float]:
-        """Run one evaluation and log its metrics; nothing follows from them."""
-        start = time.monotonic()
-        with self.weights.evaluating(), self.events.evaluating():
-            metrics = self.recorder.paused(evaluator.measure)
-        seconds = round(time.monotonic() - start, 3)
-        named = {f"{evaluator.name}/{name}": value for name, value in metrics.items()}
-        self.recorder.write({**self.run.clock(), **named})
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self.recorder.event(
-            "evaluation",
-            self.run.timer.timestamp,
-            f"evaluation {evaluator.name}: {shown}",
-            name=evaluator.name,
-            seconds=seconds,
-        )
-        return named
-
-    def _measure(self, evaluators: Sequence[Evaluator]) -> bool:
-        """Run evaluations; return whether the model is the best so far.
-
-        Its checkpoint is written after all of them, so that it contains all results.
-        """
-        is_best = False
-        for evaluator in evaluators:
-            self.events.tell("on_evaluation_start", evaluator.name)
-            named = self.look(evaluator)
-            evaluator.measured_at = self.run.timer.batch
-            self.events.tell("on_evaluation_end", evaluator.name, named)
-            followed = measured_value(self.metric, named)
-            if followed is not None:
-                self.run.loader.note_metric(followed)
-            is_best |= self.best.is_beaten(named, self.run.timer.sample)
-        return is_best
-
-    def _save(self) -> None:
-        now = self.run.timer.timestamp
-        if self.saver.needs(now.sample):
-            self._announce(self.recorder.paused(self.saver.wait))
-            self.events.tell("on_checkpoint_start")
-            if self._has_callbacks:
-                self._agree_to_stop()  # a checkpoint says whether the run has ended
-            self.recorder.paused(lambda: self.saver.begin(now))
-        elif self.saver.saved_at == now.sample:
-            self.best.confirm(now.sample)
-        self._is_saving = self.saver.is_busy
-
-    def _announce(self, path: Path | None) -> None:
-        if path is not None:
-            self.events.tell("on_checkpoint", path)
+            self.saver.save()
+        self.recorder.paused(self.saver.wait)
+        # One that came too late to stop the run counts, too.
+        self.stops.signal = self.stops.received_anywhere()

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 
-from stretto.batching import BatchSizePolicy, checked_size
+from stretto.batching import checked_size
 from stretto.data import DataSpec
 from stretto.data.spec import is_one_shot
 from stretto.errors import TrainingError
-from stretto.schedules import as_schedule
+from stretto.schedules.fields import stretched
 from stretto.settings import Checkpointing
-from stretto.timing import Time, TimeLike, Trigger, parse_trigger
-from stretto.timing.conversion import rounded
-from stretto.timing.grammar import exact
+from stretto.timing import TimeLike, Trigger, parse_trigger
 from stretto.timing.time import Number
-from stretto.training.callback import Callback
+from stretto.training.callback import Callback, overrides, unique
 from stretto.training.evaluation.metrics import Metric, Predict, check_metric, is_object
 from stretto.training.logs.loggers import Logger
 
@@ -36,8 +34,8 @@ class Evaluation:
     which gets all batches and computes one value. A function costs a forward pass of each batch;
     all objects share the pass of `predict`.
 
-    >>> Evaluation([1.0, 2.0], every="10%", name="test").trigger
-    Every('0.1dur')
+    >>> Evaluation([1.0, 2.0], every="10%", name="test").metrics
+    {}
 
     Raises:
         TrainingError: the data can be read only once, a metric is none or is named `loss`.
@@ -81,19 +79,14 @@ class Evaluation:
         if self.batch_size is not None:
             checked_size(self.batch_size, "a batch size")
 
-    @property
-    def trigger(self) -> Trigger:
-        """When it is due."""
-        return parse_trigger(self.every)
-
 
 @final
 @dataclass(frozen=True, slots=True)
 class Logging:
     """When metrics are logged, when files are flushed, and where metrics go besides the folder.
 
-    >>> Logging("4096sp").trigger
-    Every('4096sp')
+    >>> Logging("4096sp").flush
+    '30s'
 
     Raises:
         TrainingError: something in `loggers` is not a logger.
@@ -118,69 +111,41 @@ class Logging:
                     "loggers", one, "it is not a logger", "pass objects such as TensorBoardLogger()"
                 )
 
-    @property
-    def trigger(self) -> Trigger:
-        """When a line is due."""
-        return parse_trigger(self.every)
 
-    @property
-    def flush_trigger(self) -> Trigger:
-        """When what was logged must be on the disk."""
-        return parse_trigger(self.flush)
+def scaled(value: Any, ratio: Number) -> Any:
+    """Return a time, sizes, schedules, settings or callbacks for a run `ratio` times as long.
+
+    Fractions of the run stay, since they stretch by themselves. Batches, samples and tokens come in
+    whole numbers and are rounded up.
+
+    >>> scaled([Logging("8ba", flush="1m")], 0.5)[0].flush
+    Every('30s')
+
+    Raises:
+        TimeError: the ratio is not a finite number.
+    """
+    if isinstance(value, Mapping):
+        return {name: scaled(each, ratio) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [scaled(each, ratio) for each in value]
+    if isinstance(value, (Evaluation, Checkpointing, Logging)):
+        names = [name for name in ("every", "flush") if hasattr(value, name)]
+        triggers = {name: parse_trigger(getattr(value, name)).scaled(ratio) for name in names}
+        return replace(value, **triggers)  # type: ignore[arg-type]
+    return value.scaled(ratio) if isinstance(value, Callback) else stretched(value, ratio)
 
 
-@final
-class Timed(NamedTuple):
-    """What a `Trainer` is given that has times in it."""
+def named_settings(
+    evaluations: Sequence[Evaluation], checkpoint: Checkpointing | None, log: Logging
+) -> dict[str, Evaluation | Checkpointing | Logging]:
+    """Return the settings of what is due now and then, by the name that it has in a plan."""
+    named: dict[str, Any] = {one.name: one for one in evaluations} | {"log": log}
+    return named if checkpoint is None else named | {"checkpoint": checkpoint}
 
-    max_duration: TimeLike
-    batch_size: BatchSizePolicy
-    schedules: Mapping[str, Any]
-    evaluations: Sequence[Evaluation]
-    checkpoint: Checkpointing | None
-    log: Logging
-    callbacks: Sequence[Callback]
 
-    def scaled(self, ratio: Number) -> Timed:
-        """Return all of it for a run `ratio` times as long.
-
-        Fractions of the run stay, since they stretch by themselves. Batches, samples and tokens
-        come in whole numbers and are rounded up.
-
-        Raises:
-            TrainingError: the ratio is not above 0.
-            TimeError: the ratio is not a finite number.
-        """
-        factor = exact(ratio)
-        if factor <= 0:
-            raise TrainingError.bad(
-                "scale_schedule", ratio, "the run has no length", "write a ratio above 0"
-            )
-
-        def stretched(schedule: Any) -> Any:
-            if isinstance(schedule, Sequence) and not isinstance(schedule, str):
-                return [stretched(one) for one in schedule]
-            return as_schedule(schedule).scaled(factor)
-
-        run, log, checkpoint = Time(self.max_duration), self.log, self.checkpoint
-        return Timed(
-            rounded(run.amount * factor, run.unit),
-            self.batch_size.scaled(factor),
-            {name: stretched(schedule) for name, schedule in self.schedules.items()},
-            [replace(one, every=one.trigger.scaled(factor)) for one in self.evaluations],
-            checkpoint and replace(checkpoint, every=checkpoint.trigger.scaled(factor)),
-            replace(
-                log,
-                every=log.trigger.scaled(factor),
-                flush=log.flush_trigger.scaled(factor),
-            ),
-            [callback.scaled(factor) for callback in self.callbacks],
-        )
-
-    @property
-    def triggers(self) -> dict[str, Trigger]:
-        """What happens now and then, by the name that it has in a plan."""
-        found = {one.name: one.trigger for one in self.evaluations} | {"log": self.log.trigger}
-        if self.checkpoint is not None:
-            found["checkpoint"] = self.checkpoint.trigger
-        return found
+def named_callbacks(callbacks: Sequence[Callback], taken: Iterable[str]) -> dict[str, Callback]:
+    """Return the callbacks that are due now and then, by names that are not taken."""
+    own = [one for one in callbacks if one.every is not None and overrides(one, "on_due")]
+    others = [*taken, "flush"]
+    names = unique([*others, *(type(one).__name__ for one in own)])
+    return dict(zip(names[len(others) :], own, strict=True))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
@@ -16,21 +15,25 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
-from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike, as_rule, awaits_maximum
+from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
 from stretto.batching.following import followed_metric, metrics_of
-from stretto.batching.seesaw import Pair, paired
+from stretto.batching.seesaw import Pair
 from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights
-from stretto.data import DataSpec, StepLoader
+from stretto.data import DataSpec
 from stretto.distributed.mesh import Mesh
-from stretto.distributed.ranks import Plain, Ranks, plain
 from stretto.distributed.strategy import Strategy, strategy_on
 from stretto.errors import CheckpointError, PlanError, StrettoError, TrainingError
-from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
-from stretto.planning import Plan, bind_run
+from stretto.optim.hyperparameters import (
+    as_one_schedule,
+    check_names,
+    joined,
+)
+from stretto.planning import Plan
 from stretto.planning.bind import check_tokens
-from stretto.run import Run
+from stretto.run import Run, prepare
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
 from stretto.settings import (
     Checkpointing,
@@ -41,7 +44,7 @@ from stretto.settings import (
     one_of,
     read_settings,
 )
-from stretto.timing import Horizon, TimeLike, Timer, Trigger
+from stretto.timing import Time, TimeLike, Timer, Trigger, parse_trigger
 from stretto.timing.time import Number
 from stretto.training.callback import Callback, Events, overrides
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run
@@ -55,24 +58,31 @@ from stretto.training.checkpointing.state import (
     parts_of,
     share_random_state,
 )
-from stretto.training.checks import check_listeners, check_parts, given_size, read_evaluations
+from stretto.training.checks import (
+    check_listeners,
+    check_parts,
+    check_ratio,
+    given_size,
+    read_evaluations,
+)
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
-from stretto.training.describe import BuiltWith, compare_ranks, describe
-from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluator
+from stretto.training.describe import BuiltWith, Plain, compare_ranks, describe, plain
+from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluations, Evaluator
 from stretto.training.evaluation.metrics import check_merging
 from stretto.training.evaluation.weights import TrainingWeights
+from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.console import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import Recorder
-from stretto.training.loop import Loop, raise_for
-from stretto.training.settings import Logging, LossFunction, Timed
-from stretto.training.stepping.fitting import (
-    FoundMaximum,
-    find_fitting,
-    keeps_gradients_apart,
-    largest_share,
-    with_found_maximum,
+from stretto.training.loop import Loop, Stops, raise_for
+from stretto.training.settings import (
+    Evaluation,
+    Logging,
+    LossFunction,
+    named_callbacks,
+    named_settings,
+    scaled,
 )
-from stretto.training.stepping.stepper import Stepper
+from stretto.training.stepper import Stepper
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -186,23 +196,33 @@ class Trainer:
         computing = Computing(
             precision=precision, clip_norm=clip_norm, compile=compile, device=device
         )
-        evaluations = read_evaluations(evaluate)
         check_parts(model, optimizer, loss, computing, stepping)
+        evaluations = read_evaluations(evaluate)
         check_listeners(model, evaluations, callbacks)
         called = as_loss(loss, stepping.loss_reduction) if callable(loss) else None
         if isinstance(called, CriterionLoss) and called.is_over_targets:
             stepping = stepping.counted(called.count)
-        schedules = check_names(schedules)
-        sizes, schedules, rule = paired(given_size(batch_size, train_data), schedules, rule)
+        sizes = given_size(batch_size, train_data)
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
-        log = read_settings(Logging, log, "log")
-        timed = Timed(max_duration, sizes, schedules, evaluations, checkpoint, log, callbacks)
-        timed = timed if scale_schedule is None else timed.scaled(scale_schedule)
+            check_texts(callbacks)
+        named = named_settings(evaluations, checkpoint, read_settings(Logging, log, "log"))
+        if scale_schedule is not None:
+            sizes = sizes if isinstance(sizes, Pair) else as_policy(sizes)
+            each = {name: as_one_schedule(one) for name, one in check_names(schedules).items()}
+            given = Time(max_duration), sizes, each, named, callbacks
+            stretched = scaled(given, check_ratio(scale_schedule))
+            max_duration, sizes, schedules, named, callbacks = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
-        self.callbacks = tuple(timed.callbacks)
+        self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are called."""
+        self.found_maximum: FoundMaximum | None = None
+        """The size that was found for `max_batch_size="auto"`, and how; None if it was given."""
+        self.fitting: Answer | None = None
+        """How the micro-batch size was found; None if it was given."""
         self._is_training = self._is_resumed = False
+        self._settings: dict[str, Plain] = {}
+        """The description of the run, which `_describe` fills."""
         self.changes: tuple[str, ...] = ()
         """The settings that differ from those of the checkpoint that was resumed, a line each."""
         self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
@@ -221,125 +241,79 @@ class Trainer:
         self._weights = TrainingWeights(self.model, self.step.optimizers)
         self.optimizer = joined(self.step.optimizers)
         """The optimizer; of several one that has the parameter groups of all, in order."""
-        spec = DataSpec.of(train_data)
-        if any(callback.changes_tokens for callback in self.callbacks):
-            spec = replace(spec, tokens_vary=True)
-        for one in self.step.optimizers:
-            restore_base_values(one)  # an earlier run may have scheduled other values
+        varies = any(one.changes_tokens for one in self.callbacks)
         self._built = BuiltWith(self.optimizer)
-        self._settings: dict[str, Plain] = {}
-        """The description of the run, which `_describe` fills."""
+        listening = named_callbacks(self.callbacks, named)
+        due: dict[str, Any] = {**named, **listening}
         self._described = partial(
             describe,
-            spec,
             self.step,
-            timed,
+            named,
             optimizer=self.optimizer,
-            loading=loading,
-            computing=computing,
-            rule=None if rule is None else as_rule(rule),
-            stepping=stepping,
+            settings=(computing, stepping),
             ranks=ranks,
+            max_duration=str(max_duration),
             micro_batch_size=micro_batch_size,
             mesh=self._strategy.mesh,
-            idle_ranks=idle_ranks,
-            folder=None if folder is None else "given",
         )
-        if ranks.world_size > 1:
-            self._describe(timed.batch_size)
-            compare_ranks(self._settings, self.step, self.callbacks, ranks)
-        self.run = self._bound(
-            spec,
-            timed,
-            loading=loading,
+        prepared = partial(
+            prepare,
+            DataSpec.of(train_data, tokens_vary=True if varies else None),
+            max_duration=max_duration,
+            schedules=schedules,
             rule=rule,
-            micro_batch_size=micro_batch_size,
-            idle_ranks=idle_ranks,
-        )
-        """What every event of a callback gets."""
-        events = Events(self.callbacks, self.run)
-        self._prepare_callbacks(events, saves=checkpoint is not None)
-        self._refusal = self._refused()
-        self.fitting = self._fitting() if micro_batch_size == "auto" else None
-        """How the micro-batch size was found; None if it was given."""
-        self._make_loop(timed, stepping, events)
-
-    def _prepare_callbacks(self, events: Events, *, saves: bool) -> None:
-        """Build the callbacks, and refuse state that a checkpoint cannot hold."""
-        if saves:
-            check_texts(self.callbacks)
-        events.tell("on_build")  # before a search for what fits: a callback may allocate memory
-        check_states({**callback_parts(self.callbacks), "step": self.step})
-        transforms = events.listeners("transform_batch")
-        self.step.transforms = [partial(call, self.run) for call in transforms]
-
-    def _fitting(self) -> Answer:
-        """Find the micro-batch size."""
-        answer = find_fitting(
-            self.step,
-            ranks=self._ranks,
-            loader=self.loader,
-            most=largest_share(self.plan, self.loader),
-            accumulates=True,
-            measures_noise=self._keeps_gradients_apart(self.loader.reads),
-        )
-        self.run.set_micro_batch_size(answer.size)
-        self._refusal = self._refused()
-        return answer
-
-    def _keeps_gradients_apart(self, reads: frozenset[str]) -> bool:
-        return keeps_gradients_apart(reads, map(type, self.callbacks))
-
-    def _bound(
-        self,
-        spec: DataSpec,
-        timed: Timed,
-        *,
-        loading: Loading,
-        rule: RuleLike | None,
-        micro_batch_size: MicroBatchSize,
-        idle_ranks: bool,
-    ) -> Run:
-        """Return the run, bound to its data, optimizers and ranks."""
-        policy = timed.batch_size
-        self.found_maximum: FoundMaximum | None = None
-        """The size that was found for `max_batch_size="auto"`, and how; None if it was given."""
-        if awaits_maximum(policy):
-            policy, self.found_maximum = with_found_maximum(
-                policy,
-                spec,
-                timed.max_duration,
-                partial(find_fitting, self.step, ranks=self._ranks),
-                ranks=self._ranks,
-                measures=self._keeps_gradients_apart,
-                collate_fn=loading.collate_fn,
-            )
-        bound = bind_run(
-            spec.horizon(timed.max_duration, loading.last_batch),
-            policy,
-            schedules=read_schedules(self.optimizer, timed.schedules),
-            triggers=timed.triggers,
-            rule=rule,
-        )
-        run = Run(
-            spec,
-            bound,
-            loading,
+            every={name: one.every for name, one in due.items()},
             micro_batch_size=None if micro_batch_size == "auto" else micro_batch_size,
+            loading=loading,
             model=self.model,
             callbacks=self.callbacks,
             folder=self.folder,
             idle_ranks=idle_ranks,
         )
+        self.run = self._bound(prepared, sizes)
+        """What every event of a callback gets."""
+        self._make_loop(named, listening, stepping, self._built_events(micro_batch_size))
+
+    def _bound(self, prepared: Callable[..., Run], sizes: Any) -> Run:
+        """Return the run, bound to its optimizers, with the largest size if that is to be found."""
+        awaits = awaits_maximum(sizes)
+        run = prepared(with_maximum(sizes, NO_LIMIT) if awaits else sizes)
+        if self._ranks.world_size > 1:
+            self._describe(run)
+            compare_ranks(self._settings, self.step, self.callbacks, self._ranks)
+        if awaits:
+            self.found_maximum = find_maximum(self.step, run, self._ranks)
+            run = prepared(with_maximum(sizes, self.found_maximum.size))
         return run.bind(self.step.optimizers, strategy=self._strategy)
 
-    def _make_loop(self, timed: Timed, stepping: Stepping, events: Events) -> None:
+    def _built_events(self, micro_batch_size: MicroBatchSize) -> Events:
+        """Build the callbacks, and find the micro-batch size beside what they allocate."""
+        events = Events(self.callbacks, self.run)
+        events.tell("on_build")
+        check_states({**callback_parts(self.callbacks), "step": self.step})
+        transforms = events.listeners("transform_batch")
+        self.step.transforms = [partial(call, self.run) for call in transforms]
+        self._refusal = self._refused()
+        if micro_batch_size == "auto":
+            self.fitting = find_micro_batch(self.step, self.run, self._ranks, self.plan)
+            self._refusal = self._refused()
+        return events
+
+    def _make_loop(
+        self,
+        named: Mapping[str, Any],
+        listening: Mapping[str, Callback],
+        stepping: Stepping,
+        events: Events,
+    ) -> None:
         """Build what trains the run, and what of it a checkpoint keeps."""
-        run, step, ranks, log = self.run, self.step, self._ranks, timed.log
+        run, step, ranks, log = self.run, self.step, self._ranks, named["log"]
+        checkpoint = named.get("checkpoint")
+        evaluations = [one for one in named.values() if isinstance(one, Evaluation)]
         if ranks.world_size > 1:
-            for one in timed.evaluations:
+            for one in evaluations:
                 check_merging(one.metrics)
-        run.watch("flush", log.flush_trigger.bind(run.horizon))
+        run.watch("flush", parse_trigger(log.flush).bind(run.horizon))
         stepper = Stepper(
             step,
             run.spec,
@@ -350,30 +324,15 @@ class Trainer:
             micro_batch_size=run.loader.micro_batch_size,
             is_found=self.fitting is not None,
         )
-        evaluators = [
-            Evaluator(
-                settings,
-                self.model,
-                loss=step.loss,
-                loss_is_sum=step.loss_reduction == "sum",
-                count=stepper.count,
-                autocast=step.autocast,
-                batch_size=run.loader.micro_batch_size or _EVALUATION_BATCH,
-                collate_fn=run.loading.collate_fn,
-                strategy=self._strategy,
-            )
-            for settings in timed.evaluations
-        ]
-        best = Best(timed.checkpoint, timed.evaluations)
         is_shown = ranks.is_first and (has_terminal() if log.console is None else log.console)
         folder = None if self.folder is None else str(self.folder)
         given = self._settings if log.config is None else dict(log.config)
         recorder = Recorder(
             run,
             log.loggers,
-            console=ConsoleLogger(run.horizon.max_duration)
-            if is_shown and ranks.is_first
-            else None,
+            events=events,
+            largest_piece=stepper.retry.largest_piece,
+            console=ConsoleLogger(run.horizon.max_duration) if is_shown else None,
             config=ChainMap({"folder": folder}, given),
         )
         if self._weights.optimizers:
@@ -381,6 +340,28 @@ class Trainer:
             recorder.facts["evaluates_with"] = " and ".join(f"{name}.eval()" for name in names)
         if self.fitting is not None and self.fitting.peak is not None:
             recorder.facts["predicted_memory_bytes"] = self.fitting.peak
+        measuring = Evaluations(
+            run,
+            [
+                Evaluator(
+                    one,
+                    self.model,
+                    loss=step.loss,
+                    loss_is_sum=step.loss_reduction == "sum",
+                    count=stepper.count,
+                    autocast=step.autocast,
+                    batch_size=run.loader.micro_batch_size or _EVALUATION_BATCH,
+                    collate_fn=run.loading.collate_fn,
+                    strategy=self._strategy,
+                )
+                for one in evaluations
+            ],
+            best=Best(checkpoint, evaluations),
+            metric=followed_metric(run.loader.reads, metrics_of(evaluations)),
+            weights=self._weights,
+            events=events,
+            recorder=recorder,
+        )
         self._setup = Setup(run, self._settings, self._built)
         parts = parts_of(
             step,
@@ -389,66 +370,63 @@ class Trainer:
             retry=stepper.retry,
             recorder=recorder,
             callbacks=callback_parts(self.callbacks),
-            evaluators=evaluators,
-            best=best,
+            evaluations=measuring,
             setup=self._setup,
             strategy=self._strategy,
         )
+        stops = Stops(run)
         saver = Saver(
-            timed.checkpoint,
-            self.folder,
+            checkpoint,
+            run,
             parts=parts,
             model=step.model,
             strategy=self._strategy,
             recorder=recorder,
-            best=best,
+            best=measuring.best,
+            events=events,
+            agree_to_stop=stops.agree,
         )
         self._loop = Loop(
             run=run,
             stepper=stepper,
             recorder=recorder,
+            evaluations=measuring,
             saver=saver,
-            evaluators=evaluators,
-            best=best,
-            weights=self._weights,
-            metric=followed_metric(run.loader.reads, metrics_of(timed.evaluations)),
+            due={
+                **{name: partial(one.on_due, run) for name, one in listening.items()},
+                "log": recorder.log,
+                **{one.name: partial(measuring.measure, one.name) for one in evaluations},
+                "checkpoint": saver.save_due,
+                "flush": recorder.flush,
+            },
+            stops=stops,
             non_finite=stepping.non_finite,
             events=events,
             ranks=ranks,
         )
         run.evaluate_with(self.evaluate)
 
-    def _describe(self, policy: BatchSizePolicy) -> None:
+    def _describe(self, run: Run) -> None:
         """Describe the run for ranks, checkpoints and loggers, before it changes anything."""
         if not self._settings:
             self._built.read()
-            self._settings |= self._described()
-        self._settings["batch_size"] = plain(policy)
-
-    @property
-    def loader(self) -> StepLoader:
-        """The loader of this rank's share of every batch."""
-        return self.run.loader
+            self._settings |= self._described(run)
+        self._settings["batch_size"] = plain(run.prepared.policy)
 
     @property
     def plan(self) -> Plan | None:
         """The run as it is planned.
 
         None if its batches are not known before the run, for example because their sizes follow
-        tokens that have to be counted: `horizon.batch_sizes` says why. `plan.is_exact` says whether
-        it is only a bound.
+        tokens that have to be counted: `run.horizon.batch_sizes` says why. `plan.is_exact` says
+        whether it is only a bound.
         """
         return None if self._refusal is not None else self.run.plan
 
     @property
-    def horizon(self) -> Horizon:
-        """The static facts of the run."""
-        return self.loader.horizon
-
-    @property
     def timer(self) -> Timer:
         """The clock."""
-        return self.loader.timer
+        return self.run.timer
 
     @property
     def stop_reason(self) -> str | None:
@@ -458,11 +436,6 @@ class Trainer:
         other ranks), else what was passed to `stop`.
         """
         return self.run.stop_reason
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were left out because something in them was not finite."""
-        return self.run.skipped_steps
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -477,18 +450,10 @@ class Trainer:
         """Why the last checkpoint, or its copy, could not be written; None where it could."""
         return self._loop.saver.unsaved
 
-    def get_elapsed_duration(self) -> float:
-        """Return the fraction of the run that has passed, in [0, 1]."""
-        return self.timer.get_elapsed_duration()
-
-    def stop(self, reason: str, *, is_final: bool = True) -> None:
-        """End the run after the batch that is being computed (see `Run.stop`)."""
-        self.run.stop(reason, is_final=is_final)
-
     @property
     def best(self) -> BestEvaluation | None:
         """The best evaluation so far, by `Checkpointing(monitor=...)`; None before the first."""
-        best, folder = self._loop.best, self._loop.saver.folder
+        best, folder = self._loop.evaluations.best, self._loop.saver.folder
         if best.monitor is None or best.sample is None or folder is None:
             return None
         return BestEvaluation(checkpoint_path(folder, best.sample), best.monitor, best.value)
@@ -524,7 +489,7 @@ class Trainer:
         """
         one_of("on_signal", on_signal, ("raise", "return"))
         self._check_outside("train", "fit()")
-        self._describe(self.run.prepared.policy)
+        self._describe(self.run)
         if resume is not None:
             self.resume(resume)
         if self._refusal is not None:
@@ -540,8 +505,8 @@ class Trainer:
         with ExitStack() as folder, ExitStack() as held:
             self._is_training = True
             folder.callback(self._leave)
-            if self.loader.spec.is_map_style:  # what is iterated would have to begin anew
-                held.callback(self.loader.close)
+            if self.run.loader.spec.is_map_style:  # what is iterated would have to begin anew
+                held.callback(self.run.loader.close)
             held.push(loop.recorder.close)
             held.callback(loop.saver.close)
             self.run.take_back()
@@ -555,16 +520,16 @@ class Trainer:
                 run_id=self._setup.run_id,
             )
             loop.saver.submit()
-            held.enter_context(loop.interrupts)
+            held.enter_context(loop.stops)
             self.model.train()
             loop.stepper.clear()  # a gradient from before is no part of the first batch
             share_random_state(self._strategy)
             self._weights.train()
-            with loop.events.fit(), self._ranks.peers.meeting(inside_a_pass=True):
+            with loop.events.fit(), self._ranks.monitor.watch(inside_a_pass=True):
                 loop.train()
                 self._weights.eval()  # what is trained is used next
         if on_signal == "raise":
-            raise_for(loop.signal or loop.interrupts.received)
+            raise_for(loop.stops.signal or loop.stops.received)
 
     def _check_outside(self, what: str, call: str) -> None:
         """Refuse a call from a callback."""
@@ -581,7 +546,7 @@ class Trainer:
             why = f"the run has ended ({self.run.ended}); to train on, pass even_if_stopped=True "
             why += "to fit(), or --even-if-stopped to stretto train"
         elif self.run.is_done and self._setup.has_other_length:
-            at, length = self.timer.timestamp, self.horizon.max_duration
+            at, length = self.timer.timestamp, self.run.horizon.max_duration
             why = f"it was trained for {at.get('ba')} already, and max_duration is '{length}'"
         else:
             return
@@ -602,10 +567,7 @@ class Trainer:
                 message = f"{type(one).__name__}.on_evaluation_start is not called by evaluate(); "
                 message += "what changes the model for an evaluation belongs in evaluating()"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
-        record: dict[str, float] = {}
-        for evaluator in self._loop.evaluators:
-            record |= self._loop.look(evaluator)
-        return record
+        return self._loop.evaluations.look()
 
     def resume(self, path: str | Path = "latest", *, unpickle: bool = False) -> Path | None:
         """Continue from a checkpoint. Every rank must call it.
@@ -629,7 +591,7 @@ class Trainer:
                 writes to that; or a callback calls it while the run trains.
         """
         self._check_outside("resume", "resume()")
-        self._describe(self.run.prepared.policy)
+        self._describe(self.run)
         if unpickle:
             folder = local_path(path, "resume from", CheckpointError)
             unused = load_dcp_weights(self.model, folder)
@@ -673,7 +635,7 @@ class Trainer:
         except PlanError as refusal:
             if self._ranks.world_size > 1:
                 return refusal
-            if not self.loader.tracks_tokens:
+            if not self.run.loader.tracks_tokens:
                 raise
         return None
 

@@ -14,6 +14,7 @@ from stretto.data.fetch import Fetch, FetchedStep, Part, Plans
 from stretto.data.map_style import MapSource, sample_steps
 from stretto.ordering import SampleOrder, evenly, share
 from stretto.planning import PlannedBatch
+from stretto.runtime import Ranks
 from stretto.settings import Loading
 from stretto.timing import Timestamp
 
@@ -51,7 +52,9 @@ def test_ranks_have_equally_many_micro_batches(
     end = start + sum(skipped + size for skipped, size in sizes)
     known_end = data.draw(st.sampled_from([None, end, end + 7]))
     by_rank = [
-        fetched_steps(n, Part(rank, world, micro), bundle_size, known_end, plans(start, sizes))
+        fetched_steps(
+            n, Part(Ranks.of(rank, world), micro), bundle_size, known_end, plans(start, sizes)
+        )
         for rank in range(world)
     ]
     order = SampleOrder(n, 1)

@@ -5,48 +5,23 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
+from tests.threaded_ranks import on_threads
 
 from stretto.checkpoint import Shard, UrlStore, checkpoint_path, read_checkpoint
 from stretto.checkpoint.manifest import DamagedError
 from stretto.checkpoint.sharding import HostCopies
 from stretto.checkpoint.writing import begin_checkpoint, finish_checkpoint, write_part
-from stretto.errors import CheckpointError
+from stretto.runtime import Ranks
 from stretto.training.checkpointing.fetching import fetch
 
 RANKS = 4
 NAME = "checkpoint-000000000640-0a1b2c3d"
 WEIGHT = torch.arange(24.0).reshape(8, 3)
-
-
-class Meeting:
-    """Ranks as threads."""
-
-    def __init__(self) -> None:
-        self.barrier, self.values = Barrier(RANKS, timeout=60), [None] * RANKS
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        self.values[rank] = value
-        self.barrier.wait()
-        found = list(self.values)
-        self.barrier.wait()
-        return found
-
-
-class Rank:
-    world_size = RANKS
-
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank = meeting, rank
-
-    def gather(self, value: Any) -> list[Any]:
-        return self.meeting.gather(self.rank, value)
 
 
 class Counted:
@@ -90,20 +65,15 @@ def fetch_on(
     folders: list[Path], bucket: Path, *, cuts: int = 0, sees: Collection[int] = ()
 ) -> tuple[list[Any], list[list[str]]]:
     """Return the result or error of each rank, and what it fetched."""
-    meeting, stores = Meeting(), [Counted(bucket) for _ in folders]
+    stores = [Counted(bucket) for _ in folders]
+    stores[1].cuts = cuts
     manifest = (bucket / NAME / "manifest.json").read_text()
 
-    def work(rank: int) -> Any:
-        stores[rank].cuts = cuts if rank == 1 else 0
-        ranks: Any = Rank(meeting, rank)
-        try:
-            return fetch(stores[rank], NAME, manifest, folders[rank], ranks, needs=rank not in sees)
-        except (CheckpointError, DamagedError) as error:
-            return error
+    def work(ranks: Ranks) -> Path:
+        store, folder = stores[ranks.rank], folders[ranks.rank]
+        return fetch(store, NAME, manifest, folder, ranks, needs=ranks.rank not in sees)
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        results = list(pool.map(work, range(RANKS)))
-    return results, [sorted(store.files) for store in stores]
+    return on_threads([work] * RANKS), [sorted(store.files) for store in stores]
 
 
 def own(rank: int) -> str:

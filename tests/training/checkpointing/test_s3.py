@@ -30,8 +30,8 @@ from stretto.checkpoint import (
     write_checkpoint,
 )
 from stretto.checkpoint.folder import position_of
-from stretto.distributed.ranks import Ranks
 from stretto.errors import CheckpointError
+from stretto.runtime.ranks import Ranks
 from stretto.training.checkpointing.fetching import newest_copy
 from stretto.training.checkpointing.resuming import find_checkpoint
 from stretto.training.checkpointing.upload import Uploader

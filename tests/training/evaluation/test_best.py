@@ -140,10 +140,10 @@ def test_a_resume_from_before_the_first_best_forgets_it(problem: Make, tmp_path:
         checkpoint=Checkpointing("1ba", keep=9, monitor="validation/loss"),
     )
     trainer.fit()
-    assert trainer._loop.best.sample is not None
+    assert trainer._loop.evaluations.best.sample is not None
     trainer.resume(tmp_path / "checkpoints" / "checkpoint-000000000008")
-    assert trainer._loop.best.sample is None
-    assert trainer._loop.best.value == math.inf
+    assert trainer._loop.evaluations.best.sample is None
+    assert trainer._loop.evaluations.best.value == math.inf
 
 
 @pytest.mark.parametrize("key", ["value", "sample", "kept"])

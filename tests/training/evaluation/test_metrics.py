@@ -212,8 +212,8 @@ def test_the_best_checkpoint_and_a_plateau_may_follow_an_object(
     rest.fit()
     assert rest.evaluate() == whole.evaluate()
     assert rest.timer.state_dict()["batch"] == whole.timer.state_dict()["batch"]
-    assert rest._loop.best.state_dict() == whole._loop.best.state_dict()
-    assert rest._loop.best.sample is not None
+    assert rest._loop.evaluations.best.state_dict() == whole._loop.evaluations.best.state_dict()
+    assert rest._loop.evaluations.best.sample is not None
 
 
 @pytest.mark.parametrize("monitor", ["largest", "largest/mots", "f1/most"])

@@ -161,7 +161,7 @@ class FollowRun(Callback):
                 why=f"it has {size} samples, and Composer counts {samples}",
                 instead="give both the same get_num_samples_in_batch",
             )
-        if run.timer.batch_in_epoch == 0:
+        if run.timer.timestamp.batch_in_epoch == 0:
             # If the run ends here, Composer ends the epoch only if this was its last batch.
             self._steps.length = int(now.batch_in_epoch)
             self._set_length(state)

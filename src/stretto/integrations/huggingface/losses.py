@@ -26,8 +26,7 @@ from stretto.errors import DataError
 from stretto.integrations.contract import cut_pair
 from stretto.integrations.shared import refuse
 from stretto.run import Run
-from stretto.runtime.gradients import all_gather_rows, all_sum, is_started
-from stretto.runtime.loss_measure import is_close, only_looking, tolerance_for
+from stretto.runtime.losses import is_close, only_looking, tolerance_for
 
 Kind: TypeAlias = Literal["divided", "divided on its rank", "targets", "shifted", "samples"]
 """`divided`: by `num_items_in_batch`, times the number of ranks, as transformers does it; `divided
@@ -67,8 +66,7 @@ def measure(
     """
     with _looking(trainer, model) as at:
         fits = _fits(trainer, at, micros, divides=num_items is not None)
-    rows = all_gather_rows(fits) if is_started() else [fits]
-    known = [row.tolist() for row in rows if row[-1]]
+    known = [row for row in trainer.stretto.run.loader.ranks.gather(fits) if row[-1]]
     why = "the loss of the samples that it is measured with is not finite"
     refuse((not known, "weigh the losses of micro-batches", why, "check the data and the labels"))
     *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(KINDS) + 2))
@@ -94,7 +92,7 @@ def keeps(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: Any
             if all(sizes) and all(shares) and all(map(math.isfinite, (mean, *means))):
                 is_whole = is_close(mean, sum(means), tolerance)
                 wrong += not (is_whole if is_divided else _is_mean(mean, means, shares, tolerance))
-    return not (all_sum([float(wrong)])[0] if is_started() else wrong)
+    return not trainer.stretto.run.loader.ranks.agree([wrong])[0]
 
 
 @contextmanager
@@ -124,7 +122,7 @@ def _tolerance(trainer: Any, model: Any) -> float:
     return tolerance_for(model.parameters(), is_coarse=bool(args.bf16 or args.fp16 or args.tf32))
 
 
-def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool) -> Tensor:
+def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool) -> list[bool]:
     """Return flags for this rank's samples: a kind fits, a count is its divisor, they can tell."""
     ignored = ignored_pixel(trainer.model)
     whole, halves, counts = _halves(micros, trainer.stretto.run, ignored)
@@ -165,7 +163,7 @@ def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool)
         for kind, is_shifted in kinds:
             shares = [_targets(one, ignored, is_shifted) for one in halves]
             found[kind] = _is_mean(mean, means, shares, tolerance)
-    return torch.tensor([*found.values(), *divisors, is_known], dtype=torch.int64)
+    return [*found.values(), *divisors, is_known]
 
 
 def _halves(

@@ -332,7 +332,7 @@ class Follows(Trainer):
         elif own.kind not in ("divided", None):
             num_items_in_batch, step = None, replace(inputs, micro_batches=micros)
             counted = units(own.kind, ignored_pixel(self.model))
-            counts, total = units_of(step, counted, world_size=world_size)
+            counts, total = units_of(step, counted, own.run.loader.ranks)
             weights = [one * world_size / total for one in counts]
         if counts is None and total is not None and "noise" in own.run.loader.reads:
             counts = [count_target_tokens(one.batch) if one.num_samples else 0 for one in micros]
@@ -371,7 +371,7 @@ class Follows(Trainer):
             warn_of_batch_norm(model)
         if num_items is not None and own.divisor is not None:
             counted = units(own.divisor, ignored_pixel(self.model))
-            found = units_of(step, counted, world_size=self.args.world_size)[1]
+            found = units_of(step, counted, own.run.loader.ranks)[1]
             num_items = torch.as_tensor(found, device=self.args.device).to(torch.int64)
         own.num_steps += 1
         is_due = own.num_steps.bit_count() == 1

@@ -441,7 +441,8 @@ class FollowRun(Callback):
             why, instead = "its loss has no weight", "multiply it: dataloader.weight * loss"
             refuse((not batches.is_weighed, "train in manual optimization", why, instead))
         elif not isinstance(trainer.strategy, ModelParallelStrategy):
-            check_module(trainer, pl_module, self._seen[-2:], batches.units, batch_idx)
+            ranks, pair = self._run.loader.ranks, self._seen[-2:]
+            check_module(trainer, pl_module, pair, batches.units, batch_idx, ranks=ranks)
 
     def _on_before_backward(self, _: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Measure the loss, and the gradient if the policy reads its noise."""

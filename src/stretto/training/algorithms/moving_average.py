@@ -10,12 +10,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from stretto.checkpoint.sharding import is_dtensor
 from stretto.data import Step
 from stretto.errors import TrainingError
 from stretto.run import Run
 from stretto.runtime.compiled import known_as, plain_naming
-from stretto.runtime.gradients import check_shapes
+from stretto.runtime.sharded import check_shapes, is_dtensor
 from stretto.timing import Time, TimeLike, Timestamp, Trigger, parse_trigger
 from stretto.training.callback import Callback
 

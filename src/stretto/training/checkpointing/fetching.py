@@ -5,11 +5,10 @@ from __future__ import annotations
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
 
 from stretto._location import MOST_BYTES, NotPlainError, read_plain
 from stretto.checkpoint import open_checkpoint
@@ -25,15 +24,14 @@ from stretto.checkpoint.manifest import (
     parse_object,
 )
 from stretto.checkpoint.reading import open_or_damage
-from stretto.distributed.ranks import Ranks
 from stretto.errors import CheckpointError, StrettoError, first_line
+from stretto.runtime.ranks import Ranks
 from stretto.training.checkpointing.records import run_of, set_aside
 
 PAUSES = (0.1, 0.4, 1.0, 2.0, 4.0)
 """Seconds between looks for a copy that was written."""
 UNFINISHED = ".upload"
 """Ends the names of folders that are copied to or from a store."""
-_T = TypeVar("_T")
 
 
 def newest_copy(
@@ -174,39 +172,34 @@ def fetch(
             unfinished.rename(path)
 
     try:
-        together(ranks, meet)
-        seen = together(ranks, lambda: sorted(one.name for one in unfinished.glob("rank*")))
-        own = seen[ranks.rank]
-        members = [rank for rank, marks in enumerate(seen) if own and marks == own]
-        share = _share(list(files), members, ranks.rank)
-        together(
-            ranks, lambda: _get(store, copy, {name: files[name] for name in share}, unfinished)
-        )
-        together(ranks, finish)
+        with writing():
+            ranks.together(meet)
+            seen = ranks.together(lambda: sorted(mark.name for mark in unfinished.glob("rank*")))
+            own = seen[ranks.rank]
+            members = [rank for rank, marks in enumerate(seen) if own and marks == own]
+            share = {name: files[name] for name in _share(list(files), members, ranks.rank)}
+            ranks.together(lambda: _get(store, copy, share, unfinished))
+            ranks.together(finish)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return path
 
 
-def together(ranks: Ranks, work: Callable[[], _T]) -> list[_T]:
-    """Return what `work` returns on each rank; every rank must call it.
+@contextmanager
+def writing() -> Iterator[None]:
+    """Translate errors of this disk.
 
     Raises:
-        Exception: what it raises on one rank, on every rank.
+        CheckpointError: in place of an `OSError`.
     """
-    answer: Any
     try:
-        answer = work()
-    except (StrettoError, DamagedError) as error:
-        answer = error.with_traceback(None)
+        yield
     except OSError as error:
-        why, instead = first_line(error), "free space or choose another folder"
-        answer = CheckpointError.cannot("fetch a checkpoint", why=why, instead=instead)
-    answers = ranks.gather(answer)
-    for one in answers:
-        if isinstance(one, Exception):
-            raise one
-    return answers
+        raise CheckpointError.cannot(
+            "fetch a checkpoint",
+            why=first_line(error),
+            instead="free space or choose another folder",
+        ) from error
 
 
 def _share(files: Sequence[str], members: Sequence[int], rank: int) -> list[str]:

@@ -17,8 +17,8 @@ from stretto.checkpoint import UrlStore, latest_good, open_checkpoint
 from stretto.checkpoint.folder import Store, candidates, chosen, newest_whole, position_of
 from stretto.checkpoint.formats import is_dcp
 from stretto.checkpoint.manifest import MANIFEST, DamagedError
-from stretto.distributed.ranks import Ranks, check_agreement
 from stretto.errors import CheckpointError, TrainingError, first_line
+from stretto.runtime.ranks import Ranks
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.fetching import (
     check_run,
@@ -27,9 +27,10 @@ from stretto.training.checkpointing.fetching import (
     newest_copy,
     reading,
     run_ids,
-    together,
+    writing,
 )
 from stretto.training.checkpointing.records import locked, set_aside, unwritable
+from stretto.training.describe import check_agreement
 from stretto.training.logs.recorder import Recorder
 
 FOLDER = "checkpoints"
@@ -72,7 +73,7 @@ def find_checkpoint(
     with ExitStack() as resources:
         if url is not None:
             opened: list[UrlStore] = []
-            together(ranks, lambda: opened.append(_opened(str(url))))
+            ranks.together(lambda: opened.append(_opened(str(url))))
             there, only = opened[0].of_one()
             if there == store and not only and folder is not None:
                 asked, url = "latest", None
@@ -115,7 +116,8 @@ def _fetched_folder(run_folder: Path | None, ranks: Ranks, resources: ExitStack)
     is_there = run_folder is not None and run_folder.is_dir()
     near = str(run_folder.absolute()) if run_folder is not None and is_there else gettempdir()
     folder = Path(ranks.from_first(lambda: f"{near}/fetched-{secrets.token_hex(8)}"))
-    together(ranks, lambda: folder.mkdir(mode=0o700, parents=True, exist_ok=True))
+    with writing():
+        ranks.together(lambda: folder.mkdir(mode=0o700, parents=True, exist_ok=True))
     resources.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

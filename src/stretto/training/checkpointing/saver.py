@@ -8,11 +8,11 @@ and no thread communicates.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
-from typing import NamedTuple, final
+from typing import final
 
 from torch import nn
 
@@ -28,8 +28,10 @@ from stretto.checkpoint.writing import (
 )
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, TrainingError
+from stretto.run import Run
 from stretto.settings import Checkpointing
 from stretto.timing import Timestamp
+from stretto.training.callback import Events
 from stretto.training.checkpointing.records import check_lock
 from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import (
@@ -45,27 +47,20 @@ from stretto.training.evaluation.evaluate import Best
 from stretto.training.logs.recorder import Recorder
 
 
-class Progress(NamedTuple):
-    """The progress of a save, summed over ranks."""
-
-    written: float = 0
-    """Number of ranks that have written everything, and 1 more if the first has finished."""
-    failed: float = 0
-    """Number of ranks that failed to write."""
-
-
 @final
 class Saver:
     """Writes checkpoints into the run folder, one at a time, and restores them.
 
     Args:
         settings: when and where; None: no checkpoints are written.
-        folder: the run folder.
+        run: the run.
         parts: what is saved, by name.
         model: what ranks must have in common.
         strategy: which part of the state this rank writes.
         recorder: its files are flushed to disk before a checkpoint.
         best: the best evaluation, whose checkpoint is kept.
+        events: the callbacks.
+        agree_to_stop: has all ranks learn whether one of them stops.
 
     Raises:
         TrainingError: checkpoints are requested, but the run has no folder.
@@ -74,26 +69,31 @@ class Saver:
     def __init__(
         self,
         settings: Checkpointing | None,
-        folder: Path | None,
+        run: Run,
         *,
         parts: dict[str, Part],
         model: nn.Module,
         strategy: Strategy,
         recorder: Recorder,
         best: Best,
+        events: Events,
+        agree_to_stop: Callable[[], None],
     ) -> None:
+        folder = run.folder
         if settings is not None and folder is None:
             why, instead = "the run has no folder", "pass folder='runs/name', or no checkpoint"
             raise TrainingError.cannot("write checkpoints", why=why, instead=instead)
         self.folder = folder / FOLDER if folder is not None else None
         self.parts, self._own = parts, dict(parts)
-        self._settings = settings
+        self._settings, self._run = settings, run
+        self._events, self._agree_to_stop = events, agree_to_stop
         self._model = model
         self._strategy, self._ranks = strategy, strategy.ranks
         self._recorder = recorder
         self._best = best
         self._copies = HostCopies()
-        self._job: _Job | None = None
+        self.job: _Job | None = None
+        """The checkpoint that is being written; on all ranks or on none."""
         self.saved_at: int | None = None
         """The position of the last checkpoint of this run."""
         self.failure: str | None = None
@@ -103,11 +103,6 @@ class Saver:
         self._uploader: Uploader | None = None
         if settings is not None and self.store is not None and self._ranks.is_first:
             self._uploader = Uploader(self.store, settings.keep)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a checkpoint is being written; on all ranks or on none."""
-        return self._job is not None
 
     def check_added(self) -> None:
         """Check the parts that were added since.
@@ -121,14 +116,26 @@ class Saver:
                 raise TrainingError.bad("part", name, why, instead)
         check_states({name: one for name, one in self.parts.items() if name not in self._own})
 
-    def needs(self, sample: int) -> bool:
-        """Return whether there is to be a checkpoint at a position that has none."""
-        present = self.saved_at if self._job is None else self._job.sample
-        return self._settings is not None and present != sample
+    def save_due(self) -> None:
+        """Write a checkpoint that is due; the last one comes after the last line of metrics."""
+        if not self._run.is_done:
+            self.save()
 
-    def begin(self, timestamp: Timestamp) -> None:
-        """Start to write a checkpoint; every rank must call it, after `wait`."""
-        assert self._settings is not None, "needed"
+    def save(self) -> None:
+        """Begin a checkpoint of this position, unless there is one; every rank must call it."""
+        now = self._run.timer.timestamp
+        present = self.saved_at if self.job is None else self.job.sample
+        if self._settings is None or present == now.sample:
+            if self.saved_at == now.sample:
+                self._best.confirm(now.sample)
+            return
+        self._recorder.paused(self.wait)
+        self._events.tell("on_checkpoint_start")
+        self._agree_to_stop()  # a checkpoint says whether the run has ended
+        self._recorder.paused(lambda: self._begin(now))
+
+    def _begin(self, timestamp: Timestamp) -> None:
+        assert self._settings is not None, "checked"
         assert self.folder is not None, "checked when it was built"
         path = checkpoint_path(self.folder, timestamp.sample)
         writers = self._ranks.world_size if self._strategy.is_sharded else 1
@@ -154,7 +161,7 @@ class Saver:
                 abandon_checkpoint(path)
             self._report(error, timestamp)
             return
-        self._job = _Job(
+        self.job = _Job(
             path=path,
             at=timestamp,
             staged=staged,
@@ -170,7 +177,7 @@ class Saver:
     def unsaved(self) -> str | None:
         """Why the last checkpoint, the best one or a copy is not there; None if all are."""
         missing = None if self._uploader is None else self._uploader.missing
-        lost = None if self.is_busy else self._best.unsaved
+        lost = None if self.job is not None else self._best.unsaved
         return (
             self.failure
             or (lost and f"{lost}, the best one, could not be written")
@@ -206,44 +213,45 @@ class Saver:
             for path in (*best, newest):
                 self._submit(path)
 
-    def progress(self) -> Progress:
-        """Return the progress of this rank, for the sum over all ranks."""
-        return Progress() if self._job is None else self._job.progress()
+    def progress(self) -> Sequence[float]:
+        """Return the progress of this rank, for the sum over all ranks.
 
-    def advance(self, total: Progress) -> Path | None:
-        """Continue the save as far as all ranks are ready; return its path when it is complete.
+        Two numbers: whether it has written everything, and 1 more if the first has finished; and
+        whether it has failed.
+        """
+        return (0, 0) if self.job is None else self.job.progress()
+
+    def advance(self, total: Sequence[float]) -> None:
+        """Continue the save as far as all ranks are ready; callbacks learn when it is complete.
 
         A checkpoint that cannot be written is reported and does not stop the run. Earlier
         checkpoints are kept.
         """
-        job = self._job
+        job, (written, failed) = self.job, total
         if job is None:
-            return None
-        if total.failed:
-            self._job = None
+            return
+        if failed:
+            self.job = None
             self._report(job.end(), job.at)
-        elif total.written > self._ranks.world_size:
-            self._job = None
+        elif written > self._ranks.world_size:
+            self.job = None
             job.end()
             self._note_whole(job)
-            return job.path
-        elif total.written == self._ranks.world_size:
+            self._events.tell("on_checkpoint", job.path)
+        elif written == self._ranks.world_size:
             job.all_written.set()
-        return None
 
-    def wait(self) -> Path | None:
+    def wait(self) -> None:
         """Wait for a checkpoint that is being written; every rank must call it."""
-        path = None
-        while self._job is not None:
-            self._job.written.wait()
-            if self._job.all_written.is_set():
-                self._job.join()
-            path = self.advance(Progress(*self._ranks.agree(self.progress())))
-        return path
+        while self.job is not None:
+            self.job.written.wait()
+            if self.job.all_written.is_set():
+                self.job.join()
+            self.advance(self._ranks.agree(self.progress()))
 
     def close(self) -> None:
         """Stop the thread, without communication between ranks."""
-        job, self._job = self._job, None
+        job, self.job = self.job, None
         if job is not None:
             error = job.end()
             if error is None and job.is_finished:
@@ -317,11 +325,11 @@ class _Job:
         """The position of the checkpoint."""
         return position_of(self.path.name)
 
-    def progress(self) -> Progress:
+    def progress(self) -> Sequence[float]:
         """Return the progress of this rank."""
         has_failed = self._error is not None
         has_written = self.written.is_set() and not has_failed
-        return Progress(has_written + self.is_finished, has_failed)
+        return has_written + self.is_finished, has_failed
 
     def join(self) -> None:
         """Wait for the thread."""

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from stretto.checkpoint import CheckpointReader, Shard, pack_optimizer, unpack_optimizer
 from stretto.checkpoint.parts import check_tensor
 from stretto.checkpoint.sharding import Box, LazyTensor, Tensors, replicas, shard_like
-from stretto.distributed.ranks import Ranks, as_text
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, StrettoError, TrainingError, cannot, shown
 from stretto.run import Run
@@ -23,15 +22,16 @@ from stretto.runtime import TrainStep
 from stretto.runtime.compiled import Weights, known_as, plain_naming
 from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import RandomState
-from stretto.training.callback import Callback, overrides
+from stretto.runtime.ranks import Ranks
+from stretto.training.callback import Callback, overrides, unique
 from stretto.training.checkpointing.records import section
-from stretto.training.describe import BuiltWith, changes, samples_mark, unique
+from stretto.training.describe import BuiltWith, as_text, changes, samples_mark
 
 if TYPE_CHECKING:
-    from stretto.training.evaluation.evaluate import Best, Evaluator
+    from stretto.training.evaluation.evaluate import Evaluations
     from stretto.training.evaluation.weights import TrainingWeights
     from stretto.training.logs.recorder import Recorder
-    from stretto.training.stepping.retry import Retry
+    from stretto.training.stepper import Retry
 
 
 CALLBACKS = "callbacks"
@@ -66,8 +66,7 @@ def parts_of(
     retry: Retry,
     recorder: Recorder,
     callbacks: Mapping[str, Callback],
-    evaluators: Sequence[Evaluator],
-    best: Best,
+    evaluations: Evaluations,
     setup: Part,
     strategy: Strategy,
 ) -> dict[str, Part]:
@@ -77,10 +76,6 @@ def parts_of(
         retry.load_state_dict(state)
         if retry.is_found and retry.largest is not None:
             run.set_micro_batch_size(retry.largest)
-
-    def load_evaluated(state: Mapping[str, Any]) -> None:
-        for one in evaluators:
-            one.measured_at = state["at"].get(one.name, -1)
 
     def load_ended(state: Mapping[str, Any]) -> None:
         run.ended = str(state["why"])
@@ -102,12 +97,10 @@ def parts_of(
         "recorder": recorder,
         **callbacks,
         CALLBACKS: Functions(lambda: texts, lambda _: None),
-        "evaluated": Functions(
-            lambda: {"at": {one.name: one.measured_at for one in evaluators}}, load_evaluated
-        ),
+        "evaluated": evaluations,
         "random": random_part(strategy),
         "skipped": run.skipped,
-        "best": best,
+        "best": evaluations.best,
         "ended": Functions(lambda: {} if run.ended is None else {"why": run.ended}, load_ended),
         "position": Functions(run.clock, lambda _: None),
         "setup": setup,
@@ -354,13 +347,13 @@ def random_part(strategy: Strategy) -> Functions:
 
     def state() -> dict[str, Any]:
         row = RandomState.now().to_row()
-        found: dict[str, Any] = {"groups": strategy.world_size}
+        found: dict[str, Any] = {"groups": ranks.dp_world_size}
         if ranks.world_size == 1:
             found["state"] = row[None]
         elif strategy.is_sharded:
             row = nn.functional.pad(row, (0, -row.numel() % _ROW_BYTES))
             found["state"] = Shard(row[None], (ranks.world_size, len(row)), (ranks.rank, 0))
-        elif rows := ranks.collect(row):
+        elif rows := ranks.gather(row, only_first=True):
             found["state"] = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return found
 
@@ -369,8 +362,8 @@ def random_part(strategy: Strategy) -> Functions:
         saved, length = rows.shape
         groups = state.get("groups", saved)
         row = ranks.rank
-        if (saved, groups) != (ranks.world_size, strategy.world_size):
-            row = strategy.rank * (saved // groups) if strategy.rank < groups else saved
+        if (saved, groups) != (ranks.world_size, ranks.dp_world_size):
+            row = ranks.dp_rank * (saved // groups) if ranks.dp_rank < groups else saved
         if row < saved:
             RandomState.from_row(rows.read(Box((row, 0), (1, length)))[0]).restore()
 
@@ -383,11 +376,11 @@ def share_random_state(strategy: Strategy) -> None:
     They compute one forward pass together, so all have to draw the same dropout.
     """
     ranks = strategy.ranks
-    if strategy.world_size == ranks.world_size:
+    if ranks.dp_world_size == ranks.world_size:
         return
-    row = RandomState.now().to_row() if strategy.counts else None
-    for group, state in ranks.gather((strategy.rank, row)):
-        if group == strategy.rank and state is not None and row is None:
+    row = RandomState.now().to_row() if ranks.is_loss_rank else None
+    for group, state in ranks.gather((ranks.dp_rank, row)):
+        if group == ranks.dp_rank and state is not None and row is None:
             RandomState.from_row(state).restore()
 
 

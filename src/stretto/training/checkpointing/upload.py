@@ -14,8 +14,8 @@ from threading import Lock, Thread
 from typing import Any, final
 
 from stretto.checkpoint.folder import Store, UrlStore, position_of
-from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError, first_line
+from stretto.runtime.ranks import Ranks
 from stretto.training.checkpointing.fetching import UNFINISHED, copied, run_ids
 
 PATIENCE_SECONDS = 20.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, cast, final
@@ -19,13 +20,17 @@ from stretto.data.spec import Collate
 from stretto.distributed.strategy import Strategy, reshard
 from stretto.errors import TrainingError
 from stretto.ordering import evenly
-from stretto.runtime.gradients import all_same, marks
+from stretto.run import Run
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.packing import count, count_or_none, number
 from stretto.runtime.random_state import RandomState
+from stretto.runtime.ranks import all_same, marks
 from stretto.settings import Checkpointing, Loading
+from stretto.training.callback import Events
 from stretto.training.criterion import CriterionLoss
 from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
+from stretto.training.evaluation.weights import TrainingWeights
+from stretto.training.logs.recorder import Recorder
 from stretto.training.settings import Evaluation, LossFunction
 
 
@@ -61,7 +66,6 @@ class Evaluator:
         strategy: Strategy,
     ) -> None:
         self.name, ranks = settings.name, strategy.ranks
-        self.measured_at = -1
         self._model = model
         chosen = loss if settings.loss is None else settings.loss
         assert chosen is not None, "checked when the trainer was built"
@@ -96,7 +100,7 @@ class Evaluator:
         restored.
         """
         # Weights are equal on all ranks, but statistics of batch normalisation are not.
-        self._ranks.copy_from_first(self._model.buffers())
+        self._ranks.broadcast(self._model.buffers())
         modes = [(module, module.training) for module in self._model.modules()]
         chance = RandomState.now()
         self._model.eval()
@@ -142,7 +146,7 @@ class Evaluator:
         return sums, loader.timer.sample
 
     def _update(self, arguments: Any) -> None:
-        if self._ranks.counts:
+        if self._ranks.is_loss_rank:
             self._objects.update(arguments)
 
     def _in_chunks(self, batch: Any, num_samples: int) -> list[float]:
@@ -183,12 +187,11 @@ class Evaluator:
     def _loader(self, batch_size: int) -> StepLoader:
         return StepLoader(
             self._spec,
-            batch_size * self._strategy.world_size,
+            batch_size * self._ranks.dp_world_size,
             max_duration="1ep",
             micro_batch_size=batch_size,
             loading=Loading(shuffle=False, last_batch="keep", collate_fn=self._collate_fn),
-            rank=self._strategy.rank,
-            world_size=self._strategy.world_size,
+            ranks=self._ranks,
         )
 
 
@@ -210,6 +213,86 @@ def _scalar(name: str, value: Any) -> Tensor:
         instead = "return a scalar, such as errors.mean()"
         raise TrainingError.cannot(f"average {name!r} over batches", why=why, instead=instead)
     return tensor
+
+
+@final
+class Evaluations:
+    """All evaluations of a run: looks at them, and what follows from those that were due.
+
+    Args:
+        run: the run.
+        evaluators: one for each evaluation.
+        best: the best value so far.
+        metric: the metric that the batch size follows, if there is one.
+        weights: puts the weights for evaluation into the model.
+        events: the callbacks.
+        recorder: logs the metrics.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        evaluators: Iterable[Evaluator],
+        *,
+        best: Best,
+        metric: str | None,
+        weights: TrainingWeights,
+        events: Events,
+        recorder: Recorder,
+    ) -> None:
+        self.best = best
+        self._run, self._metric = run, metric
+        self._evaluators = {one.name: one for one in evaluators}
+        self._weights, self._events, self._recorder = weights, events, recorder
+        self._measured_at: dict[str, int] = {}
+        """The batch after which each was last measured because it was due."""
+
+    def look(self) -> dict[str, float]:
+        """Run all evaluations and log their metrics; nothing follows from them."""
+        return {key: value for name in self._evaluators for key, value in self._look(name).items()}
+
+    def _look(self, name: str) -> dict[str, float]:
+        start, recorder = time.monotonic(), self._recorder
+        with self._weights.evaluating(), self._events.evaluating():
+            metrics = recorder.paused(self._evaluators[name].measure)
+        seconds = round(time.monotonic() - start, 3)
+        named = {f"{name}/{key}": value for key, value in metrics.items()}
+        recorder.write({**self._run.clock(), **named})
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
+        at, text = self._run.timer.timestamp, f"evaluation {name}: {shown}"
+        recorder.event("evaluation", at, text, name=name, seconds=seconds)
+        return named
+
+    def measure(self, name: str) -> None:
+        """Run an evaluation that is due; callbacks and the batch size learn of it.
+
+        If the model is the best so far, a checkpoint is due. It is written after all evaluations,
+        so that it contains all results.
+        """
+        run = self._run
+        self._events.tell("on_evaluation_start", name)
+        named = self._look(name)
+        self._measured_at[name] = run.timer.batch
+        self._events.tell("on_evaluation_end", name, named)
+        followed = measured_value(self._metric, named)
+        if followed is not None:
+            run.loader.note_metric(followed)
+        if self.best.is_beaten(named, run.timer.sample):
+            run.due |= {"checkpoint"}
+
+    def measure_rest(self) -> None:
+        """Run those that were not due after the last batch."""
+        for name in self._evaluators:
+            if self._measured_at.get(name) != self._run.timer.batch:
+                self.measure(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return when each was measured."""
+        return {"at": {name: self._measured_at.get(name, -1) for name in self._evaluators}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._measured_at = dict(state["at"])
 
 
 class BestEvaluation(NamedTuple):

@@ -24,7 +24,7 @@ from stretto.data.tokens import needs_label_shift
 from stretto.errors import TrainingError
 
 if TYPE_CHECKING:
-    from stretto.distributed.ranks import Ranks
+    from stretto.runtime.ranks import Ranks
 
 Predict: TypeAlias = Callable[[nn.Module, Any], Sequence[Any]]
 """`predict(model, batch)`: the arguments of the `update` of metrics."""
@@ -182,7 +182,7 @@ class MetricObjects:
                 values |= _scalars(name, metric.compute())
                 continue
             _move(metric, torch.device("cpu"))
-            parts = self._ranks.collect(metric if self._updates else None)
+            parts = self._ranks.gather(metric if self._updates else None, only_first=True)
             text = self._ranks.from_first(partial(_merged, name, parts))
             values |= json.loads(text)
         return values

@@ -8,10 +8,10 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
-from stretto.distributed.logged import MicroLoss, Sums
-from stretto.distributed.ranks import as_text
+from stretto.data import Step
+from stretto.distributed.logged import Sums
 from stretto.errors import CheckpointError, PlanError, TrainingError, first_line
 from stretto.planning.plan import Plan, plan_record
 from stretto.run import Run
@@ -36,32 +36,17 @@ from stretto.runtime.out_of_memory import peak_memory
 from stretto.runtime.packing import count, count_or_none, number
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
+from stretto.training.callback import Events
 from stretto.training.checkpointing.records import set_aside, unwritable
-from stretto.training.describe import is_unmade
+from stretto.training.describe import as_text, is_unmade
 from stretto.training.logs.console import ConsoleLogger
 from stretto.training.logs.loggers import Guarded, Logger
+from stretto.training.stepper import StepResult
 
 FILES = (METRICS, LEDGER)
 """Those that a resume cuts back."""
 MOST_PENDING = 256
 """Batches that are kept before they are recorded: reading a loss waits for the device."""
-
-
-class Finished(NamedTuple):
-    """One batch that has been trained on."""
-
-    at: Timestamp
-    """The clock before it."""
-    size: int
-    batch_size: int
-    """The size in force; the end of an epoch may have cut the batch."""
-    losses: Sequence[MicroLoss]
-    """Those of this rank; none if the step was left out."""
-    after: Timestamp
-    num_micro_batches: int
-    """Into how many the step was cut on this rank."""
-    values: Sequence[float]
-    """The hyper-parameters in force."""
 
 
 @final
@@ -103,6 +88,8 @@ class Recorder:
     Args:
         run: the run.
         loggers: where metrics go besides the run folder.
+        events: the callbacks.
+        largest_piece: returns the samples of the largest micro-batch of a step; 0: not known.
         console: shows the metrics and the progress of the run; None: nothing is shown.
         config: the settings of the run, for loggers.
     """
@@ -112,17 +99,17 @@ class Recorder:
         run: Run,
         loggers: Sequence[Logger],
         *,
+        events: Events,
+        largest_piece: Callable[[Step | None], int],
         console: ConsoleLogger | None,
         config: Mapping[str, Any],
     ) -> None:
-        self.pending: list[Finished] = []
+        self.pending: list[StepResult] = []
         """Batches that are not recorded yet; the loop appends to it."""
         self.loss = Sums()
-        self.units = 0.0
-        """What the loss in the last line is a mean over: samples, or target tokens."""
         is_first = run.ranks.is_first
         self.console = console if is_first else None
-        self._run = run
+        self._run, self._events, self._largest_piece = run, events, largest_piece
         self._config = config
         self._folder = run.folder if is_first else None
         shown = () if self.console is None else (self.console,)
@@ -272,14 +259,16 @@ class Recorder:
         if not pending:
             return
         lines, each, order = [], self._run.horizon.tokens_per_sample or 0, self._order
-        for at, size, decided, _, after, num_micro_batches, values in pending:
+        for one in pending:
+            at, after, size, decided = one.at, one.after, one.size, one.batch_size
+            assert after is not None, "it is finished"
             # The clock also passes over what `last_batch="drop"` leaves out after the batch.
             tokens = after.token - at.token - (after.sample - at.sample - size) * each
             self._throughput.add(size, tokens)
             line = (
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{size},{tokens},"
-                f"{num_micro_batches},{at.run_nanoseconds / NANOSECONDS:.6f},{decided},"
-                + ",".join(map(repr, map(float, values)))
+                f"{one.num_micro_batches},{at.run_nanoseconds / NANOSECONDS:.6f},{decided},"
+                + ",".join(map(repr, map(float, one.values)))
             )
             lines.append(line if order is None else _ordered(line, order))
             if self._follows_run and decided != self._decided:
@@ -303,13 +292,11 @@ class Recorder:
         if self.console is not None and self.console.is_due:
             self.console.show(self._run.clock(timestamp))
 
-    def log(
-        self, timestamp: Timestamp, values: Mapping[str, float], *, micro_batch_size: int = 0
-    ) -> dict[str, float]:
-        """Log what was measured since the last call, and `values`. Every rank must call it.
+    def log(self) -> None:
+        """Write a line of what was measured since the last one. Every rank must call it.
 
-        There must have been a batch. The line has the largest `micro_batch_size` of all ranks,
-        unless it is 0, and the largest peak of their memory.
+        There must have been a batch. The line has the largest micro-batch of all ranks, unless it
+        is not known, and the largest peak of their memory.
 
         Raises:
             TrainingError: a callback has logged a value by a name that the line has already.
@@ -317,35 +304,35 @@ class Recorder:
         self.record()
         assert self._size is not None, "there is something to log"
         sums, self.loss = self.loss, Sums()
-        ranks = self._run.ranks
+        run, ranks, now = self._run, self._run.ranks, self._run.timer.timestamp
         own = (sums.total, sums.weight, bool(self._run.logged))
         # A place for each rank, so that one sum also finds what is largest.
         largest = [0.0] * (2 * ranks.world_size)
         largest[ranks.rank], largest[ranks.rank - ranks.world_size] = (
             peak_memory(ranks.device),
-            micro_batch_size,
+            self._largest_piece(run.step),
         )
-        total, self.units, any_logged, *each = ranks.agree(
-            [*(one * ranks.counts for one in own), *largest]
+        total, run.logged_units, any_logged, *each = ranks.agree(
+            [*(one * ranks.is_loss_rank for one in own), *largest]
         )
         micro_batch_size = int(max(each[ranks.world_size :]))
         record = {
-            **self._run.clock(timestamp),
-            "loss": total / self.units if self.units else math.nan,
+            **run.clock(now),
+            "loss": total / run.logged_units if run.logged_units else math.nan,
             "batch_size": self._size,
             **({"micro_batch_size": micro_batch_size} if micro_batch_size else {}),
-            **self._run.hyperparameters.values(),
-            **self._throughput.take(timestamp),
+            **run.hyperparameters.values(),
+            **self._throughput.take(now),
             "memory_peak_bytes": int(max(each[: ranks.world_size])),
         }
-        if self._run.skipped_steps:
-            record["skipped_steps"] = self._run.skipped_steps
-        record |= values
+        if run.skipped_steps:
+            record["skipped_steps"] = run.skipped_steps
+        record |= run.loader.log_values()
         if any_logged:
-            record |= self._run.logged.take(self._run.ranks, taken=record.keys())
+            record |= run.logged.take(ranks, taken=record.keys())
         self._size = None
         self.write(record)
-        return record
+        self._events.tell("on_log", record)
 
     def write(self, record: Mapping[str, float]) -> None:
         """Write one line of metrics, and hand it to every logger."""
@@ -414,7 +401,8 @@ class Recorder:
             CheckpointError: the files cannot be written, so a run could not continue them.
         """
         self.flush()
-        total, weight = self._run.ranks.total((self.loss.total, self.loss.weight))
+        ranks = self._run.ranks
+        total, weight = ranks.agree(ranks.counted((self.loss.total, self.loss.weight)))
         logged = self._run.logged.state_dict(self._run.ranks)
         try:
             if any(self._files[name].waiting for name in FILES if name in self._files):

@@ -13,7 +13,7 @@ from torch import Tensor
 from stretto.data import DataSpec, MicroBatch, move_batch
 from stretto.runtime import SupervisedStep
 from stretto.runtime.compiled import uncompiled
-from stretto.runtime.loss_measure import only_looking, reduction_of, tolerance_for
+from stretto.runtime.losses import only_looking, reduction_of, tolerance_for
 
 _SUM = 2
 """The number of `reduction="sum"` in torch's criteria."""

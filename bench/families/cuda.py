@@ -12,18 +12,21 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from tests.families import cuda_hugging_face as hugging_face
-from tests.families.cuda_models import (
+from families import cuda_hugging_face as hugging_face
+from families.cuda_models import (
     GPT,
+    ByHand,
     Encoder,
     ExpertsWithCapacity,
     ExpertsWithMask,
+    LowRank,
+    MakeBatch,
     PatchTransformer,
     Translator,
     experts_block,
+    next_byte,
     perceptron,
 )
-from tests.families.memory import ByHand, LowRank, MakeBatch, next_byte
 from torch import Tensor, nn
 from torch.nn import functional
 

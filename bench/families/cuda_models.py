@@ -11,6 +11,72 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+MakeBatch = Callable[[int], Any]
+
+
+def next_byte(model: Any, tokens: Tensor) -> Tensor:
+    """Return the loss of a language model."""
+    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class AttentionByHand(nn.Module):
+    """Causal attention by hand: the whole matrix of weights."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.project_in = nn.Linear(width, 3 * width)
+        self.project_out = nn.Linear(width, width)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return mixed features."""
+        length = features.size(1)
+        per_head = self.project_in(features).unflatten(-1, (3, self.heads, -1))
+        query, key, value = per_head.permute(2, 0, 3, 1, 4)
+        scores = query @ key.transpose(-1, -2) / query.size(-1) ** 0.5
+        mask = torch.ones(length, length, dtype=torch.bool, device=features.device).triu(1)
+        weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
+        weights = functional.dropout(weights, self.dropout, self.training)
+        out: Tensor = self.project_out((weights @ value).transpose(1, 2).flatten(-2))
+        return out
+
+
+class ByHand(nn.Module):
+    """A language model with attention by hand, LayerNorm and dropout."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 64)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), AttentionByHand(64, 4, dropout), nn.Dropout(dropout))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(64, 256)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        features = self.embedding(tokens)
+        for block in self.blocks:
+            features = features + block(features)
+        logits: Tensor = self.head(features)
+        return logits
+
+
+class LowRank(nn.Module):
+    """A frozen layer and a low-rank change to it that is learnt."""
+
+    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(requires_grad=False)
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return what the frozen layer gives, changed."""
+        out: Tensor = self.frozen(inputs) + self.up(self.down(inputs))
+        return out
+
 
 def perceptron(width: int = 512, hidden: int = 2048, out: int = 512) -> nn.Module:
     """Return three linear layers."""

@@ -10,54 +10,71 @@ multiplied once after the last pass, before clipping.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from operator import attrgetter
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter, is_not
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from stretto.batching import Signals
+from stretto.batching import NO_SIGNALS, Signals
 from stretto.batching.following import LOSS, NOISE
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
 from stretto.data.weights import nothing_to_learn, unit_counter
 from stretto.distributed.logged import MicroLoss
 from stretto.distributed.strategy import Strategy
-from stretto.errors import StrettoError, TrainingError, first_line
+from stretto.errors import Argument, DataError, StrettoError, TrainingError, first_line
 from stretto.noise import NoiseMeter, NoiseSums
+from stretto.ordering import evenly
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.runtime.gradients import local_part, scalar
-from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
-from stretto.runtime.rewind import kept_buffers
+from stretto.runtime.losses import scalar
+from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text, release_memory
+from stretto.runtime.packing import count, count_or_none
+from stretto.runtime.ranks import Ranks
+from stretto.runtime.rewind import Rewind, kept_buffers
+from stretto.runtime.sharded import local_part
 from stretto.runtime.step import Info
 from stretto.settings import Stepping
+from stretto.timing import Timestamp
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.criterion import HINT
-from stretto.training.stepping.finite import FiniteCheck, Gradient
-from stretto.training.stepping.reduction import adds_up, has_sum, is_sum
-from stretto.training.stepping.retry import Retry
+from stretto.training.reduction import adds_up, has_sum, is_sum
 
 
-class Measured(NamedTuple):
-    """Sums of what a step measured for the policy and for callbacks; ranks add them up."""
+@final
+@dataclass(slots=True)
+class StepResult:
+    """All that is known of one step on this rank; the gradient itself is in the parameters."""
 
-    loss: float = 0.0
-    """The sum of the losses."""
-    units: float = 0.0
-    """The units that the losses are weighted by."""
-    weighted: float = 0.0
-    groups: float = 0.0
-    noise_units: float = 0.0
-    whole: float = 0.0
-    """These four are `NoiseSums`."""
-
-    def signals(self, num_samples: int) -> Signals:
-        """Return the signals of a step, from the sums of all ranks."""
-        signals = NoiseSums(*self[2:]).signals(num_samples)
-        return replace(signals, loss=self.loss / self.units) if self.units else signals
+    at: Timestamp
+    """The clock before it."""
+    size: int
+    batch_size: int
+    """The size in force; the end of an epoch may have cut the batch."""
+    losses: list[MicroLoss]
+    """Those of this rank; none if the step was skipped."""
+    num_micro_batches: int
+    """Of this rank; more than the loader made if memory ran out."""
+    units: int = 0
+    """Units of this rank if they are summed over ranks later; otherwise 0."""
+    tokens: int | None = None
+    """Tokens of all ranks once these have met; None: the loader has counted them."""
+    seconds: float | None = None
+    """The seconds since the step before, if the first rank says so; None: as on this rank."""
+    is_finite: bool = True
+    """Whether losses and gradients are finite, on all ranks once these have met."""
+    signals: Signals = NO_SIGNALS
+    """What all ranks have measured."""
+    saving: Sequence[float] = (0, 0)
+    """The progress of a checkpoint on all ranks."""
+    after: Timestamp | None = None
+    """The clock after it."""
+    values: Sequence[float] = ()
+    """The hyper-parameters in force."""
 
 
 @final
@@ -98,7 +115,7 @@ class Stepper:
             step.forward_model = model
         step.averaging = strategy.average
         self._averages_in_passes = strategy.averaging in ("last", "each")
-        self._layers_meet = strategy.world_size > 1 and has_meeting_layers(step.model)
+        self._layers_meet = strategy.ranks.dp_world_size > 1 and has_meeting_layers(step.model)
         self._passes_meet = self._averages_in_passes or self._layers_meet
         # A dummy must leave no trace in the buffers of a loss either.
         held = (*vars(step).values(), getattr(step.loss, "criterion", None))
@@ -121,9 +138,10 @@ class Stepper:
         self._moves = self._ranks.device.type != "cpu"
         is_late = settings.non_finite == "stop" and self._moves
         checks = settings.non_finite != "ignore"
-        self._check = FiniteCheck(watched, is_late=is_late) if checks else None
+        self.check = FiniteCheck(watched, is_late=is_late) if checks else None
+        """Looks whether steps are finite; None: nobody does."""
         self._divides_late = (
-            self.count is not None and strategy.world_size > 1 and self._averages_in_passes
+            self.count is not None and strategy.ranks.dp_world_size > 1 and self._averages_in_passes
         )
         """Whether gradients are divided by the units of all ranks after the last pass. Not for a
         step of your own without DDP, whose `update` may use the weights, too."""
@@ -131,7 +149,7 @@ class Stepper:
         self._is_plain = is_alone and self.count is None and not self._is_sum
         """Whether the weights of the loader are final, and there is no other rank."""
         self._supervised = step if isinstance(step, SupervisedStep) else None
-        self._spec, self._world_size = spec, strategy.world_size
+        self._spec, self._world_size = spec, strategy.ranks.dp_world_size
         self._has_gradient: Sequence[bool] = ()
         """Which parameters had a gradient before the average gave all of them one."""
         self._is_seen = self._is_sum or self.count is not None
@@ -147,7 +165,7 @@ class Stepper:
         """Scales the loss; None: it is not scaled."""
         return self._step.scaler
 
-    def gradient(self, step: Step) -> Gradient:
+    def gradient(self, step: Step) -> StepResult:
         """Accumulate the gradient of `step`; `finish` completes it.
 
         Raises:
@@ -170,15 +188,6 @@ class Stepper:
             most = max(micro.num_samples for micro in pieces)
             retry.fall_back(step, most, message, clear=self.clear)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the out-of-memory retry as JSON."""
-        return {"retry": self.retry.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        if state.get("retry") is not None:
-            self.retry.load_state_dict(state["retry"])
-
     def _warm_up(self) -> None:
         """Average gradients once, before the first step.
 
@@ -190,14 +199,15 @@ class Stepper:
         self._strategy.average()
         self.clear()
 
-    def _gradient(self, step: Step, micro_batches: Sequence[MicroBatch]) -> Gradient:
-        num_micro_batches, meter = len(micro_batches), self.meter
+    def _gradient(self, step: Step, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        meter, losses = self.meter, list[MicroLoss]()
+        at, size, number = step.timestamp, step.num_samples, len(micro_batches)
+        result = StepResult(at, size, step.batch_size, losses, number)
         if self._is_plain and meter is None and not self._step.transforms:
-            own = []
             for micro in micro_batches:
                 units = micro.num_samples
-                own.append(MicroLoss(self._pass(micro, micro.weight), units, units))
-            return Gradient(own, 0, None, num_micro_batches)
+                losses.append(MicroLoss(self._pass(micro, micro.weight), units, units))
+            return result
         if meter is not None:
             meter.has_finite_gradient = False  # a failed step may have set it
             meter = meter if meter.is_due(step) else None
@@ -210,7 +220,6 @@ class Stepper:
         whole = step.num_samples if self.count is None else self._whole(step, counts)
         if not whole:
             raise nothing_to_learn(step)
-        losses = []
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
             is_last = index == len(micro_batches) - 1
             measured: AbstractContextManager[None] = _NOTHING
@@ -228,9 +237,9 @@ class Stepper:
         if self._strategy.averaging == "after":
             self._has_gradient = [one.grad is not None for one in self._parameters]
             self._strategy.average()
-        own_units = sum(counts) if self._divides_late else 0
-        tokens = self._tokens(micro_batches) if self._step.transforms else None
-        return Gradient(losses, own_units, tokens, num_micro_batches)
+        result.units = sum(counts) if self._divides_late else 0
+        result.tokens = self._tokens(micro_batches) if self._step.transforms else None
+        return result
 
     def _needed(
         self, micro_batches: Sequence[MicroBatch], *, is_measured: bool
@@ -250,7 +259,7 @@ class Stepper:
         if self._divides_late:
             return step.num_samples
         own = sum(counts)
-        return own if self._world_size == 1 else self._ranks.total((own,))[0]
+        return own if self._world_size == 1 else self._ranks.agree(self._ranks.counted((own,)))[0]
 
     def _pass(self, micro: MicroBatch, weight: float) -> Tensor:
         """Run the step on one micro-batch, and return its loss."""
@@ -280,16 +289,15 @@ class Stepper:
                 stacklevel=2,
             )
 
-    def is_finite(self, gradient: Gradient) -> bool:
+    def is_finite(self, result: StepResult) -> bool:
         """Return whether losses and gradient are finite on this rank, as far as the host knows.
 
         True if it is not checked. Call it after the noise is measured, which reads the gradient.
         """
-        if self._check is None:
+        if self.check is None:
             return True
         is_known = self.meter is not None and self.meter.has_finite_gradient
-        losses = list(map(_LOSS, gradient.losses))
-        return self._check.passes(losses, is_gradient_known=is_known)
+        return self.check.passes(list(map(LOSS_OF, result.losses)), is_gradient_known=is_known)
 
     @property
     def may_skip(self) -> bool:
@@ -299,31 +307,39 @@ class Stepper:
     @property
     def is_checked_late(self) -> bool:
         """Whether `settle` may find a step that `is_finite` has let pass."""
-        return self._check is not None and self._check.is_late
+        return self.check is not None and self.check.is_late
 
     def settle(self) -> bool:
         """Wait for the device; return whether all steps so far were finite on this rank."""
-        return self._check is None or self._check.settle()
+        return self.check is None or self.check.settle()
 
     @property
     def measures(self) -> bool:
         """Whether a policy or a callback reads what steps measure."""
         return self._reads_loss or self.meter is not None
 
-    def measured(self, gradient: Gradient) -> Measured:
-        """Return this rank's sums; call it before `finish` and `update`, on every rank."""
-        loss = units = 0.0
-        if self._reads_loss and gradient.losses and self._ranks.counts:
-            losses = torch.stack([one.loss for one in gradient.losses]).double().tolist()
-            pairs = zip(losses, gradient.losses, strict=True)
-            loss = sum(one * micro.factor for one, micro in pairs)
-            units = sum(one.weight for one in gradient.losses)
-        if self.meter is None:
-            return Measured(loss, units)
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-        return Measured(loss, units, *self.meter.sums(scale))
+    def measured(self, result: StepResult) -> Sequence[float]:
+        """Return this rank's sums for `signals`; call it before `finish` and `update`.
 
-    def flags(self, gradient: Gradient) -> Sequence[float]:
+        Every rank must call it.
+        """
+        loss = units = 0.0
+        if self._reads_loss and result.losses and self._ranks.is_loss_rank:
+            losses = torch.stack([one.loss for one in result.losses]).double().tolist()
+            pairs = zip(losses, result.losses, strict=True)
+            loss = sum(one * micro.factor for one, micro in pairs)
+            units = sum(one.weight for one in result.losses)
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        noise = NoiseSums() if self.meter is None else self.meter.sums(scale)
+        return loss, units, *noise
+
+    def signals(self, sums: Sequence[float], num_samples: int) -> Signals:
+        """Return the signals of a step, from the sums of all ranks."""
+        loss, units, *noise = sums
+        signals = NoiseSums(*noise).signals(num_samples)
+        return replace(signals, loss=loss / units) if units else signals
+
+    def flags(self, result: StepResult) -> Sequence[float]:
         """Return what `finish` needs of all ranks, who add it up.
 
         Where gradients are averaged after the passes, a parameter that no rank has a gradient of
@@ -331,7 +347,7 @@ class Stepper:
         """
         if self._strategy.averaging != "after":
             return ()
-        return bool(gradient.losses) and not any(self._has_gradient), *self._has_gradient
+        return bool(result.losses) and not any(self._has_gradient), *self._has_gradient
 
     def finish(self, step: Step, units: float, flags: Sequence[float] = ()) -> None:
         """Divide the gradient by the `units` of all ranks, if the passes did not.
@@ -344,8 +360,8 @@ class Stepper:
         Raises:
             TrainingError: no rank has any units; or in the first step, a rank has no gradient.
         """
-        for parameter, count in zip(self._parameters, flags[1:], strict=False):
-            if not count:
+        for parameter, ranks in zip(self._parameters, flags[1:], strict=False):
+            if not ranks:
                 parameter.grad = None
         if self._is_new and flags and flags[0]:
             raise self._no_gradient(f"in the first step, {flags[0]:.0f} ranks have no gradient")
@@ -410,7 +426,7 @@ class Stepper:
             self.meter.forget()
         if info is not TrainStep.SKIPPED:
             return {} if info is None else info
-        return None if self._check is not None else {}
+        return None if self.check is not None else {}
 
     def _explained(self, error: Exception) -> StrettoError | None:
         """Return what to raise instead of an error of the update; None: the error itself."""
@@ -465,7 +481,7 @@ class Stepper:
         return move_batch(batch, self._ranks.device) if self._moves else batch
 
 
-_LOSS = attrgetter("loss")
+LOSS_OF = attrgetter("loss")
 _NOTHING = nullcontext()
 
 
@@ -476,3 +492,254 @@ def has_meeting_layers(model: nn.Module) -> bool:
     (False, True)
     """
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+@final
+class Retry:
+    """Cuts steps into micro-batches of at most `size` samples, and halves it if memory runs out.
+
+    On several ranks, the others wait for the rank that ran out of memory in the middle of the step,
+    so the run ends with an error there.
+
+    Args:
+        model: its buffers are restored.
+        spec: cuts batches.
+        ranks: the processes of the run.
+        size: the most samples of a micro-batch; None: the whole share of a rank.
+        is_found: whether `size` was found by a search; a resumed run then keeps the saved one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: DataSpec,
+        ranks: Ranks,
+        *,
+        size: int | None,
+        is_found: bool = False,
+    ) -> None:
+        self.rewind = Rewind(model)
+        """Restores random state and buffers."""
+        self._spec, self._ranks = spec, ranks
+        self.largest = size
+        """The size that was given or found; None: the whole share of a rank."""
+        self.is_found = is_found
+        """Whether `largest` was found by a search."""
+        self.size = size
+        """The most samples of a micro-batch in force; None: the whole share of a rank."""
+        self.splits = 0
+        """How often memory ran out."""
+        self.on_fall_back: Callable[[Timestamp, int, int], None] = lambda *_: None
+        """Called with the clock, the size that ran out of memory, and the next one."""
+
+    def pieces(self, step: Step) -> Sequence[MicroBatch]:
+        """Return the micro-batches of a step."""
+        try:
+            return [piece for micro in step.micro_batches for piece in self._cut(micro)]
+        except DataError as error:
+            error.add_note("memory ran out, so the batch had to be cut into smaller micro-batches")
+            raise
+
+    def _cut(self, micro: MicroBatch) -> list[MicroBatch]:
+        number, most = micro.num_samples, self.size
+        if most is None or number <= most or not micro.weight:
+            return [micro]
+        pieces, start = [], 0
+        for size in evenly(number, most=most):
+            pieces.append(self._spec.cut(micro, slice(start, start + size)))
+            start += size
+        return pieces
+
+    def largest_piece(self, step: Step | None) -> int:
+        """Return the samples of the largest micro-batch of a step on this rank; 0 if unknown."""
+        micro_batches = () if step is None else step.micro_batches
+        sizes = (one.num_samples for one in micro_batches if one.weight)
+        return max((evenly(size, most=self.size)[0] for size in sizes), default=0)
+
+    def fall_back(self, step: Step, most: int, message: str, *, clear: Callable[[], None]) -> None:
+        """Undo a step that ran out of memory and choose a size below `most`.
+
+        Raises:
+            TrainingError: not even one sample fits, or other ranks wait.
+        """
+        at, brief = step.timestamp.get("sp"), " ".join(message.split())[:200]
+        smaller = (most + 1) // 2
+        if most == 1:
+            why, instead = "with one sample", "use shorter samples or a smaller model"
+        else:
+            why = f"on rank {self._ranks.rank}, and the others wait for it"
+            instead = f"resume from the last checkpoint with micro_batch_size={smaller}"
+        if most == 1 or self._ranks.world_size > 1:
+            raise TrainingError.cannot(
+                f"compute the step at {at} in micro-batches of {most:,}",
+                why=f"memory ran out {why} ({brief})",
+                instead=instead,
+            )
+        clear()
+        release_memory()
+        self.rewind.restore()
+        self.size = smaller
+        self.splits += 1
+        self.on_fall_back(step.timestamp, most, smaller)
+        warnings.warn(
+            f"memory ran out in the step at {at} with micro-batches of {most:,}; the step is "
+            f"repeated with micro-batches of {smaller:,}, and the batch size does not change",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the present size."""
+        return {
+            "largest": self.largest,
+            "is_found": self.is_found,
+            "size": self.size,
+            "splits": self.splits,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the saved size, unless another one was configured since."""
+        largest = count_or_none(state, "largest", least=1)
+        if self.is_found and state["is_found"]:
+            self.largest = self.size = largest
+        if self.largest == largest:
+            self.size = count_or_none(state, "size", least=1)
+        self.splits = count(state, "splits")
+
+
+_GRADIENT, _IS_GIVEN = attrgetter("grad"), partial(is_not, None)
+
+
+class _Flag(NamedTuple):
+    """Whether anything on a device was not finite: 0 or 1, in float32 as the kernel wants it."""
+
+    value: Tensor
+    one: Tensor
+    host: Tensor
+    """Where the host reads it: itself on a CPU, else a copy that is made without waiting."""
+    seen: Any
+    """The same memory as a NumPy array, which is read without an operation of torch."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> _Flag:
+        value = torch.zeros(1, dtype=torch.float32, device=device)
+        pins = device.type == "cuda"
+        host = value if device.type == "cpu" else torch.zeros(1, pin_memory=pins)
+        return cls(value, torch.ones_like(value), host, host.numpy())
+
+
+@final
+class FiniteCheck:
+    """Checks the losses and the gradient of a step on this rank.
+
+    The host waits for no device if `is_late`: then a step that is not finite is found one or more
+    steps later, at the latest by `settle`. On a CPU it is always found at once.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> weight.grad = torch.tensor([1.0, float("inf")])
+    >>> FiniteCheck([weight]).passes([torch.tensor(0.5)])
+    False
+
+    Args:
+        parameters: those whose gradients are checked.
+        is_late: whether a step may be found not to be finite after the weights have changed.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, is_late: bool = False) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+        self._is_plain = True
+        """Whether gradients are dense and real, as far as known before the first pass."""
+        for one in parameters:
+            groups.setdefault((one.device, one.dtype), []).append(one)
+            self._is_plain &= not (one.is_complex() or hasattr(one, "to_local"))
+        self._groups = list(groups.items())
+        self._flags: dict[torch.device, _Flag] = {}
+        self.is_late = is_late
+        self._waits = False
+        """Whether the host has to wait for a device: results are needed in each step."""
+
+    def passes(self, losses: list[Tensor], *, is_gradient_known: bool = False) -> bool:
+        """Return whether every loss and every element of the gradient is finite.
+
+        Args:
+            losses: scalars.
+            is_gradient_known: whether the gradient is known to be finite.
+        """
+        found = torch.stack(losses) if losses else None  # a copy: the kernel multiplies by one
+        checked: list[tuple[torch.device, list[Tensor]]] = []
+        for place, parameters in () if is_gradient_known else self._groups:
+            tensors = list(filter(_IS_GIVEN, map(_GRADIENT, parameters)))
+            if found is not None and (found.device, found.dtype) == place:
+                tensors.append(found)
+                found = None
+            checked.append((place[0], tensors))
+        if found is not None:
+            checked.append((found.device, [found]))
+        for device, tensors in checked:
+            if not tensors:
+                continue
+            flag = self._flags.get(device) or self._flag(device)
+            if self._is_plain:
+                try:
+                    _mark_infinite(tensors, flag.value, flag.one)
+                    continue
+                except NotImplementedError:
+                    pass  # one of them is sparse
+            _mark_infinite([_local(tensor) for tensor in tensors], flag.value, flag.one)
+        are_finite = True
+        for flag in self._flags.values():
+            if flag.host is not flag.value:
+                flag.host.copy_(flag.value, non_blocking=True)
+            if flag.seen[0]:
+                are_finite = False
+        return self.settle() if not are_finite or self._waits else True
+
+    def settle(self) -> bool:
+        """Wait for the device; return whether all steps since the last call were finite."""
+        are_finite = True
+        for flag in self._flags.values():
+            if flag.seen[0] if flag.host is flag.value else flag.value.item():
+                flag.value.zero_()
+                are_finite = False
+        return are_finite
+
+    def _flag(self, device: torch.device) -> _Flag:
+        self._waits |= device.type != "cpu" and not self.is_late
+        return self._flags.setdefault(device, _Flag.on(device))
+
+
+def not_finite(at: Timestamp, *, is_late: bool = False) -> TrainingError:
+    """Return the error for a step that is not finite, or for one before `at`."""
+    where = "have changed" if is_late else "are still those before it"
+    return TrainingError.cannot(
+        f"train {'beyond' if is_late else 'the step at'} {at.get('sp')}",
+        why=f"its loss or gradient is nan or infinite; the weights {where}",
+        instead=(
+            "resume from the last checkpoint, and lower the learning rate, clip with ",
+            Argument("clip_norm", 1.0),
+            ", or skip such steps with ",
+            Argument("non_finite", "skip"),
+        ),
+    )
+
+
+def skipped_alone(at: Timestamp, ranks: Sequence[int]) -> TrainingError:
+    """Return the error for a step that only some ranks have skipped."""
+    return TrainingError.cannot(
+        f"continue after {at.get('sp')}",
+        why=f"update() returned SKIPPED on rank {', '.join(map(str, ranks))} alone",
+        instead="decide on all ranks together, and resume from the last checkpoint",
+    )
+
+
+# What loss scaling asks for every step, in one kernel; a scale of 1 leaves the gradient alone.
+_mark_infinite = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """Return the local part of a gradient as a dense real tensor."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    elif hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient

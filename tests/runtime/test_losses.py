@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from stretto.runtime.loss_measure import only_looking, reduction_of, tolerance_for
+from stretto.runtime.losses import only_looking, reduction_of, tolerance_for
 
 LOSSES = st.floats(1e-3, 1e3)
 PARTS = st.lists(st.tuples(LOSSES, st.integers(1, 64)), min_size=2, max_size=4)

@@ -14,14 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from stretto.errors import Argument, StrettoError, Text, TrainingError
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 _LOST = (
     *("gloo/transport", "connection closed by peer", "connection reset by peer"),
@@ -41,7 +39,7 @@ _ANSWER_SECONDS = 5.0
 
 
 @final
-class Peers:
+class RankMonitor:
     """The other ranks, for a rank that waits for them.
 
     Args:
@@ -65,7 +63,7 @@ class Peers:
         self._timeout = timeout
 
     @contextmanager
-    def meeting(self, *, inside_a_pass: bool = False) -> Iterator[None]:
+    def watch(self, *, inside_a_pass: bool = False) -> Iterator[None]:
         """Translate the error of a collective that another rank has left or never reached.
 
         Args:
@@ -145,4 +143,4 @@ class Peers:
 def own_store(name: str) -> Store:
     """Return the store in which the ranks have met, cut to the keys under `name`."""
     store = dist.distributed_c10d._get_default_store()  # torch has no public way
-    return dist.PrefixStore(f"stretto/{name}", store)  # type: ignore[attr-defined]
+    return PrefixStore(f"stretto/{name}", store)

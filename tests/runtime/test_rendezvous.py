@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
-from stretto.distributed.ranks import agree_on_name
 from stretto.errors import TrainingError
+from stretto.runtime.rendezvous import agree_on_name
 
 
 def meet(store: Store, world_size: int, ranks: list[int] | None = None) -> list[str]:

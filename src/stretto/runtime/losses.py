@@ -1,4 +1,4 @@
-"""What a loss is over its batch: a mean or a sum, seen from a whole batch and its parts."""
+"""Losses as scalars, and whether one is a mean or a sum, seen from a batch and its parts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,42 @@ from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from stretto.errors import TrainingError
 from stretto.runtime.random_state import RandomState
 
 Reduction: TypeAlias = Literal["mean", "sum", "other"]
+
+
+def scalar(loss: object) -> Tensor:
+    """Return the loss, if it is one.
+
+    Raises:
+        TrainingError: it is no scalar tensor.
+    """
+    if isinstance(loss, Tensor) and not loss.dim():
+        return loss
+    shape = list(loss.shape) if isinstance(loss, Tensor) else None
+    raise TrainingError.cannot(
+        f"learn from a loss of type {type(loss).__name__}",
+        why="it is no tensor" if shape is None else f"its shape is {shape}",
+        instead="return a scalar tensor, such as losses.mean()",
+    )
+
+
+def detached(loss: Tensor) -> Tensor:
+    """Return a loss that can be kept: without its graph, in memory of its own.
+
+    `mse_loss`, `smooth_l1_loss` and `soft_margin_loss` return a scalar in memory as large as the
+    output of the model, and losses are kept until they are logged.
+
+    >>> loss = nn.functional.mse_loss(torch.ones(1024), torch.zeros(1024))
+    >>> loss.untyped_storage().nbytes(), detached(loss).untyped_storage().nbytes()
+    (4096, 4)
+    """
+    loss = loss.detach()
+    return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
 
 def reduction_of(
@@ -51,7 +82,7 @@ def is_close(one: float, other: float, tolerance: float) -> bool:
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-12)
 
 
-def tolerance_for(parameters: Iterable[torch.Tensor], *, is_coarse: bool = False) -> float:
+def tolerance_for(parameters: Iterable[Tensor], *, is_coarse: bool = False) -> float:
     """Return the relative rounding of a loss.
 
     Args:

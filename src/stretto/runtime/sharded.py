@@ -1,103 +1,19 @@
-"""What a gradient is taken of: a scalar loss, and the parameters of a model."""
+"""Models whose parameters several ranks share, and what that means for their gradients."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stretto.errors import TrainingError
 from stretto.runtime.compiled import uncompiled
 
-
-def is_started() -> bool:
-    """Return whether this process has others to talk to.
-
-    >>> is_started()
-    False
-    """
-    return dist.is_available() and dist.is_initialized()
-
-
-def all_sum(values: Sequence[float], group: Any = None) -> list[float]:
-    """Return the sums of numbers over all processes; exact for integers up to 2^53."""
-    packed = torch.tensor(values, dtype=torch.float64, device=_device(group))
-    dist.all_reduce(packed, group=group)
-    sums: list[float] = packed.tolist()
-    return sums
-
-
-def all_gather_rows(row: Tensor, group: Any = None) -> list[Tensor]:
-    """Return the tensors of all processes, in their order, which have the same shape and type."""
-    row = row.to(_device(group))
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, row, group=group)
-    return rows
-
-
-def all_gather_texts(text: str, group: Any = None) -> list[str]:
-    """Return the texts of all processes, in their order."""
-    content = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    lengths = [int(length) for length in all_gather_rows(torch.tensor(content.numel()), group)]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: content.numel()] = content
-    rows = zip(all_gather_rows(padded, group), lengths, strict=True)
-    return [bytes(row[:length].tolist()).decode() for row, length in rows]
-
-
-def marks(number: int) -> tuple[int, int]:
-    """Return two numbers whose sums over ranks show whether `number` is the same on all of them."""
-    mark = number % 2**20  # so that sums of squares are exact
-    return mark, mark * mark
-
-
-def all_same(sums: Sequence[float], world_size: int) -> bool:
-    """Return whether all ranks had the same marks, from their sums; equal on every rank.
-
-    >>> all_same([3 + 3, 9 + 9], 2), all_same([1 + 2 + 3, 1 + 4 + 9], 3)
-    (True, False)
-    """
-    total, squares = map(int, sums)
-    return squares * world_size == total**2  # by Cauchy-Schwarz, of whole numbers
-
-
-def _device(group: Any) -> str:
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-
-
-def scalar(loss: object) -> Tensor:
-    """Return the loss, if it is one.
-
-    Raises:
-        TrainingError: it is no scalar tensor.
-    """
-    if isinstance(loss, Tensor) and not loss.dim():
-        return loss
-    shape = list(loss.shape) if isinstance(loss, Tensor) else None
-    raise TrainingError.cannot(
-        f"learn from a loss of type {type(loss).__name__}",
-        why="it is no tensor" if shape is None else f"its shape is {shape}",
-        instead="return a scalar tensor, such as losses.mean()",
-    )
-
-
-def detached(loss: Tensor) -> Tensor:
-    """Return a loss that can be kept: without its graph, in memory of its own.
-
-    `mse_loss`, `smooth_l1_loss` and `soft_margin_loss` return a scalar in memory as large as the
-    output of the model, and losses are kept until they are logged.
-
-    >>> loss = nn.functional.mse_loss(torch.ones(1024), torch.zeros(1024))
-    >>> loss.untyped_storage().nbytes(), detached(loss).untyped_storage().nbytes()
-    (4096, 4)
-    """
-    loss = loss.detach()
-    return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def check_shapes(model: nn.Module, what: str) -> None:
@@ -124,14 +40,34 @@ def is_fully_sharded(model: nn.Module) -> bool:
     return isinstance(model, fsdp.FSDPModule) or isinstance(uncompiled(model), fsdp.FSDPModule)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model is sharded over ranks, for example by `fully_shard`.
+
+    >>> is_sharded(nn.Linear(1, 1))
+    False
+    """
+    return any(is_dtensor(parameter) for parameter in model.parameters())
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a `DTensor`, sharded or replicated.
+
+    >>> import torch
+    >>> is_dtensor(torch.zeros(2))
+    False
+    """
+    # If the module is not imported, there are no DTensors. Importing it takes a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return the memory of this rank's part of a tensor: torch mixes no meshes in one call.
 
     >>> local_part(torch.ones(1))
     tensor([1.])
     """
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def is_spread(model: nn.Module) -> bool:
@@ -140,7 +76,7 @@ def is_spread(model: nn.Module) -> bool:
     >>> is_spread(nn.Linear(1, 1))
     False
     """
-    return is_fully_sharded(model) or any(hasattr(p, "to_local") for p in model.parameters())
+    return is_fully_sharded(model) or is_sharded(model)
 
 
 def touching_all(model: nn.Module, loss: Tensor) -> Tensor:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from tests.families.cuda import CudaFamily, family, tokens
-from tests.families.cuda_models import GPT
-from tests.families.memory import next_byte
+from families.cuda import CudaFamily, family, tokens
+from families.cuda_models import GPT, next_byte
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -91,7 +90,8 @@ class Preferences(TrainStep):
     @staticmethod
     def _score(model: nn.Module, inputs: Tensor) -> Tensor:
         logits = model(inputs[:, :-1]).log_softmax(-1)
-        return logits.gather(-1, inputs[:, 1:, None]).sum((1, 2))
+        score: Tensor = logits.gather(-1, inputs[:, 1:, None]).sum((1, 2))
+        return score
 
     def update(self) -> dict[str, float]:
         """Step."""

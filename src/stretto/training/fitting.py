@@ -1,0 +1,138 @@
+"""Finds the largest micro-batch that fits into memory, before the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from stretto.batching.following import NOISE
+from stretto.data import StepLoader
+from stretto.errors import TrainingError
+from stretto.planning import Plan
+from stretto.run import Run
+from stretto.runtime import TrainStep
+from stretto.runtime.ranks import Ranks
+from stretto.runtime.sharded import check_shapes, is_fully_sharded
+from stretto.settings import Loading
+from stretto.training.callback import Callback
+
+if TYPE_CHECKING:
+    from stretto.memory import Answer
+
+NO_LIMIT = 2**31
+"""Stands for a maximum batch size that is not yet known."""
+
+
+def find_micro_batch(step: TrainStep, run: Run, ranks: Ranks, plan: Plan | None) -> Answer:
+    """Find the largest micro-batch of a rank that fits, and set it; the same on all ranks.
+
+    Raises:
+        TrainingError: the data are an iterable, or the model is sharded over ranks.
+        FitError: not even one sample fits.
+    """
+    loader = run.loader
+    bounds, num_samples = run.prepared.decided_between, run.horizon.dataset_num_samples
+    if plan is not None and plan.stages:
+        largest = max(stage.size for stage in plan.stages)
+    else:
+        largest = (num_samples or 2**20) if bounds is None else bounds[1]
+    most = -(-largest // loader.world_size)
+    measures = keeps_gradients_apart(loader.reads, map(type, run.callbacks))
+    answer = _largest(step, loader, ranks, most, accumulation=2, measures_noise=measures)
+    run.set_micro_batch_size(answer.size)
+    return answer
+
+
+class FoundMaximum(NamedTuple):
+    """The largest batch size of a run that fits into memory."""
+
+    size: int
+    """Samples over all ranks."""
+    answer: Answer
+    """The answer for the share of one rank."""
+
+
+def find_maximum(step: TrainStep, run: Run, ranks: Ranks) -> FoundMaximum:
+    """Return the largest batch that ranks can run in one pass each.
+
+    On one rank, measuring the noise cuts such a pass into halves, which have to fit, too.
+
+    Args:
+        step: the step; its model is on its device.
+        run: the run, without a limit of its sizes.
+        ranks: the processes of the run.
+
+    Raises:
+        TrainingError: the data are an iterable, or the model is sharded over ranks.
+        FitError: not even one sample fits.
+    """
+    loading = Loading(collate_fn=run.loading.collate_fn)
+    loader = StepLoader(run.spec, run.prepared, loading=loading, rank=0, world_size=1)
+    most = max(1, (run.horizon.dataset_num_samples or 1) // ranks.world_size)
+    answer = _largest(step, loader, ranks, most)
+    size = answer.size
+    if ranks.world_size == 1 and keeps_gradients_apart(loader.reads, map(type, run.callbacks)):
+        half = (size + 1) // 2
+        halves = _largest(step, loader, ranks, half, accumulation=2, measures_noise=True)
+        if 2 * halves.size < size:
+            size, answer = 2 * halves.size, halves
+    return FoundMaximum(size * ranks.world_size, answer)
+
+
+def _largest(
+    step: TrainStep,
+    loader: StepLoader,
+    ranks: Ranks,
+    most: int,
+    *,
+    accumulation: int = 1,
+    measures_noise: bool = False,
+) -> Answer:
+    """Return the largest micro-batch of a rank, at most `most`; the same on all ranks.
+
+    All samples count as the longest of a few from the whole data set, padded or packed.
+    Transforms of callbacks do not run.
+    """
+    from stretto.memory import find_batch_size  # imported only if needed
+    from stretto.memory.examples import example_batches
+    from stretto.memory.limits import free_memory
+
+    check_shapes(step.model, "find a micro-batch size for")
+    if not loader.spec.is_map_style or is_fully_sharded(step.model):
+        raise TrainingError.cannot(
+            "find a micro-batch size that fits",
+            why="the model is sharded over ranks, and a rank out of memory would block the others"
+            if loader.spec.is_map_style
+            else "the data are an iterable, so no sample can be read before the run",
+            instead="write a number, such as what 'stretto find-batch-size --gpu' answers",
+        )
+    margin = None
+    if ranks.world_size > 1:  # DDP copies the gradients
+        copies = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
+        percent = 40 if ranks.device.type == "cpu" else 3
+        margin = copies + free_memory(ranks.device).bytes * percent // 100
+    transforms, step.transforms = step.transforms, ()
+    try:
+        return find_batch_size(
+            step,
+            example_batches(loader),
+            accumulation=accumulation,
+            measures_noise=measures_noise,
+            maximum=most,
+            margin=margin,
+            ranks=ranks,
+        )
+    finally:
+        step.transforms = transforms
+
+
+def keeps_gradients_apart(reads: frozenset[str], callbacks: Iterable[type]) -> bool:
+    """Return whether measuring needs memory for one more gradient.
+
+    Args:
+        reads: the signals that the batch size policy reads.
+        callbacks: the types of the callbacks.
+    """
+    return NOISE in reads or any(
+        issubclass(one, Callback) and one.on_noise is not Callback.on_noise for one in callbacks
+    )
