@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from stretto.batching import BatchSizePolicy, with_maximum
-from stretto.batching.following import NOISE
+from stretto.batching.metrics import NOISE
 from stretto.data import DataSpec, StepLoader
 from stretto.data.spec import Collate
 from stretto.errors import TrainingError

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike, as_rule, awaits_maximum
-from stretto.batching.following import followed_metric, metrics_of
+from stretto.batching.metrics import followed_metric, metrics_of
 from stretto.batching.seesaw import Pair, paired
 from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights

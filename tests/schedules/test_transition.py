@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.schedules.schedule import cosine_left, glide, line, way
-from stretto.schedules.scope import Mark, RunScope, Span
+from stretto.schedules.schedule import cosine_left, curve_ticks, linear, transition
+from stretto.schedules.scope import Mark, Scope
 from stretto.timing import Horizon, Timestamp
 
 FACTORS = st.floats(0, 10)
 
 
-def span_of(start: Fraction, end: Fraction) -> Span:
+def span_of(start: Fraction, end: Fraction) -> Scope:
     """Return a stretch of a run of 100 batches."""
-    run = RunScope(Horizon("100ba")).span()
+    run = Scope.of(Horizon("100ba"))
     return run.part(Mark(run.axis, start), Mark(run.axis, end))
 
 
@@ -26,7 +26,7 @@ def test_a_line_is_that_of_exact_arithmetic(
     start: float, end: float, begin: Fraction, length: Fraction, batch: int
 ) -> None:
     to = begin + length
-    bound = line(span_of(begin, Fraction(100)), to, start, end)
+    bound = linear(span_of(begin, Fraction(100)), to, start, end)
     # A way of no length is at its end from the beginning; the span ends at 100.
     passed = min(Fraction(batch), Fraction(100)) - begin
     part = min(max(passed / length, Fraction(0)), Fraction(1)) if length else Fraction(1)
@@ -36,21 +36,21 @@ def test_a_line_is_that_of_exact_arithmetic(
 
 @given(FACTORS, FACTORS, st.integers(0, 10**6))
 def test_rounding_steps_over_no_end(start: float, end: float, batch: int) -> None:
-    span = RunScope(Horizon("1_000_003ba")).span()
+    span = Scope.of(Horizon("1_000_003ba"))
     assert span.end is not None
     low, high = min(start, end), max(start, end)
-    assert low <= line(span, span.end, start, end)(Timestamp(batch=batch)) <= high
-    bound = glide(span, span.end, start, end, lambda x: end + (start - end) * cosine_left(x))
+    assert low <= linear(span, span.end, start, end)(Timestamp(batch=batch)) <= high
+    bound = transition(span, span.end, start, end, lambda x: end + (start - end) * cosine_left(x))
     assert low <= bound(Timestamp(batch=batch)) <= high
 
 
 def test_a_way_that_is_longer_than_its_span_is_left_where_that_ends() -> None:
     span = span_of(Fraction(0), Fraction(50))
-    assert way(span, Fraction(201, 2)) == (2, 0, 201, 100)
-    bound = line(span, Fraction(100), 1.0, 0.0)
+    assert curve_ticks(span, Fraction(201, 2)) == (2, 0, 201, 100)
+    bound = linear(span, Fraction(100), 1.0, 0.0)
     assert [bound(Timestamp(batch=batch)) for batch in (49, 50, 51, 100)] == [0.51, 0.5, 0.5, 0.5]
 
 
 def test_a_way_of_no_length_is_at_its_end() -> None:
-    bound = line(span_of(Fraction(5), Fraction(50)), Fraction(5), 1.0, 0.25)
+    bound = linear(span_of(Fraction(5), Fraction(50)), Fraction(5), 1.0, 0.25)
     assert [bound(Timestamp(batch=batch)) for batch in (4, 5, 6)] == [0.25, 0.25, 0.25]
