@@ -1,4 +1,4 @@
-"""The ways from one factor to another."""
+"""The curves from one factor to another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.schedules.schedule import cosine_left, curve_ticks, linear, transition
+from stretto.schedules.schedule import cosine_left, linear, transition
 from stretto.schedules.scope import Mark, Scope
 from stretto.timing import Horizon, Timestamp
 
@@ -27,7 +27,7 @@ def test_a_line_is_that_of_exact_arithmetic(
 ) -> None:
     to = begin + length
     bound = linear(span_of(begin, Fraction(100)), to, start, end)
-    # A way of no length is at its end from the beginning; the span ends at 100.
+    # A curve of no length is at its end from the beginning; the span ends at 100.
     passed = min(Fraction(batch), Fraction(100)) - begin
     part = min(max(passed / length, Fraction(0)), Fraction(1)) if length else Fraction(1)
     exact = Fraction(start) + (Fraction(end) - Fraction(start)) * part
@@ -42,15 +42,3 @@ def test_rounding_steps_over_no_end(start: float, end: float, batch: int) -> Non
     assert low <= linear(span, span.end, start, end)(Timestamp(batch=batch)) <= high
     bound = transition(span, span.end, start, end, lambda x: end + (start - end) * cosine_left(x))
     assert low <= bound(Timestamp(batch=batch)) <= high
-
-
-def test_a_way_that_is_longer_than_its_span_is_left_where_that_ends() -> None:
-    span = span_of(Fraction(0), Fraction(50))
-    assert curve_ticks(span, Fraction(201, 2)) == (2, 0, 201, 100)
-    bound = linear(span, Fraction(100), 1.0, 0.0)
-    assert [bound(Timestamp(batch=batch)) for batch in (49, 50, 51, 100)] == [0.51, 0.5, 0.5, 0.5]
-
-
-def test_a_way_of_no_length_is_at_its_end() -> None:
-    bound = linear(span_of(Fraction(5), Fraction(50)), Fraction(5), 1.0, 0.25)
-    assert [bound(Timestamp(batch=batch)) for batch in (4, 5, 6)] == [0.25, 0.25, 0.25]
