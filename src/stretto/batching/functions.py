@@ -236,13 +236,17 @@ class IncreaseFunction(BatchSizePolicy):
         return size + added if size + added <= most else size
 
 
-def awaits_maximum(policy: BatchSizePolicy) -> bool:
+def awaits_maximum(value: object) -> bool:
     """Return whether a policy, or one inside it, has `max_batch_size="auto"`.
 
     >>> awaits_maximum(IncreaseFunction(lambda epoch, size: 8, 8, "auto"))
     True
     """
-    return with_maximum(policy, 10**199) is not policy
+    if isinstance(value, IncreaseFunction):
+        return value.max_batch_size == "auto"
+    if isinstance(value, Timed):
+        value = tuple(getattr(value, name) for name in getattr(value, "__dataclass_fields__", ()))
+    return isinstance(value, tuple) and any(map(awaits_maximum, value))
 
 
 def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:
