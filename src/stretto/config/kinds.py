@@ -39,7 +39,7 @@ from stretto.config.targets import Target
 from stretto.config.yaml import Path, Source
 from stretto.errors import ConfigError, Message, StrettoError, nearest, shown
 from stretto.schedules import Schedule, ScheduleLike, as_schedule
-from stretto.schedules.fields import Check, interval
+from stretto.schedules.fields import Check, checked_interval
 from stretto.timing import Time, TimeLike, Trigger
 from stretto.timing.time import Number
 
@@ -517,7 +517,7 @@ def kind_of(hint: Any) -> Kind:
     if hint in _NAMED:
         return _NAMED[hint]
     if hint is Time or (Time in inner and _TIMES.issuperset(inner)):
-        check = Check(interval) if Trigger in inner else None
+        check = Check(checked_interval) if Trigger in inner else None
         return _time(check, may_rest=Literal["rest"] in inner)
     if hint == Number:
         return _plain(float)

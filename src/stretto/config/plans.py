@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.batching import BatchSizePolicy, LearningRateRule, as_rule
-from stretto.batching.following import check_monitored, followed_metric, metrics_of
+from stretto.batching.metrics import check_monitored, followed_metric, metrics_of
 from stretto.batching.seesaw import paired
 from stretto.config.run import RunConfig
 from stretto.config.targets import Target, bound_target, call_target

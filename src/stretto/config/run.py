@@ -14,7 +14,7 @@ import yaml
 
 from stretto._location import local_path, open_plain, public
 from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareRootRule
-from stretto.batching.policy import Count
+from stretto.batching.policy import PositiveInt
 from stretto.batching.split import RuleLike
 from stretto.batching.steps import PolicyLike
 from stretto.config.kinds import Mistakes, Without, section
@@ -77,11 +77,11 @@ HyperparameterName: TypeAlias = Annotated[str, Check(_hyperparameter)]
 class Data(Target):
     """Where samples come from, and how many there are."""
 
-    num_samples: Count | None = None
+    num_samples: PositiveInt | None = None
     """Samples in an epoch. With it, a plan does not open the data."""
-    num_tokens: Count | None = None
+    num_tokens: PositiveInt | None = None
     """Tokens in an epoch."""
-    tokens_per_sample: Count | None = None
+    tokens_per_sample: PositiveInt | None = None
     """Tokens of a sample, if all have equally many."""
     sharded: bool | None = None
     """Whether the iterable of each rank has only its share of the samples; by default no, and the
@@ -122,7 +122,7 @@ class Evaluate:
     predict: Target | None = None
     """A function `(model, batch) -> (outputs, targets)` for the `update` of such objects; by
     default both are read from the batch."""
-    batch_size: Count | None = None
+    batch_size: PositiveInt | None = None
     """Samples of one forward pass; by default the training micro-batch."""
     name: Annotated[str, Check(_name)] = "validation"
     """What its lines in the metrics begin with."""
@@ -171,10 +171,10 @@ class RunConfig:
     step: Target | None = None
     """Makes a `stretto.TrainStep` of yours: called with `model`, with `optimizer` if the file has
     one, and with `loss` if it takes one."""
-    micro_batch_size: Count | Literal["auto"] | None = None
+    micro_batch_size: PositiveInt | Literal["auto"] | None = None
     """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
     memory; by default all its share."""
-    world_size: Count | None = None
+    world_size: PositiveInt | None = None
     """How many ranks a plan is for; by default one. Training has those that torchrun starts."""
     schedules: dict[HyperparameterName, ScheduleLike] = field(default_factory=dict)
     """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `betas.0`,
@@ -214,7 +214,7 @@ class RunConfig:
     parallel: Literal["ddp", "fsdp"] | Target = "ddp"
     """How several ranks share the model: each has all of it, or a part of each block (FSDP2); or a
     function of yours, `function(model, mesh) -> model`."""
-    mesh: dict[str, Count] | None = None
+    mesh: dict[str, PositiveInt] | None = None
     """The sizes of a device mesh of all ranks, by the names of its dimensions, such as
     `{dp_replicate: 2, dp_shard: 4}`. Those that `stretto.distributed.Mesh` knows share out the
     samples, all others the model."""
