@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self, final
@@ -23,9 +25,10 @@ from torch import Tensor
 from stretto.batching import NO_SIGNALS
 from stretto.data.weights import Units
 from stretto.errors import CheckpointError
-from stretto.integrations.contract import FirstStep, check_module, warn_of_batch_norm
+from stretto.integrations.loss_checks import FirstStep, keeps, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
+    Pass,
     StepMeter,
     counted_steps,
     ends_epoch,
@@ -35,6 +38,7 @@ from stretto.integrations.shared import (
 )
 from stretto.planning.bind import UNKNOWN, end_of, planned_micro_batches
 from stretto.run import Run
+from stretto.runtime.losses import only_looking, tolerance_for
 
 _CHANGE_BATCHES = (
     BatchSizeFinder,
@@ -98,14 +102,12 @@ class MicroBatches:
     def __init__(self, run: Run, units: Units) -> None:
         self.run = run
         """The run: its clock is `run.timer`."""
-        self.present_weight, self.is_weighed = 1.0, False
-        self.is_first = self.is_last = True
-        """Whether a step begins with the present micro-batch, or ends with it."""
+        self.present: Pass | None = None
+        """The present micro-batch; None before the first one."""
+        self.is_weighed = False
         self.units: Units = units
         self.meter: StepMeter
         """Measures the steps of a fit."""
-        self.watch: AbstractContextManager[None] = nullcontext()
-        """Measures the noise of the present backward pass."""
         self._trainer: Trainer | None = None
         self._accumulation: Accumulation
 
@@ -113,7 +115,12 @@ class MicroBatches:
     def weight(self) -> float:
         """The factor of the loss of the present micro-batch, for manual optimization."""
         self.is_weighed = True
-        return self.present_weight
+        return 1.0 if self.present is None else self.present.weight
+
+    @property
+    def is_last(self) -> bool:
+        """Whether a step ends with the present micro-batch."""
+        return self.present is None or self.present.is_last
 
     def follow(self, trainer: Trainer, meter: StepMeter, *, is_open: bool) -> None:
         """Begin to set where in a step `trainer` is.
@@ -145,20 +152,12 @@ class MicroBatches:
         instead = "do that with your own DataLoader, before attach()"
         refuse((not is_led, "train on what attach() returned", why, instead))
         for step in counted_steps(self.run):
-            step.micro_batches = list(self.meter.micro_batches(step))
-            last = len(step) - 1
-            weights = self.run.weights(step, self.units)
-            for number, (micro, weight) in enumerate(zip(step, weights, strict=True)):
-                self.present_weight, self.is_first, self.is_last = (
-                    weight,
-                    number == 0,
-                    number == last,
-                )
-                self.watch = self.meter.watch(micro, is_last=number == last)
-                self._begin()
-                yield micro.batch
+            for present in self.meter.passes(step, self.units):
+                self.present = present
+                self._begin(present)
+                yield present.batch
 
-    def _begin(self) -> None:
+    def _begin(self, present: Pass) -> None:
         """Set the weight of the next micro-batch, and where in its step it is."""
         trainer = self._trainer
         assert trainer is not None, "iterated over in a fit"
@@ -168,11 +167,11 @@ class MicroBatches:
         number = progress.current.ready + 1
         self._set(
             Accumulation.of(
-                self.present_weight, number, is_first=self.is_first, is_last=self.is_last
+                present.weight, number, is_first=present.is_first, is_last=present.is_last
             )
         )
         trainer.val_check_batch = UNKNOWN
-        if self.is_last and self._ends_epoch:
+        if present.is_last and self._ends_epoch:
             trainer.fit_loop.max_batches = number
 
     def _set(self, accumulation: Accumulation) -> None:
@@ -242,6 +241,7 @@ class FollowRun(Callback):
         self._is_fit = True
         self._signals = NO_SIGNALS
         self._loss: Tensor | None = None
+        self._watch: AbstractContextManager[None] = nullcontext()
         self._checks: FirstStep | None = None
         """Checks manual optimization, in the first step of several micro-batches."""
         self._num_cut = 0
@@ -423,17 +423,19 @@ class FollowRun(Callback):
     ) -> None:
         """Check what the loss is over, in steps 1, 2, 4, 8, ... of several micro-batches."""
         step, batches = self._run.step, self._batches
+        present = batches.present
         assert step is not None, "drawn"
+        assert present is not None, "drawn"
         if len(step) == 1:
             return
-        if batches.is_first:
+        if present.is_first:
             self._num_cut, self._seen, batches.is_weighed = self._num_cut + 1, [], False
             if self._num_cut == 1 and not pl_module.automatic_optimization:
                 self._checks = FirstStep(self._run, is_counted=callable(batches.units))
         if self._num_cut.bit_count() != 1:
             return
-        self._seen.append((batch, step.micro_batches[len(self._seen)].num_samples))
-        if not batches.is_last:
+        self._seen.append((batch, present.num_samples))
+        if not present.is_last:
             return
         if self._num_cut == 1:
             warn_of_batch_norm(pl_module)
@@ -441,24 +443,31 @@ class FollowRun(Callback):
             why, instead = "its loss has no weight", "multiply it: dataloader.weight * loss"
             refuse((not batches.is_weighed, "train in manual optimization", why, instead))
         elif not isinstance(trainer.strategy, ModelParallelStrategy):
-            ranks, pair = self._run.loader.ranks, self._seen[-2:]
-            check_module(trainer, pl_module, pair, batches.units, batch_idx, ranks=ranks)
+            is_mean = _is_mean(trainer, pl_module, self._seen[-2:], batches.units, batch_idx)
+            is_other = self._run.loader.ranks.agree([not is_mean])[0]
+            name = "samples" if batches.units == "samples" else "its units"
+            why = f"that of a batch is not the mean over {name} of those of its parts"
+            instead = "return a mean, and pass what it is over (units='tokens'), or have no "
+            instead += "micro-batches"
+            refuse((is_other, "compute the loss in micro-batches", why, instead))
 
     def _on_before_backward(self, _: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Measure the loss, and the gradient if the policy reads its noise."""
-        if self._batches.is_first:
+        present = self._batches.present
+        assert present is not None, "drawn"
+        if present.is_first:
             self._loss, self._signals = None, NO_SIGNALS
         if pl_module.automatic_optimization:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         elif self._checks is not None:
-            weight = self._batches.present_weight
-            self._checks.before_pass(loss, self._seen[-1][1], weight)
-        self._batches.watch.__enter__()
+            self._checks.before_pass(loss, present.num_samples, present.weight)
+        self._watch = present.watch
+        self._watch.__enter__()
 
     def _on_after_backward(self, *_: Any) -> None:
         """End the measurement of a pass."""
-        self._batches.watch.__exit__(None, None, None)
-        self._batches.watch = nullcontext()
+        self._watch.__exit__(None, None, None)
+        self._watch = nullcontext()
         if self._checks is not None:
             self._checks.after_pass()
 
@@ -494,3 +503,44 @@ class FollowRun(Callback):
         if self._run.is_bound and not trainer.sanity_checking:
             for name in self._run.loader.reads & set(trainer.callback_metrics):
                 self._run.loader.note_metric(float(trainer.callback_metrics[name]))
+
+
+def _is_mean(
+    trainer: Any, module: Any, pair: Sequence[tuple[Any, int]], units: Units, batch_idx: int
+) -> bool:
+    """Return whether the loss of a Lightning module is a mean over its units; see `keeps`.
+
+    Its `training_step` is computed on a copy of it that shares the parameters, without gradients,
+    and that logs nothing.
+
+    Args:
+        trainer: the trainer.
+        module: the module.
+        pair: two micro-batches of a step as the module gets them, and their samples.
+        units: what the loss is a mean over.
+        batch_idx: the number of the second.
+    """
+    shared = (*module.parameters(), trainer, trainer.datamodule)
+    try:
+        other = copy.deepcopy(module, {id(each): each for each in shared})
+    except Exception as error:  # noqa: BLE001  from attributes of the user
+        warnings.warn(
+            f"cannot check what the loss is a mean over, as the module cannot be copied: {error!r}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
+    other.log = other.log_dict = lambda *_, **__: None
+
+    def loss_of(batch: Any) -> float:
+        random.restore()
+        arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx).values()
+        with trainer.precision_plugin.train_step_context():
+            found = other.training_step(*arguments)
+        found = found.get("loss") if isinstance(found, Mapping) else found
+        return math.nan if found is None else float(found)
+
+    is_coarse = "32" not in str(trainer.precision) and "64" not in str(trainer.precision)
+    tolerance = tolerance_for(module.parameters(), is_coarse=is_coarse)
+    with only_looking(other) as random:
+        return keeps("mean", pair, loss_of, units, tolerance)
