@@ -95,6 +95,10 @@ def own_length(trainer: Trainer) -> str:
     return f"{epochs}ep" if steps == -1 else f"{steps}ba"
 
 
+_OUTSIDE = Pass(None, weight=1.0, is_first=True, is_last=True, num_samples=0, watch=nullcontext())
+"""In place of a micro-batch before the first one."""
+
+
 @final
 class MicroBatches:
     """The train dataloader: one pass over it is one epoch of micro-batches."""
@@ -102,8 +106,8 @@ class MicroBatches:
     def __init__(self, run: Run, units: Units) -> None:
         self.run = run
         """The run: its clock is `run.timer`."""
-        self.present: Pass | None = None
-        """The present micro-batch; None before the first one."""
+        self.present = _OUTSIDE
+        """The present micro-batch."""
         self.is_weighed = False
         self.units: Units = units
         self.meter: StepMeter
@@ -115,12 +119,12 @@ class MicroBatches:
     def weight(self) -> float:
         """The factor of the loss of the present micro-batch, for manual optimization."""
         self.is_weighed = True
-        return 1.0 if self.present is None else self.present.weight
+        return self.present.weight
 
     @property
     def is_last(self) -> bool:
         """Whether a step ends with the present micro-batch."""
-        return self.present is None or self.present.is_last
+        return self.present.is_last
 
     def follow(self, trainer: Trainer, meter: StepMeter, *, is_open: bool) -> None:
         """Begin to set where in a step `trainer` is.
@@ -131,7 +135,8 @@ class MicroBatches:
             is_open: whether the checkpoint that is resumed was written inside a step.
         """
         self._trainer, self.meter = trainer, meter
-        self._set(Accumulation.of(1.0, None, is_first=not is_open, is_last=not is_open))
+        self.present = _OUTSIDE._replace(is_first=not is_open, is_last=not is_open)
+        self._accumulation = trainer.accumulate_grad_batches = Accumulation.of(self.present)
 
     def __len__(self) -> int:
         """Return the number of micro-batches in the present epoch, or a number above it.
@@ -154,29 +159,21 @@ class MicroBatches:
         for step in counted_steps(self.run):
             for present in self.meter.passes(step, self.units):
                 self.present = present
-                self._begin(present)
+                self._begin()
                 yield present.batch
 
-    def _begin(self, present: Pass) -> None:
+    def _begin(self) -> None:
         """Set the weight of the next micro-batch, and where in its step it is."""
         trainer = self._trainer
         assert trainer is not None, "iterated over in a fit"
-        progress = trainer.fit_loop.epoch_loop.batch_progress
         is_other = trainer.accumulate_grad_batches is not self._accumulation
         refuse((is_other, "set accumulate_grad_batches", BY_SIZE, "remove the callback that does"))
-        number = progress.current.ready + 1
-        self._set(
-            Accumulation.of(
-                present.weight, number, is_first=present.is_first, is_last=present.is_last
-            )
-        )
+        number = trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1
+        self._accumulation = Accumulation.of(self.present, number)
+        trainer.accumulate_grad_batches = self._accumulation
         trainer.val_check_batch = UNKNOWN
-        if present.is_last and self._ends_epoch:
+        if self.is_last and self._ends_epoch:
             trainer.fit_loop.max_batches = number
-
-    def _set(self, accumulation: Accumulation) -> None:
-        assert self._trainer is not None, "followed"
-        self._accumulation = self._trainer.accumulate_grad_batches = accumulation
 
     @property
     def _ends_epoch(self) -> bool:
@@ -204,18 +201,18 @@ class Accumulation(float):
 
     number: int | None
     """The number of the micro-batch, from 1; None before the first one of a fit."""
-    is_first: bool
-    is_last: bool
+    present: Pass
 
     @classmethod
-    def of(cls, weight: float, number: int | None, *, is_first: bool, is_last: bool) -> Self:
+    def of(cls, present: Pass, number: int | None = None) -> Self:
         """Return that of a micro-batch."""
-        found = cls(1.0 / weight if weight else math.inf)
-        found.number, found.is_first, found.is_last = number, is_first, is_last
+        found = cls(1.0 / present.weight if present.weight else math.inf)
+        found.present, found.number = present, number
         return found
 
     def __rmod__(self, number: Any) -> int:
-        return int(not (self.is_last if number == self.number else self.is_first))
+        is_present = number == self.number
+        return int(not (self.present.is_last if is_present else self.present.is_first))
 
     def __reduce__(self) -> Any:
         return int, (1,)
@@ -320,19 +317,15 @@ class FollowRun(Callback):
         )
         if so_far is not None:  # a second fit continues, as the trainer does
             run.load_state_dict(so_far)
-        is_other = self._batches.units != "samples" or not pl_module.automatic_optimization
-        is_other = is_other or isinstance(trainer.strategy, ModelParallelStrategy)
-        is_hidden, twice = (
-            is_other and "noise" in run.loader.reads,
-            "configure_optimizers has another",
-        )
-        others = run.is_scheduled and trainer.lr_scheduler_configs
-        where = "it needs automatic optimization over samples, without FSDP2"
+        is_manual = not pl_module.automatic_optimization
+        is_other = is_manual or isinstance(trainer.strategy, ModelParallelStrategy)
+        is_hidden = is_other and "noise" in run.loader.reads
+        others, twice = run.is_scheduled and trainer.lr_scheduler_configs, "the module has another"
+        where = "it needs automatic optimization, without FSDP2"
         refuse(
             (others, "follow two schedules", twice, "return no schedulers, or pass schedules=None"),
             (is_hidden, "follow the noise of the gradient", where, "plan the batch sizes"),
         )
-        is_manual = not pl_module.automatic_optimization
         self._seen, self._num_cut = [], 0
         self.on_train_batch_start = self._on_train_batch_start
         if run.loader.reads & {"noise", "loss"} or is_manual:
@@ -342,7 +335,7 @@ class FollowRun(Callback):
         meter = StepMeter(run, trainer.strategy.model)
         self._batches.follow(trainer, meter, is_open=self._is_open)
         self._is_open = False
-        end, num_samples = end_of(self._run.prepared), self._run.horizon.dataset_num_samples
+        end, num_samples = end_of(run.prepared), run.horizon.dataset_num_samples
         trainer.fit_loop.epoch_loop.max_steps = -1
         num_epochs = math.ceil(end / num_samples) if end and num_samples else -1
         trainer.fit_loop.max_epochs = _NeverReached(num_epochs)
@@ -422,11 +415,8 @@ class FollowRun(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Check what the loss is over, in steps 1, 2, 4, 8, ... of several micro-batches."""
-        step, batches = self._run.step, self._batches
-        present = batches.present
-        assert step is not None, "drawn"
-        assert present is not None, "drawn"
-        if len(step) == 1:
+        batches, present = self._batches, self._batches.present
+        if present.is_first and present.is_last:
             return
         if present.is_first:
             self._num_cut, self._seen, batches.is_weighed = self._num_cut + 1, [], False
@@ -454,7 +444,6 @@ class FollowRun(Callback):
     def _on_before_backward(self, _: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Measure the loss, and the gradient if the policy reads its noise."""
         present = self._batches.present
-        assert present is not None, "drawn"
         if present.is_first:
             self._loss, self._signals = None, NO_SIGNALS
         if pl_module.automatic_optimization:
