@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
+from itertools import product
+from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
@@ -14,8 +16,11 @@ from phantomgpu import standins
 from phantomgpu.child import CANNOT_RUN, DOES_NOT_FIT
 from phantomgpu.errors import PhantomError, SetupNeededError
 from phantomgpu.gpus import GIB, GPUS, UNMEASURED_CONTEXT, find_gpu, parse_memory
-from phantomgpu.report import Report, draw
+from phantomgpu.report import Report
 from phantomgpu.searching import TRIAL_SECONDS
+
+OptimizerName: TypeAlias = Literal["adamw", "sgd", "adafactor", "adamw8bit"]
+WeightsType: TypeAlias = Literal["fp32", "bf16"]
 
 app = typer.Typer(
     help="Run any CUDA script without a GPU and see what memory it takes.",
@@ -53,7 +58,6 @@ def run(
         Path | None, typer.Option(help="Write the report as JSON, with memory over time; - prints.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Hide what the command prints.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw memory over time (PNG).")] = None,
     snapshot: Annotated[
         Path | None, typer.Option(help="Write torch's snapshot, for its memory viewer.")
     ] = None,
@@ -79,8 +83,6 @@ def run(
     typer.echo(report.to_json() if prints else f"\n{report}")  # progress bars leave a line open
     if json is not None and not prints:
         json.write_text(report.to_json())
-    if picture is not None:
-        draw(report, str(picture))
     raise typer.Exit(exit_code(report))
 
 
@@ -126,6 +128,73 @@ def search(
     typer.echo(f"  {answer.bound}", err=True)
     typer.echo(str(answer.report))
     raise typer.Exit(0 if answer.largest is not None else DOES_NOT_FIT)
+
+
+@app.command()
+def model(
+    config: Annotated[Path, typer.Argument(help="A config.json of transformers, or its folder.")],
+    *,
+    gpu: Kind,
+    sequence_length: Annotated[str, typer.Option(metavar="N[,N...]", help="Tokens of a sequence.")],
+    memory: Memory = None,
+    ranks: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Ranks that share the model by FSDP2.")
+    ] = "1",
+    checkpointing: Annotated[
+        bool | None, typer.Option(help="Compute blocks again; by default, a row for each.")
+    ] = None,
+    optimizer: OptimizerName = "adamw",
+    weights: Annotated[WeightsType, typer.Option(help="fp32 is computed in bf16.")] = "fp32",
+    lora: Annotated[int | None, typer.Option(min=1, help="The rank of LoRA (peft).")] = None,
+    largest: Annotated[int, typer.Option(min=1, help="The largest micro-batch to try.")] = 1 << 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find the largest micro-batch of a causal language model, from its configuration alone."""
+    try:
+        from phantomgpu.causal import CausalModel, train
+    except ImportError as error:
+        raise SetupNeededError(f"{error}: pip install transformers") from None
+    from phantomgpu.searching import search as search_script
+
+    lengths, numbers = numbers_of("sequence-length", sequence_length), numbers_of("ranks", ranks)
+    causal = CausalModel(config, optimizer, weights, lora)
+    what = causal.checked(max(lengths))
+    warn(gpu, memory)
+    rows = []
+    for length, again, shared in product(
+        lengths, (False, True) if checkpointing is None else (checkpointing,), numbers
+    ):
+        answer = search_script(
+            train,
+            gpu=gpu,
+            memory=memory,
+            ranks=shared,
+            largest=largest,
+            details=False,
+            args=(causal, length, shared),
+            kwargs={"checkpointing": again},
+        )
+        rows.append((length, again, shared, answer.largest, answer.report.peak_reserved))
+    names = ("tokens", "checkpointing", "ranks", "micro_batch", "peak_bytes")
+    if as_json:
+        found = [dict(zip(names, row, strict=True)) for row in rows]
+        typer.echo(dumps({"model": what, "rows": found}, indent=2))
+        return
+    typer.echo(f"{what}\n\ntokens  checkpointing  ranks  micro-batch   batch  reserved")
+    for length, again, shared, size, reserved in rows:
+        fits = f"{size:>11,}  {size * shared:>6,}" if size else f"{'none fits':>11}  {'':>6}"
+        typer.echo(
+            f"{length:>6,}  {'on' if again else 'off':>13}  {shared:>5,}  {fits}  "
+            f"{reserved / GIB:.2f} GiB"
+        )
+
+
+def numbers_of(option: str, text: str) -> list[int]:
+    """Read numbers with commas between them."""
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        raise ValueError(f"--{option} {text} is not a list of numbers: write 64 or 8,16,64")
+    return list(map(int, numbers))
 
 
 @app.command()

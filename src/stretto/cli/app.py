@@ -222,7 +222,6 @@ def plan(
     epilog=_examples(
         "find-batch-size run.yaml",
         "find-batch-size run.yaml --gpu h100 --world-size 8,64",
-        "find-batch-size --model config.json --sequence-length 4096 --gpu h100",
     ),
 )
 def find_batch_size(
@@ -263,25 +262,6 @@ def find_batch_size(
     ] = None,
     multiple_of: Annotated[int, typer.Option(help="Only multiples of this.")] = 1,
     power_of_two: Annotated[bool, _flag("--power-of-two", "Only powers of two.")] = False,
-    model: Annotated[
-        Path | None,
-        _option("A config.json of Hugging Face transformers, instead of a run file.", "FILE"),
-    ] = None,
-    sequence_length: Annotated[
-        str | None, _option("Of --model: tokens of a sequence; several make a table.", "N[,N...]")
-    ] = None,
-    checkpointing: Annotated[
-        bool | None,
-        typer.Option(help="Of --model: whether blocks are computed again; by default, a row each."),
-    ] = None,
-    lora: Annotated[int | None, _option("Of --model: the rank of LoRA (peft).", "RANK")] = None,
-    optimizer: Annotated[
-        str | None, _option("Of --model; by default adamw.", "adamw|sgd|adafactor|adamw8bit")
-    ] = None,
-    weights: Annotated[
-        str | None,
-        _option("Of --model: fp32, computed in bf16 (the default), or all in bf16.", "fp32|bf16"),
-    ] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Find the largest micro-batch that a run has memory for, on this device or another."""
@@ -301,34 +281,9 @@ def find_batch_size(
         "multiple_of": multiple_of,
         "power_of_two": power_of_two,
     }
-    of_model = {
-        "--sequence-length": sequence_length,
-        "--checkpointing": checkpointing,
-        "--lora": lora,
-        "--optimizer": optimizer,
-        "--weights": weights,
-    }
-    of_file = {"a run file": run_file or None, "--micro-batch-size": micro_batch_size}
-    for name, value in (of_model if model is None else of_file).items():
-        if value is not None:
-            raise ConfigError.cannot(
-                f"use {name} {'without' if model is None else 'with'} --model",
-                why="a run file says how it trains, and --model with its options another training",
-                instead="leave one of the two out",
-            )
     with progress("finding the batch size"):
-        if model is None:
-            config = read_arguments(run_file or [])
-            answer = verb.find(config, micro_batch_size=micro_batch_size, **asked)
-        else:
-            from stretto.cli.causal import CausalModel
-
-            answer = verb.find_causal(
-                CausalModel(model, optimizer or "adamw", weights or "fp32", lora),
-                sequence_length=sequence_length,
-                checkpointing=checkpointing,
-                **asked,
-            )
+        config = read_arguments(run_file or [])
+        answer = verb.find(config, micro_batch_size=micro_batch_size, **asked)
     if as_json:
         print_json(answer.plain)
     else:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
-from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from stretto.config.run import RunConfig
 from stretto.config.training import build_finding
@@ -16,9 +14,6 @@ from stretto.memory.answer import NothingFitsError
 from stretto.memory.finder import MAXIMUM
 from stretto.report.memory import answers_table, memory_table
 from stretto.settings import DATA_DIMENSIONS
-
-if TYPE_CHECKING:
-    from stretto.cli.causal import CausalModel
 
 
 class Found(NamedTuple):
@@ -98,56 +93,6 @@ def _shard_of(config: RunConfig) -> str:
     shards = [size for name, size in mesh.items() if name in DATA_DIMENSIONS]
     is_hybrid = config.parallel == "fsdp" and len(shards) > 1
     return f"hsdp:{shards[-1]}" if is_hybrid else config.parallel
-
-
-def find_causal(
-    model: CausalModel,
-    *,
-    sequence_length: str | None,
-    checkpointing: bool | None,
-    world_size: str | None,
-    shard: str | None,
-    maximum: int | None,
-    **asked: Any,
-) -> Found:
-    """Return the largest micro-batch of a model of transformers, for each length and world size.
-
-    Args:
-        model: the model, and what it is trained with.
-        sequence_length: one length, or several with commas.
-        checkpointing: whether activations are computed again; None: a row for each.
-        world_size: one number of ranks, or several with commas.
-        shard: how ranks share the model.
-        maximum: the largest size.
-        asked: other arguments of `find_batch_size`.
-
-    Raises:
-        ConfigError: an option is wrong, or the model is no causal language model.
-    """
-    import torch
-
-    if sequence_length is None:
-        raise ConfigError.cannot(
-            "find a batch size for --model",
-            why="the length of its sequences is not known",
-            instead="write --sequence-length 4096",
-        )
-    _check_ranks(asked, world_size, None, shard)
-    asked |= {"maximum": maximum or MAXIMUM, "shard": shard or "fsdp"}
-    lengths = _numbers("--sequence-length", sequence_length)
-    recomputes = (False, True) if checkpointing is None else (checkpointing,)
-    rows: list[tuple[Mapping[str, object], Answer | None]] = []
-    what = ""
-    for length, again in product(lengths, recomputes):
-        what, step = model.checked(length), partial(model.step, length, checkpointing=again)
-        for ranks in _numbers("--world-size", world_size or "1"):
-            batch = torch.zeros(2, length, dtype=torch.long)
-            row = {"tokens": length, "checkpointing": "on" if again else "off", "ranks": ranks}
-            rows.append((row, _answer(step, batch, ranks, asked)))
-    found = Found.table(rows)
-    return found._replace(
-        text=f"{what}\n\n{found.text}", plain={"model": what, "rows": found.plain}
-    )
 
 
 def _answer(step: Any, batch: Any, ranks: int, asked: dict[str, Any]) -> Answer | None:
