@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from stretto.errors import ScheduleError, TimeError
-from stretto.schedules import BoundSchedule, Constant, Polynomial, Schedule, Scope
+from stretto.schedules import BoundSchedule, Constant, Schedule, Scope
 from stretto.schedules.fields import (
     Factor,
     Interval,
@@ -43,12 +43,6 @@ def test_what_is_not_a_factor_is_refused_by_name(value: object) -> None:
 
 def test_a_negative_zero_becomes_a_plain_one() -> None:
     assert math.copysign(1, Constant(-0.0).value) == 1
-
-
-@pytest.mark.parametrize("value", [0, 0.0, -1, math.nan], ids=str)
-def test_a_positive_number_is_above_nothing(value: float) -> None:
-    with pytest.raises(ScheduleError, match="power="):
-        Polynomial(power=value)
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=repr)

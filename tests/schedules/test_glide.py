@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.schedules.schedule import cosine_left, glide, line, way
+from stretto.schedules.schedule import cosine_left, glide, line
 from stretto.schedules.scope import Mark, RunScope, Span
 from stretto.timing import Horizon, Timestamp
 
@@ -42,15 +42,3 @@ def test_rounding_steps_over_no_end(start: float, end: float, batch: int) -> Non
     assert low <= line(span, span.end, start, end)(Timestamp(batch=batch)) <= high
     bound = glide(span, span.end, start, end, lambda x: end + (start - end) * cosine_left(x))
     assert low <= bound(Timestamp(batch=batch)) <= high
-
-
-def test_a_way_that_is_longer_than_its_span_is_left_where_that_ends() -> None:
-    span = span_of(Fraction(0), Fraction(50))
-    assert way(span, Fraction(201, 2)) == (2, 0, 201, 100)
-    bound = line(span, Fraction(100), 1.0, 0.0)
-    assert [bound(Timestamp(batch=batch)) for batch in (49, 50, 51, 100)] == [0.51, 0.5, 0.5, 0.5]
-
-
-def test_a_way_of_no_length_is_at_its_end() -> None:
-    bound = line(span_of(Fraction(5), Fraction(50)), Fraction(5), 1.0, 0.25)
-    assert [bound(Timestamp(batch=batch)) for batch in (4, 5, 6)] == [0.25, 0.25, 0.25]
