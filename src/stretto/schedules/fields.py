@@ -174,9 +174,10 @@ def fill(value: object, /, **fields: object) -> None:
         object.__setattr__(value, name, field)
 
 
-def check_fields(value: Timed) -> None:
+def check_fields(value: Any) -> None:
     """Check and convert each field of a dataclass that is annotated with a `Check` or `Literal`."""
-    for name, (check, is_optional) in _checks(type(value)).items():
+    kind: type[Timed] = type(value)
+    for name, (check, is_optional) in _checks(kind).items():
         given = getattr(value, name)
         if not (given is None and is_optional):
             fill(value, **{name: check.converted(given, name, value.error)})
