@@ -39,6 +39,7 @@ FORKED = Path(__file__).with_name("forked_process.py")
 RANKS_END_SECONDS = 240
 
 LIMITED = """
+import gc
 import resource
 
 def data_bytes():
@@ -46,6 +47,7 @@ def data_bytes():
     return int(status["VmData"].split()[0]) * 1024
 
 def leave(room):
+    gc.freeze()  # each trial collects, and would look at all of torch
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + room, -1))
 
 """
