@@ -14,7 +14,27 @@ from torch import Tensor
 from stretto import Callback, Run, Step
 from stretto.batching import Signals, checked_size
 from stretto.errors import TrainingError
-from stretto.noise import NoiseEstimator, NoiseTerms
+from stretto.noise import GradientNoise
+
+
+def gain(noise: GradientNoise, size: int, reference: int) -> float:
+    """Return the AdaScale gain of a batch over one of `reference` samples.
+
+    `r = (S/b + G2) / (S/B + G2)` for a batch of B samples and a reference of b, where S is
+    tr(Sigma) and G2 is |G|^2: between 1 and `B / b`. It is 1 until enough steps are measured.
+
+    >>> noise = GradientNoise()
+    >>> for step in range(40):
+    ...     noise = noise.after(Signals(noise_numerator=64.0, noise_denominator=1.0))
+    >>> round(gain(noise, 128, 64), 3)
+    1.333
+    """
+    variance, square = max(0.0, noise.numerator), max(0.0, noise.denominator)
+    if noise.steps < min(20, 0.75 * noise.window) or variance + square == 0:
+        return 1.0
+    # Fractions of the sum, so that nothing underflows.
+    part = variance / (variance + square)
+    return (part / reference + (1.0 - part)) / (part / size + (1.0 - part))
 
 
 @final
@@ -23,9 +43,9 @@ class AdaScale(Callback):
 
     With batches s times the reference, the gain is between 1 and s: s where noise is all there is,
     which larger batches average away, and 1 where there is none (Johnson et al. 2020, arXiv
-    2007.05105, equation 3; the gain of a single step: see `NoiseEstimator.gain`). Made for SGD. The
-    paper also stretches the schedule: there it reads `gained` instead of the number of steps. It
-    replaces a learning rate rule.
+    2007.05105, equation 3; of a single step: see `gain`). Made for SGD. The paper also stretches
+    the schedule: there it reads `gained` instead of the number of steps. It replaces a learning
+    rate rule.
 
     >>> AdaScale(256)
     AdaScale(256, window=100)
@@ -43,7 +63,7 @@ class AdaScale(Callback):
     def __init__(self, reference: int, *, window: int = 100) -> None:
         self._reference = checked_size(reference, "the reference of AdaScale")
         self._window = window
-        self._estimator = NoiseEstimator(window=window)
+        self.noise = GradientNoise(window)
         self._left_out = 0
         self.gain = 1.0
         """The present gain."""
@@ -61,7 +81,7 @@ class AdaScale(Callback):
 
     def on_batch_start(self, run: Run, step: Step) -> None:
         """Multiply the learning rates that were just set."""
-        self.gain = self._estimator.gain(step.batch_size, self._reference)
+        self.gain = gain(self.noise, step.batch_size, self._reference)
         self._left_out = run.skipped_steps
         for group in [group for one in run.optimizers for group in one.param_groups]:
             if isinstance(group["lr"], Tensor):
@@ -72,7 +92,7 @@ class AdaScale(Callback):
     def on_noise(self, run: Run, step: Step, signals: Signals) -> None:
         """Record what a step measured."""
         del run, step
-        self._estimator.add(NoiseTerms.of(signals), signals.num_samples)
+        self.noise = self.noise.after(signals)
 
     def on_batch_end(self, run: Run, step: Step) -> None:
         """Log the gain, and the sum of the gains of all steps that were not skipped."""
@@ -88,11 +108,11 @@ class AdaScale(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the sum."""
-        return {"estimator": self._estimator.state_dict(), "gained": self.gained}
+        return {"estimator": self.noise.to_state(), "gained": self.gained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from saved averages."""
-        self._estimator.load_state_dict(state["estimator"])
+        self.noise = self.noise.from_state(state["estimator"])
         self.gained = float(state["gained"])
 
     def __repr__(self) -> str:

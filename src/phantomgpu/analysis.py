@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import gc
-import pickle
-import sys
 import time
 from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from phantomgpu.child import Run
+from typing import Any
 
 Event = dict[str, Any]
 _SKIPPED = ("/torch/", "torchinductor", "<frozen", "<string>", "importlib", "/phantomgpu/")
@@ -25,63 +21,60 @@ _WORKSPACES = (32 << 20, 8_519_680)
 """Of cuBLAS, on Hopper and on others: torch allocates them once and never frees them."""
 
 
-def analyse(run: Run) -> dict[str, Any]:
-    """Return the report of this process as plain values."""
+@dataclass
+class History:
+    """What was seen of a run: phases with their steps, and which addresses belong to whom."""
+
+    phases: list[tuple[int, str, int]] = field(default_factory=list)
+    owners: list[tuple[int, str, set[int]]] = field(default_factory=list)
+    spans: list[tuple[int, str]] = field(default_factory=list)
+    """Names of modules, by when they were entered."""
+    backward: dict[int, int] = field(default_factory=dict)
+    """When the last backward pass before an optimizer's step ended, by when the step began."""
+
+
+def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
+    """Return what the report says of memory as plain values, from the traces of all devices."""
     import torch
 
-    from phantomgpu.child import is_distributed
-
-    script = time.perf_counter() - run.began
-    native = torch.cuda.memory.get_allocator_backend() == "native" and run.settings.details
-    snapshot = torch.cuda.memory._snapshot() if native else {"device_traces": [[]]}
-    if run.settings.snapshot:
-        with Path(run.settings.folder, f"{run.process}.pickle").open("wb") as file:
-            pickle.dump(snapshot, file)
-    traces = snapshot["device_traces"]
     device = max(range(len(traces)), key=lambda index: peak(traces[index])[0], default=0)
     trace = traces[device] if traces else []
     for event in trace:  # kernels that are computed run in Python; those of backward have no frames
         event["frames"] = [
             f for f in event["frames"] if "phantomgpu/values.py" not in f["filename"]
         ]
-    run.backward = backward_ends(run, trace)
+    seen.backward = backward_ends(seen, trace)
     allocated, at, reserved = peak(trace)
     ends, now = lives(trace), time.time_ns() // 1000
     owned = tensors_now() if trace else []
-    owners = [*run.owners, *((now, what, found) for what, found in owned)]
-    named = categorise(run, trace, ends, owners)
+    owners = [*seen.owners, *((now, what, found) for what, found in owned)]
+    named = categorise(seen, trace, ends, owners)
     categories: Counter[str] = Counter()
     places: Counter[str] = Counter()
     for index in (one for one, end in ends.items() if one <= at < end):
         categories[named[index]] += trace[index]["size"]
         if named[index] not in _OWNED:
-            places[place(run, trace[index])] += trace[index]["size"]
-    phase, step = phase_of(run, trace[at]) if trace else ("start", 0)
+            places[place(seen, trace[index])] += trace[index]["size"]
+    phase, step = phase_of(seen, trace[at]) if trace else ("start", 0)
     stats = torch.cuda.memory_stats(device)
-    host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
     return {
         "device": device,
         "peak_allocated": max(allocated, stats.get("allocated_bytes.all.peak", 0)),
         "peak_reserved": max(reserved, stats.get("reserved_bytes.all.peak", 0)),
         "phase": phase,
         "step": step,
-        "steps": max(run.steps.values(), default=0),
         "categories": dict(categories.most_common()),
         "places": dict(places.most_common(12)),
         "out_of_memory": stats.get("num_ooms", 0),
-        "host_pinned": host.get("allocated_bytes.peak", 0),
-        "host_managed": ctypes.c_size_t.in_dll(run.library, "phantom_most_managed").value,
-        "torch": torch.__version__,
-        "computes": run.computes,
-        "stopped": run.stopped,
-        "unknown": unknown(),
-        "compiled": "torch._inductor.compile_fx" in sys.modules,
-        "cudnn": torch.backends.cudnn.enabled,
-        "distributed": is_distributed(),
-        "seconds": round(script, 2),
-        "nccl": ctypes.c_size_t.in_dll(run.library, "phantom_nccl").value,
-        "timeline": timeline(run, trace, at, named) if trace else {},
+        "timeline": timeline(seen, trace, at, named) if trace else {},
     }
+
+
+def is_distributed() -> bool:
+    """Return whether the script has joined a process group."""
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def line_of(frame: FrameType | None) -> tuple[str, str]:
@@ -96,12 +89,6 @@ def line_of(frame: FrameType | None) -> tuple[str, str]:
             inner = inner or line
         frame = frame.f_back
     return "backward", inner  # autograd's thread has no frame of the script
-
-
-def unknown() -> list[str]:
-    """Return where the script read what hangs on unknown numbers, the most frequent first."""
-    values = sys.modules.get("phantomgpu.values")
-    return [place for place, _ in values.UNKNOWN.most_common()] if values else []
 
 
 def peak(trace: list[Event]) -> tuple[int, int, int]:
@@ -138,15 +125,15 @@ def lives(trace: list[Event]) -> dict[int, int]:
 
 
 def timeline(
-    run: Run, trace: list[Event], at: int, named: dict[int, str], most: int = 2000
+    seen: History, trace: list[Event], at: int, named: dict[int, str], most: int = 2000
 ) -> dict[str, Any]:
     """Return the bytes of each category over the step of the peak, as docs/phantomgpu.md says.
 
     Of events that share a point, the one with the most bytes is kept.
     """
-    step = phase_of(run, trace[at])[1]
-    began = min((time for time, _, number in run.phases if number == step), default=0)
-    over = min((time for time, _, number in run.phases if number > step > 0), default=1 << 62)
+    step = phase_of(seen, trace[at])[1]
+    began = min((time for time, _, number in seen.phases if number == step), default=0)
+    over = min((time for time, _, number in seen.phases if number > step > 0), default=1 << 62)
     inside = [i for i, event in enumerate(trace) if began <= event["time_us"] <= over]
     first, width = inside[0], 1 + (inside[-1] - inside[0]) // most
     ends = lives(trace)
@@ -161,7 +148,7 @@ def timeline(
             now[named[freed[index]]] -= trace[freed[index]]["size"]
         if index >= first:
             if event["action"] == "alloc":
-                marks.setdefault(phase_of(run, event)[0], index)
+                marks.setdefault(phase_of(seen, event)[0], index)
             point = (index - first) // width
             if point not in points or now.total() > points[point].total():
                 points[point] = now.copy()
@@ -184,8 +171,6 @@ def tensors_now() -> list[tuple[str, set[int]]]:
     """Return where parameters, gradients, buffers and optimizer states are now."""
     import torch
 
-    from phantomgpu.child import addresses
-
     found: dict[str, set[int]] = defaultdict(set)
     for one in gc.get_objects():
         bases = type(one).__mro__
@@ -203,14 +188,34 @@ def tensors_now() -> list[tuple[str, set[int]]]:
     return list(found.items())
 
 
+def addresses(tensors: Any) -> set[int]:
+    """Return where the memory of tensors begins, looking into subclasses and sparse tensors."""
+    import torch
+
+    found: set[int] = set()
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        inner = getattr(tensor, "__tensor_flatten__", None)
+        if inner is not None:
+            found |= addresses(getattr(tensor, name) for name in inner()[0])
+        elif tensor.layout == torch.sparse_coo:
+            plain = tensor.detach()
+            found |= addresses((plain.indices(), plain.values()) if plain.is_coalesced() else ())
+        elif tensor.is_cuda and not torch.nn.parameter.is_lazy(tensor):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # without storage
+                found.add(tensor.untyped_storage().data_ptr())
+    return found
+
+
 def categorise(
-    run: Run, trace: list[Event], ends: dict[int, int], owners: list[tuple[int, str, set[int]]]
+    seen: History, trace: list[Event], ends: dict[int, int], owners: list[tuple[int, str, set[int]]]
 ) -> dict[int, str]:
     """Return the category of each block, by the event that allocated it."""
     known: dict[int, list[tuple[int, str]]] = defaultdict(list)
-    for seen, what, found in owners:
+    for when, what, found in owners:
         for address in found:
-            known[address].append((seen, what))
+            known[address].append((when, what))
     logits = {
         trace[index]["size"]
         for index in ends
@@ -221,16 +226,16 @@ def categorise(
         event, is_kept = trace[index], end == len(trace)
         until = 1 << 62 if is_kept else trace[end]["time_us"]
         owned = known.get(event["addr"], ())
-        owner = next((what for seen, what in owned if event["time_us"] <= seen <= until), None)
+        owner = next((what for when, what in owned if event["time_us"] <= when <= until), None)
         if owner is None and event["size"] in _WORKSPACES and is_kept:
             owner = "workspaces"
-        named[index] = owner or category(run, event, logits)
+        named[index] = owner or category(seen, event, logits)
     return named
 
 
-def category(run: Run, event: Event, logits: set[int]) -> str:
+def category(seen: History, event: Event, logits: set[int]) -> str:
     """Return what a block is that belongs to no parameter, gradient or optimizer."""
-    phase, _ = phase_of(run, event)
+    phase, _ = phase_of(seen, event)
     if is_loss(event) or event["size"] in logits:
         return "logits"
     return {
@@ -248,10 +253,10 @@ def is_loss(event: Event) -> bool:
     )
 
 
-def phase_of(run: Run, event: Event) -> tuple[str, int]:
+def phase_of(seen: History, event: Event) -> tuple[str, int]:
     """Return the phase and the step in which something was allocated."""
     when, what, step = 0, "start", 0
-    for began, name, number in run.phases:
+    for began, name, number in seen.phases:
         if began > event["time_us"]:
             break
         when, what, step = began, name, number
@@ -264,31 +269,31 @@ def phase_of(run: Run, event: Event) -> tuple[str, int]:
         return "recomputation", step
     if not frames or any("autograd/graph.py" in f["filename"] for f in frames[:30]):
         return "backward", step
-    if event["time_us"] > run.backward.get(when, 1 << 62):
+    if event["time_us"] > seen.backward.get(when, 1 << 62):
         return "the part after backward", step
     return "forward", step
 
 
-def backward_ends(run: Run, trace: list[Event]) -> dict[int, int]:
+def backward_ends(seen: History, trace: list[Event]) -> dict[int, int]:
     """Return when the last backward pass before each step of an optimizer ended."""
     ends: dict[int, int] = {}
     follows = {
         began: over
-        for (began, what, _), (over, following, _) in pairwise(run.phases)
+        for (began, what, _), (over, following, _) in pairwise(seen.phases)
         if (what, following) == ("step", "optimizer")
     }
     for event in (one for one in trace if one["action"] == "alloc"):
         began = max((one for one in follows if one <= event["time_us"] < follows[one]), default=0)
-        if began and phase_of(run, event)[0] == "backward":
+        if began and phase_of(seen, event)[0] == "backward":
             ends[began] = event["time_us"]
     return ends
 
 
-def place(run: Run, event: Event) -> str:
+def place(seen: History, event: Event) -> str:
     """Return the module that a block was allocated in, or else the line of code."""
-    if run.spans:
+    if seen.spans:
         name = ""
-        for began, module in run.spans:
+        for began, module in seen.spans:
             if began > event["time_us"]:
                 break
             name = module
@@ -297,4 +302,4 @@ def place(run: Run, event: Event) -> str:
     for frame in event["frames"]:
         if not any(part in frame["filename"] for part in _SKIPPED):
             return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
-    return "torch" if event["frames"] or run.spans else "backward"
+    return "torch" if event["frames"] or seen.spans else "backward"

@@ -9,6 +9,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import pickle
 import re
 import sys
 import threading
@@ -21,6 +22,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from phantomgpu import standins
+from phantomgpu.analysis import History, addresses, analyse, is_distributed, line_of
 from phantomgpu.errors import PhantomError, SetupNeededError
 
 WATCHDOG_SECONDS = 0.25
@@ -150,14 +152,10 @@ class Run:
         self.settings, self.library = settings, library
         self.name = ""
         self.steps: dict[int, int] = {}
-        self.phases: list[tuple[int, str, int]] = []
-        self.owners: list[tuple[int, str, set[int]]] = []
-        self.spans: list[tuple[int, str]] = []
+        self.seen = History()
         self.problem: dict[str, Any] = {}
         self.finished = self.computes = False
         self.stopped = ""
-        self.backward: dict[int, int] = {}
-        """When the last backward pass before an optimizer's step ended, by when the step began."""
         self.process = os.getpid()
         self.began = time.perf_counter()
 
@@ -176,7 +174,7 @@ class Run:
         if self.settings.modules:
             from phantomgpu import names
 
-            names.follow(self.spans)
+            names.follow(self.seen.spans)
         self.join()
         sys.excepthook = self.failed
         atexit.register(self.ended)
@@ -199,7 +197,7 @@ class Run:
             from phantomgpu import values
 
             self.computes = values.start(self.library)
-        self.phases.append((_now(), "step", 1))
+        self.seen.phases.append((_now(), "step", 1))
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Note the gradients, which may be gone after the step."""
@@ -207,14 +205,14 @@ class Run:
         if not self.settings.details:
             return
         grads = (p.grad for group in optimizer.param_groups for p in group["params"])
-        self.owners.append((_now(), "gradients", addresses(grads)))
-        self.phases.append((_now(), "optimizer", self.steps.get(id(optimizer), 0) + 1))
+        self.seen.owners.append((_now(), "gradients", addresses(grads)))
+        self.seen.phases.append((_now(), "optimizer", self.steps.get(id(optimizer), 0) + 1))
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count the step; the last one ends the run."""
         del args, kwargs
         done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
-        self.phases.append((_now(), "step", done + 1))
+        self.seen.phases.append((_now(), "step", done + 1))
         if is_distributed():
             time.sleep(WATCHDOG_SECONDS)
         most = self.settings.steps
@@ -223,9 +221,7 @@ class Run:
             and done >= most
             and threading.current_thread() is threading.main_thread()
         ):
-            from phantomgpu import analysis
-
-            self.stopped = analysis.line_of(sys._getframe())[0]
+            self.stopped = line_of(sys._getframe())[0]
             self.finish("fits", 0)
 
     def failed(
@@ -258,20 +254,39 @@ class Run:
         if self.finished or (code is None and not torch.cuda.is_initialized()):
             return  # the latter: a helper process
         self.finished = True
-        from phantomgpu import analysis
-
-        result = {"status": status, **analysis.analyse(self), **self.problem}
+        result = {"status": status, **self.result(), **self.problem}
         if code is None:
             _save(result, self.settings, self.name)
             return
         _leave(code, result, self.settings, self.name)
 
+    def result(self) -> dict[str, Any]:
+        """Return the report of this process as plain values."""
+        import torch
 
-def is_distributed() -> bool:
-    """Return whether the script has joined a process group."""
-    import torch
-
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+        seconds = time.perf_counter() - self.began
+        native = torch.cuda.memory.get_allocator_backend() == "native" and self.settings.details
+        snapshot = torch.cuda.memory._snapshot() if native else {"device_traces": [[]]}
+        if self.settings.snapshot:
+            with Path(self.settings.folder, f"{self.process}.pickle").open("wb") as file:
+                pickle.dump(snapshot, file)
+        values = sys.modules.get("phantomgpu.values")
+        host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
+        return {
+            **analyse(self.seen, snapshot["device_traces"]),
+            "steps": max(self.steps.values(), default=0),
+            "host_pinned": host.get("allocated_bytes.peak", 0),
+            "host_managed": ctypes.c_size_t.in_dll(self.library, "phantom_most_managed").value,
+            "torch": torch.__version__,
+            "computes": self.computes,
+            "stopped": self.stopped,
+            "unknown": [line for line, _ in values.UNKNOWN.most_common()] if values else [],
+            "compiled": "torch._inductor.compile_fx" in sys.modules,
+            "cudnn": torch.backends.cudnn.enabled,
+            "distributed": is_distributed(),
+            "seconds": round(seconds, 2),
+            "nccl": ctypes.c_size_t.in_dll(self.library, "phantom_nccl").value,
+        }
 
 
 def start_trial(name: str, *, details: bool) -> None:
@@ -282,26 +297,6 @@ def start_trial(name: str, *, details: bool) -> None:
     run.join()
     run.settings.details = details
     run.process, run.name, run.began = os.getpid(), name, time.perf_counter()
-
-
-def addresses(tensors: Any) -> set[int]:
-    """Return where the memory of tensors begins, looking into subclasses and sparse tensors."""
-    import torch
-
-    found: set[int] = set()
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        inner = getattr(tensor, "__tensor_flatten__", None)
-        if inner is not None:
-            found |= addresses(getattr(tensor, name) for name in inner()[0])
-        elif tensor.layout == torch.sparse_coo:
-            plain = tensor.detach()
-            found |= addresses((plain.indices(), plain.values()) if plain.is_coalesced() else ())
-        elif tensor.is_cuda and not torch.nn.parameter.is_lazy(tensor):
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # without storage
-                found.add(tensor.untyped_storage().data_ptr())
-    return found
 
 
 def _now() -> int:

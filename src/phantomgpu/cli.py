@@ -16,7 +16,7 @@ from phantomgpu import standins
 from phantomgpu.child import CANNOT_RUN, DOES_NOT_FIT
 from phantomgpu.errors import PhantomError, SetupNeededError
 from phantomgpu.gpus import GIB, GPUS, UNMEASURED_CONTEXT, find_gpu, parse_memory
-from phantomgpu.report import Report, draw
+from phantomgpu.report import Report
 from phantomgpu.searching import TRIAL_SECONDS
 
 OptimizerName: TypeAlias = Literal["adamw", "sgd", "adafactor", "adamw8bit"]
@@ -58,7 +58,6 @@ def run(
         Path | None, typer.Option(help="Write the report as JSON, with memory over time; - prints.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Hide what the command prints.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw memory over time (PNG).")] = None,
     snapshot: Annotated[
         Path | None, typer.Option(help="Write torch's snapshot, for its memory viewer.")
     ] = None,
@@ -84,8 +83,6 @@ def run(
     typer.echo(report.to_json() if prints else f"\n{report}")  # progress bars leave a line open
     if json is not None and not prints:
         json.write_text(report.to_json())
-    if picture is not None:
-        draw(report, str(picture))
     raise typer.Exit(exit_code(report))
 
 

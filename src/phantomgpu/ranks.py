@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
-from phantomgpu.child import is_distributed
+from phantomgpu.analysis import is_distributed
 from phantomgpu.values import leaves
 
 _KEPT: list[object] = []

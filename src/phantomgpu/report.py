@@ -159,21 +159,3 @@ def _gib(size: int) -> str:
 
 def _table(sizes: dict[str, int]) -> str:
     return "  ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size >= GIB // 200)
-
-
-def draw(report: Report, file: str) -> None:
-    """Draw memory over time into a PNG file; needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    categories = report.timeline.get("categories", [])
-    stacked = [[size / GIB for size in one["bytes"]] for one in categories]
-    names = [one["name"] for one in categories]
-    axes.stackplot(report.timeline.get("times", []), stacked, labels=names, step="post")
-    axes.axhline(report.available / GIB, color="black", linestyle="--", label="available")
-    axes.set(xlabel="allocations and frees of one step", ylabel="GiB", title=report.lines()[0])
-    axes.legend()
-    figure.savefig(file)

@@ -30,7 +30,6 @@ from stretto.batching import (
     rampup,
     split,
 )
-from stretto.errors import BatchSizeError
 from stretto.ordering import SampleOrder
 from stretto.schedules import Cosine
 from stretto.timing import Horizon, Timestamp
@@ -126,9 +125,3 @@ def test_other_integers_that_count_samples_may_be_of_numpy_too() -> None:
     assert (shared.shares, shared.accumulation) == ((6, 7), 2)
     assert SampleOrder(_np(10), _np(3)) == SampleOrder(10, 3)
     assert type(SampleOrder(_np(10), _np(3)).seed) is int
-
-
-@pytest.mark.parametrize("size", [np.float64(8), np.bool_(True), np.array([8])], ids=repr)
-def test_nothing_else_of_numpy_is_a_size(size: Any) -> None:
-    with pytest.raises(BatchSizeError, match="integer"):
-        as_policy(size)

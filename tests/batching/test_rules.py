@@ -50,11 +50,6 @@ def test_references_are_batch_sizes(rule: type[LinearRule], reference: int) -> N
         rule(reference)
 
 
-def test_a_rule_is_a_function() -> None:
-    with pytest.raises(BatchSizeError, match="rule"):
-        as_rule("sqrt")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("written", "rule"),
     [

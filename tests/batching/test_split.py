@@ -47,11 +47,6 @@ def test_without_a_micro_batch_size_a_share_is_one() -> None:
     assert shared.micro_batch_sizes(3) == (2,)
 
 
-def test_a_rank_without_samples_runs_dummies() -> None:
-    shared = split(2, 4, 1)
-    assert [shared.micro_batch_sizes(rank) for rank in range(4)] == [(1,), (1,), (0,), (0,)]
-
-
 def test_it_is_a_value() -> None:
     shared = split(13, 4, 2, start=5)
     assert eval(repr(shared), {"Split": type(shared)}) == shared

@@ -10,7 +10,7 @@ from stretto.batching import (
     Plateau,
     Signals,
 )
-from stretto.noise import noise_terms
+from stretto.noise import NoiseSums
 
 wrong: Any = None
 """A value that a type checker would refuse."""
@@ -23,7 +23,7 @@ def plateau(**settings: Any) -> Plateau:
 
 
 CASES: list[tuple[str, Callable[[], object]]] = [
-    ("noise-sizes-negative", lambda: noise_terms([1.0, 2.0], [-1, 2], 1.0)),
+    ("noise-sizes-negative", lambda: NoiseSums.of([1.0, 2.0], [-1, 2], 1.0)),
     ("noise-scale-above", lambda: NoiseScale(128, 64)),
     ("noise-scale-below", lambda: NoiseScale(8, 64, minimum=16)),
     ("noise-scale-sure", lambda: NoiseScale(8, 64, confidence=wrong)),

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from examples.ada_scale import AdaScale
+from examples.ada_scale import AdaScale, gain
 from torch import Tensor, nn
 
 from stretto import Callback, Checkpointing, Logging, Run, Seesaw, Stepping, Trainer
-from stretto.batching import LinearRule
+from stretto.batching import LinearRule, Signals
 from stretto.errors import BatchSizeError, TrainingError
+from stretto.noise import GradientNoise
 from stretto.schedules import Cosine
 
 
@@ -67,7 +68,7 @@ def test_a_skipped_step_has_no_gain() -> None:
         ada, loss=loss, stepping=stepping, batch_size=4, micro_batch_size=4, max_duration="8ba"
     )
     trainer.fit()
-    assert (ada.gained, trainer.skipped_steps) == (7, 1)
+    assert (ada.gained, trainer.run.skipped_steps) == (7, 1)
 
 
 def test_a_resumed_run_ends_equal(tmp_path: Path) -> None:
@@ -106,3 +107,55 @@ def test_other_things_that_scale_the_learning_rate_are_refused(case: str) -> Non
 def test_a_reference_is_a_batch_size() -> None:
     with pytest.raises(BatchSizeError):
         AdaScale(0)
+
+
+def terms(numerator: float, denominator: float, num_samples: int | None = None) -> Signals:
+    """What a step measured."""
+    return Signals(
+        noise_numerator=numerator, noise_denominator=denominator, num_samples=num_samples
+    )
+
+
+def test_the_gain_is_that_of_the_noise() -> None:
+    noise = GradientNoise()
+    assert gain(noise, 64, 8) == 1.0
+    for step in range(60):
+        noise = noise.after(terms(64.0 + (-1) ** step, 1.0))
+    scale = noise.scale
+    assert scale is not None
+    for size in (8, 16, 64, 4096):
+        expected = (scale / 8 + 1) / (scale / size + 1)
+        assert gain(noise, size, 8) == pytest.approx(expected)
+        assert 1 <= gain(noise, size, 8) <= size / 8
+    assert gain(noise, 8, 8) == 1.0
+
+
+def test_the_gain_stays_where_a_batch_jumps() -> None:
+    noise = GradientNoise(window=30)
+    for size in (*[64] * 300, *[1024] * 5):
+        noise = noise.after(terms(1000.0, 1.0, size))
+        if noise.steps > 30:
+            assert gain(noise, size, 64) == pytest.approx((1000 / 64 + 1) / (1000 / size + 1))
+
+
+def test_the_gain_is_all_or_nothing_where_there_is_only_noise_or_none() -> None:
+    noise = still = GradientNoise()
+    for _ in range(40):
+        noise = noise.after(terms(50.0, -0.1))
+        still = still.after(terms(-0.1, 2.0))
+    assert gain(noise, 64, 8) == 8.0
+    assert gain(still, 64, 8) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [((8.0, 1.0), 1.5), ((8e99, 1e99), 1.5), ((8e-300, 1e-300), 1.5), ((5e-324, 0.0), 2.0)],
+    ids=str,
+)
+def test_the_gain_does_not_go_by_how_large_gradients_are(
+    measured: tuple[float, float], expected: float
+) -> None:
+    noise = GradientNoise()
+    for _ in range(40):
+        noise = noise.after(terms(*measured))
+    assert gain(noise, 8, 4) == pytest.approx(expected)

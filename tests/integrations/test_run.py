@@ -18,7 +18,7 @@ from stretto.batching import NO_SIGNALS, NoiseScale, Signals, SquareRootRule
 from stretto.data import DataSpec, Step
 from stretto.errors import CheckpointError, DataError, ScheduleError, TrainingError
 from stretto.integrations import ClockScheduler, StepMeter
-from stretto.noise import noise_terms
+from stretto.noise import NoiseSums
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
 from stretto.schedules import Cosine, Linear
@@ -359,11 +359,11 @@ def test_a_meter_measures_the_noise_of_a_step(size: int) -> None:
         alone.zero_grad()
         functional.mse_loss(alone(micro.batch[0]), micro.batch[1]).backward()
         squares.append(square(alone))
-    expected = noise_terms(squares, [micro.num_samples for micro in micros], square(model))
+    sizes = [micro.num_samples for micro in micros]
+    expected = NoiseSums.of(squares, sizes, square(model)).signals()
     signals = meter.signals()
-    assert expected is not None
-    assert signals.noise_numerator == pytest.approx(expected.numerator, rel=1e-9)
-    assert signals.noise_denominator == pytest.approx(expected.denominator, rel=1e-9)
+    assert signals.noise_numerator == pytest.approx(expected.noise_numerator, rel=1e-9)
+    assert signals.noise_denominator == pytest.approx(expected.noise_denominator, rel=1e-9)
     assert signals.num_samples == size
     assert meter.signals() == NO_SIGNALS  # nothing new was measured
 

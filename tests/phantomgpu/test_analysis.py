@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from phantomgpu import Report
-from phantomgpu.analysis import categorise, lives, peak, phase_of, place, timeline
-from phantomgpu.child import Run, Settings
-from phantomgpu.report import build_report, draw
+from phantomgpu.analysis import History, categorise, lives, peak, phase_of, place, timeline
+from phantomgpu.report import build_report
 
 MIB = 1 << 20
 
@@ -40,8 +39,8 @@ TRACE = [
 
 
 @pytest.fixture
-def run() -> Run:
-    made = Run(Settings(""), None)
+def run() -> History:
+    made = History()
     made.phases = [(10, "step", 1), (20, "optimizer", 1), (30, "step", 2)]
     made.owners = [(20, "gradients", {400}), (40, "parameters", {100})]
     return made
@@ -52,7 +51,7 @@ def test_the_peak_is_where_most_is_live() -> None:
     assert lives(TRACE) == {1: 9, 2: 9, 3: 5, 4: 8, 6: 9}
 
 
-def test_blocks_belong_to_who_held_them_while_they_lived(run: Run) -> None:
+def test_blocks_belong_to_who_held_them_while_they_lived(run: History) -> None:
     assert categorise(run, TRACE, lives(TRACE), run.owners) == {
         1: "parameters",
         2: "activations",
@@ -64,7 +63,7 @@ def test_blocks_belong_to_who_held_them_while_they_lived(run: Run) -> None:
     assert place(run, TRACE[4]) == "backward"
 
 
-def test_phases(run: Run) -> None:
+def test_phases(run: History) -> None:
     assert phase_of(run, TRACE[1]) == ("start", 0)
     assert phase_of(run, TRACE[2]) == ("forward", 1)
     assert phase_of(run, TRACE[4]) == ("backward", 1)
@@ -73,13 +72,13 @@ def test_phases(run: Run) -> None:
     assert phase_of(run, recomputed) == ("recomputation", 2)
 
 
-def test_modules_name_places_when_they_were_followed(run: Run) -> None:
+def test_modules_name_places_when_they_were_followed(run: History) -> None:
     run.spans = [(11, "layers.0.mlp"), (12, "")]
     assert place(run, TRACE[2]) == "layers.0.mlp"
 
 
 @pytest.mark.parametrize("most", [100, 2])
-def test_a_timeline_is_one_step_with_its_peak(run: Run, most: int) -> None:
+def test_a_timeline_is_one_step_with_its_peak(run: History, most: int) -> None:
     named = categorise(run, TRACE, lives(TRACE), run.owners)
     made = timeline(run, TRACE, 4, named, most)
     columns = {one["name"]: one["bytes"] for one in made["categories"]}
@@ -136,9 +135,3 @@ def test_notes_say_what_the_figures_do_not_contain() -> None:
     assert any("no optimizer step" in note for note in report(steps=0).notes)
     assert any("caught" in note for note in report(out_of_memory=2).notes)
     assert report(status="failed").notes == ()
-
-
-def test_a_picture(tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib")
-    draw(report(), str(tmp_path / "memory.png"))
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")

@@ -7,7 +7,6 @@ import math
 import pickle
 from dataclasses import fields
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -155,28 +154,6 @@ def test_a_ratio_that_is_not_positive_is_refused(ratio: float) -> None:
 def test_a_ratio_that_is_not_a_number_is_refused(ratio: float) -> None:
     with pytest.raises(TimeError, match="finite"):
         Cosine().scaled(ratio)
-
-
-def test_the_first_batch_has_the_value_of_time_zero() -> None:
-    assert values(Cosine(), Horizon("10ba"), by_batch(1)) == [1.0]
-    assert values(Cosine(warmup="4ba"), Horizon("10ba"), by_batch(2)) == [0.0, 0.25]
-
-
-def test_a_warm_up_need_not_waste_the_first_step() -> None:
-    first, *_ = values(Cosine(warmup="4ba", warmup_start=0.25), Horizon("10ba"), by_batch(4))
-    assert first == 0.25
-
-
-def test_the_value_moves_at_each_step() -> None:
-    # Not the first value for ever, as Levanter's value_at_step.
-    found = values(Linear(), Horizon("10ba"), by_batch(10))
-    assert all(before > after for before, after in pairwise(found))
-
-
-def test_it_never_goes_negative_past_the_end() -> None:
-    # As torchtitan's linear decay does.
-    for schedule in (Linear(), Cosine(), Polynomial(power=3), WSD("20%", shape="1-sqrt")):
-        assert values(schedule, Horizon("10ba"), by_batch(30))[10:] == [0.0] * 20
 
 
 def test_a_warm_up_of_nothing_divides_by_nothing() -> None:

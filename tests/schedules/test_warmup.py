@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 from hypothesis import given
@@ -16,14 +15,11 @@ from stretto.schedules import (
     Constant,
     Cosine,
     CosineRestarts,
-    Exponential,
     InverseSqrt,
     Linear,
-    MultiStep,
     Periods,
     Polynomial,
     Schedule,
-    StepDecay,
 )
 from stretto.schedules.fields import fill
 from stretto.schedules.schedule import WarmedUp
@@ -58,19 +54,6 @@ def test_a_warm_up_is_a_period_before_the_rest(
 )
 def test_it_rises_to_the_first_value(schedule: Schedule) -> None:
     assert values(schedule, Horizon("10ba"), by_batch(5)) == [0.0, 0.125, 0.25, 0.375, 0.5]
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        Exponential("1ba", 0.5, warmup="2ba", warmup_start=0.5),
-        StepDecay("1ba", 0.5, warmup="2ba", warmup_start=0.5),
-        MultiStep(["1ba", "2ba", "3ba"], 0.5, warmup="2ba", warmup_start=0.5),
-    ],
-    ids=lambda schedule: type(schedule).__name__,
-)
-def test_times_are_counted_from_its_end(schedule: Schedule) -> None:
-    assert values(schedule, Horizon("10ba"), by_batch(5)) == [0.5, 0.75, 1.0, 0.5, 0.25]
 
 
 def test_it_may_fall() -> None:
@@ -125,9 +108,3 @@ def test_how_long_a_way_is_does_not_include_the_warm_up() -> None:
         else:
             expected = 1 - min(1, (step - warmup_steps) / (decay_steps - warmup_steps))
         assert found[step] == pytest.approx(expected)
-
-
-def test_a_warm_up_of_another_shape_is_a_period() -> None:
-    found = values(Periods([("8ba", Cosine(0, 1)), ("rest", 1.0)]), Horizon("20ba"), by_batch(20))
-    rise = [(1 - math.cos(math.pi * step / 8)) / 2 for step in range(9)]
-    assert found == pytest.approx(rise + [1.0] * 11)

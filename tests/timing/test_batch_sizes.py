@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import get_args
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,25 +34,6 @@ def constant_batches(
 
 
 MODES: st.SearchStrategy[LastBatch] = st.sampled_from(get_args(LastBatch))
-
-
-@pytest.mark.parametrize(
-    ("last_batch", "starts"),
-    [
-        ("keep", [0, 32, 64, 96, 100, 132, 164, 196, 200]),
-        ("drop", [0, 32, 64, 100, 132, 164, 200, 232, 264]),
-        ("carry", [0, 32, 64, 96, 128, 160, 192, 224, 256]),
-    ],
-)
-def test_where_batches_begin(last_batch: LastBatch, starts: list[int]) -> None:
-    sizes = constant_batches(32, 100, last_batch)
-    assert [sizes.sample_at_batch(batch) for batch in range(9)] == starts
-
-
-def test_data_without_a_known_size_are_one_endless_epoch() -> None:
-    sizes = constant_batches(32)
-    assert [sizes.sample_at_batch(batch) for batch in range(4)] == [0, 32, 64, 96]
-    assert [sizes.batch_at_sample(sample) for sample in (0, 1, 32, 33)] == [0, 1, 1, 2]
 
 
 @given(horizons(has_batch_size=True), st.data())
@@ -111,18 +91,6 @@ def test_the_last_batch_of_a_run_is_cut_at_its_end() -> None:
 
 def test_a_run_that_ends_between_two_batches_cuts_none() -> None:
     assert constant_batches(32, end_sample=64).sample_at_batch(3) == 96
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.0, "32", True, [32], np.float64(32)])
-def test_sizes_that_cannot_be(size: int) -> None:
-    with pytest.raises(BatchSizeError, match="integer"):
-        constant_batches(size)
-
-
-def test_any_integer_type_becomes_an_int() -> None:
-    sizes = constant_batches(np.int16(300))  # type: ignore[arg-type]
-    assert type(sizes.size) is int
-    assert sizes.sample_at_batch(1000) == 300_000
 
 
 def test_drop_needs_epochs_that_hold_a_batch() -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.timing.by_hand import count_by_hand
-from tests.timing.strategies import horizons, lengths, times, units
 
-from stretto.timing import Horizon, LastBatch, Time, TimeUnit
+from stretto.timing import Horizon, LastBatch
 
 
 @pytest.mark.parametrize(
@@ -32,17 +29,3 @@ def test_a_run_of_two_and_a_half_epochs_by_hand(last_batch: LastBatch, clock: st
 def test_runs_of_other_lengths_by_hand(run: str, batches: int) -> None:
     counted = count_by_hand(Horizon(run, tokens_per_sample=7), 4, batches=9)
     assert counted[-1].batch == batches
-
-
-@given(units(), st.data())
-def test_times_of_one_unit(unit: TimeUnit, data: st.DataObject) -> None:
-    assert data.draw(times(unit)).unit is unit
-    assert data.draw(lengths(unit)) > Time(0, unit)
-
-
-@given(st.sampled_from(["ep", "ba", "sp", "tok", "sec"]), st.booleans(), st.booleans(), st.data())
-def test_horizons_as_asked_for(unit: str, first: bool, second: bool, data: st.DataObject) -> None:
-    horizon = data.draw(horizons(run_unit=unit, is_sized=first, has_batch_size=second))
-    assert horizon.max_duration.unit == unit
-    assert (horizon.dataset_num_samples is not None) is first
-    assert (horizon.batch_sizes is not None) is second

@@ -68,32 +68,11 @@ def test_it_goes_on_from_saved_state(horizon: Horizon, data: st.DataObject) -> N
 
 
 class TestLastBatch:
-    def test_keep(self) -> None:
-        timer = Timer(Horizon("2ep", dataset_num_samples=100))
-        for samples in (40, 40, 20):
-            timer.advance(samples)
-        assert timer.timestamp[:7] == (1, 3, 100, 0, 0, 0, 0)
-
-    def test_drop_passes_over_what_is_left(self) -> None:
-        horizon = Horizon("2ep", dataset_num_samples=100, tokens_per_sample=3, last_batch="drop")
-        timer = Timer(horizon)
-        for _ in range(2):
-            timer.advance(40)
-        assert timer.timestamp[:7] == (1, 2, 100, 300, 0, 0, 0)
-        assert timer.get("ep") == Time("1ep")
-
     def test_drop_passes_over_what_is_left_for_a_batch_that_has_grown(self) -> None:
         timer = Timer(Horizon("2ep", dataset_num_samples=100, last_batch="drop"))
         timer.advance(40)
         timer.end_epoch()
         assert timer.timestamp[:7] == (1, 1, 100, 0, 0, 0, 0)
-
-    def test_carry_begins_inside_the_batch(self) -> None:
-        timer = Timer(Horizon("2ep", dataset_num_samples=100, last_batch="carry"))
-        for _ in range(3):
-            timer.advance(40, tokens=80)
-        assert timer.timestamp[:7] == (1, 3, 120, 240, 0, 20, 40)
-        assert timer.get("ep") == Time("1.2ep")
 
     def test_tokens_of_a_carried_batch_are_shared_between_its_epochs(self) -> None:
         horizon = Horizon("4ep", dataset_num_samples=10, last_batch="carry")
@@ -257,15 +236,6 @@ class TestAt:
         assert timer.get_elapsed_duration() == horizon.elapsed(now)
         assert Timer.at(now, horizon).state_dict() == now.to_state()
 
-    def test_a_schedule_can_be_written_with_it(self) -> None:
-        def triangle(timer: Timer) -> float:
-            elapsed = timer.get_elapsed_duration()
-            return min(elapsed, 1 - elapsed)
-
-        horizon = Horizon("8ba")
-        values = [triangle(Timer.at(Timestamp(batch=batch), horizon)) for batch in (0, 2, 4, 6)]
-        assert values == [0.0, 0.25, 0.5, 0.25]
-
 
 class TestCounts:
     def test_any_integer_type_becomes_an_int(self) -> None:
@@ -298,20 +268,8 @@ class TestCounts:
             timer.advance(1, seconds=seconds)
         assert timer.batch == 0
 
-    def test_tokens_are_zero_where_they_are_not_counted(self) -> None:
-        timer = Timer(RUN)
-        timer.advance(5)
-        assert timer.token == 0
-
 
 class TestState:
-    def test_it_is_plain_integers(self) -> None:
-        timer = Timer(Horizon("1ep", dataset_num_samples=10))
-        timer.advance(5, tokens=50, seconds=0.25)
-        state = timer.state_dict()
-        assert json.loads(json.dumps(state)) == state
-        assert {type(value) for value in state.values()} == {int}
-
     def test_counters_of_another_data_set_are_refused(self) -> None:
         state = Timestamp(epoch=2, sample=205, sample_in_epoch=5).to_state()
         Timer(Horizon("3ep", dataset_num_samples=100)).load_state_dict(state)

@@ -150,30 +150,6 @@ def test_a_share_of_the_run_fires_that_often(horizon: Horizon, share: int) -> No
     assert fired >= share
 
 
-@pytest.mark.parametrize("run", ["30ba", "3ep", "30sp", "30tok", "30s"])
-def test_a_tenth_of_thirty_batches_fires_ten_times(run: str) -> None:
-    horizon = Horizon(run, dataset_num_samples=10, tokens_per_sample=1, batch_sizes=1)
-    clock = count_by_hand(horizon, 1)
-    bound = Every("0.1dur").bind(horizon)
-    fired = [after.batch for before, after in pairwise(clock) if bound(before, after)]
-    assert fired == [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
-
-
-def test_a_step_may_jump_over_several_boundaries() -> None:
-    bound = Every("10sp").bind(Horizon("100sp"))
-    assert bound.count(Timestamp(sample=5), Timestamp(sample=35)) == 3
-    assert bound(Timestamp(sample=5), Timestamp(sample=35)) is True
-
-
-def test_the_interval_is_open_on_the_left_and_closed_on_the_right() -> None:
-    bound = Every("10sp").bind(Horizon("100sp"))
-    at_ten, at_eleven = Timestamp(sample=10), Timestamp(sample=11)
-    assert bound(Timestamp(), at_ten)
-    assert not bound(at_ten, at_eleven)
-    assert not bound(Timestamp(), Timestamp())
-    assert not At("10sp").bind(Horizon("100sp"))(at_ten, at_eleven)
-
-
 def test_boundaries_beyond_floats_are_exact() -> None:
     bound = At(Time(2**60 + 1, "tok")).bind(Horizon("2_000_000Ttok"))
     assert not bound(Timestamp(token=2**60 - 1), Timestamp(token=2**60))

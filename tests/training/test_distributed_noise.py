@@ -44,9 +44,10 @@ def expected(groups: list[tuple[int, list[float]]], num_samples: int) -> tuple[f
     kept = [units for units in sizes if units]
     squares = [float((g / n).square().sum()) for g, n in zip(gradients, kept, strict=True)]
     square = float(whole.square().sum())
-    terms = NoiseSums.of(squares, sizes=kept, whole=square).terms(num_samples)
-    assert terms is not None
-    return (*terms, square)
+    found = NoiseSums.of(squares, kept, square).signals(num_samples)
+    assert found.noise_numerator is not None
+    assert found.noise_denominator is not None
+    return found.noise_numerator, found.noise_denominator, square
 
 
 @pytest.mark.parametrize("scenario", ["samples", "one pass", "an empty share", "tokens"])

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeGuard, cast, final
+from typing import Annotated, Any, TypeAlias, TypeGuard, final
 
-from stretto.batching.following import check_start, rounded_size
-from stretto.batching.policy import BatchSizePolicy, Bound, Decision, PolicyState, Signals, Size
+from stretto.batching.policy import (
+    BatchSizePolicy,
+    Bound,
+    Decision,
+    PolicyState,
+    Signals,
+    Size,
+    check_start,
+    rounded_size,
+)
 from stretto.errors import BatchSizeError
-from stretto.schedules.fields import Check, Positive, check_fields, fill, number
+from stretto.schedules.fields import Check, Positive, check_fields, fill, number_field
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.grammar import whole
 
@@ -25,95 +33,108 @@ _LEAST_STEPS = 20
 _FEW = 15.0
 """Degrees of freedom below which the expansion of Student's distribution is off by 0.15 percent at
 a confidence of 0.9999; at 5 it was 6 percent, and at 1 it was 12 percent at 0.9."""
-_LEAST_CONFIDENCE, _MOST_CONFIDENCE = 0.01, 0.9999
 STEADY = 3.0
 """A ratio that is known to within this factor counts as known."""
 
 
-class Interval(NamedTuple):
-    """Where a ratio lies; `upper` is infinite if the data do not bound it.
-
-    >>> Interval(40.0, 60.0).is_within(3)
-    True
-    """
-
-    lower: float
-    upper: float
-
-    def is_within(self, factor: float) -> bool:
-        """Return whether its ends are at most a `factor` apart."""
-        return self.upper <= factor * self.lower
-
-
-UNKNOWN = Interval(0.0, math.inf)
+UNKNOWN = (0.0, math.inf)
 """The interval of a ratio of positive numbers without data."""
+
+
+def _checked_window(window: object) -> int:
+    """Return the number of steps that an average is over: an integer from 2 to a billion."""
+    steps = whole(window)
+    if steps is None or not 2 <= steps <= _LONGEST:
+        why = f"it is not an integer from 2 to {_LONGEST:,}"
+        raise BatchSizeError.bad("window", window, why, "write a number of steps such as 100")
+    return steps
+
+
+Window: TypeAlias = Annotated[int, Check(lambda value, *_: _checked_window(value))]
+# Above, Student's distribution is less exact.
+Confidence: TypeAlias = Annotated[
+    float, number_field("a number from 0.01 to 0.9999", lambda value: 0.01 <= value <= 0.9999)
+]
+Power: TypeAlias = Annotated[
+    float, number_field("a number above 0 and at most 1", lambda value: 0 < value <= 1)
+]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class RatioAverage:
-    """Weighted means of a numerator and a denominator, with their variances. A frozen value.
+class GradientNoise:
+    """The gradient noise scale `B_simple = tr(Sigma) / |G|^2`, averaged over steps. A frozen value.
 
-    The two are averaged separately and divided at the end: the mean of the ratios of single steps
-    is another number, and has no finite variance if a denominator may be near zero. The weights
-    fall geometrically, by `1 - 2 / (window + 1)` a step, so the means vary like those over `window`
-    steps; they are means from the first step on (West 1979, "Updating mean and variance estimates",
-    Communications of the ACM 22:532). Steps are weighted by their samples, since a measurement on
-    few samples varies more.
+    It is the batch size at which the noise of the gradient is as large as the gradient (McCandlish
+    et al. 2018, arXiv 1812.06162, equation 2.9). Numerator and denominator are averaged separately
+    and divided at the end: the mean of the ratios of single steps is another number, and has no
+    finite variance if a denominator may be near zero. The weights fall geometrically, by
+    `1 - 2 / (window + 1)` a step, so the means vary like those over `window` steps; they are means
+    from the first step on (West 1979, "Updating mean and variance estimates", Communications of the
+    ACM 22:532). Steps are weighted by their samples: a measurement on few samples varies more.
 
-    >>> average = RatioAverage()
-    >>> for numerator, denominator in [(9.0, 1.0), (11.0, 3.0), (10.0, 2.0)]:
-    ...     average = average.extended(numerator, denominator, window=100)
-    >>> average.steps, round(average.ratio, 2)
-    (3, 4.99)
+    If the interval is rarely narrow enough for a `scale`, the scales are biased: it is narrow when
+    the denominator is high by chance, so they are too small by a quarter or more.
+
+    >>> noise = GradientNoise(window=50)
+    >>> for step in range(40):
+    ...     noise = noise.after(Signals(noise_numerator=120.0 + step % 2, noise_denominator=2.0))
+    >>> round(noise.scale, 2), [round(end, 1) for end in noise.interval]
+    (60.26, [60.2, 60.3])
+
+    Args:
+        window: the number of steps of equal size that the means are over.
+        confidence: the probability with which the interval contains the true ratio.
+
+    Raises:
+        BatchSizeError: `window` or `confidence` is out of range.
     """
 
+    error = BatchSizeError
+
+    window: Window = 100
+    confidence: Confidence = 0.9
     steps: int = 0
+    """The number of measured steps."""
     weight: float = 0.0
     weight_squares: float = 0.0
     numerator: float = 0.0
-    """The mean of the numerators."""
+    """The mean of tr(Sigma), the variance of a sample's gradient."""
     denominator: float = 0.0
-    """The mean of the denominators."""
+    """The mean of |G|^2, the squared norm of the true gradient."""
     spread_numerator: float = 0.0
     """The weighted sum of squared deviations of the numerators; likewise below."""
     spread_both: float = 0.0
     spread_denominator: float = 0.0
 
-    def extended(
-        self,
-        numerator: float | None,
-        denominator: float | None,
-        *,
-        window: int,
-        num_samples: float | None = None,
-    ) -> RatioAverage:
-        """Return the average with one more step; unchanged if a value is missing or not finite.
+    def __post_init__(self) -> None:
+        check_fields(self)
 
-        Args:
-            numerator: what the step measured.
-            denominator: what it is divided by.
-            window: the number of steps of equal size that the means are over.
-            num_samples: the weight of the step; by default, one sample.
+    def after(self, signals: Signals) -> GradientNoise:
+        """Return the noise with one more step; unchanged if it measured none, or none finite.
+
+        Without `num_samples`, all steps have equal weights.
         """
-        own = 1.0 if num_samples is None else num_samples
+        numerator, denominator = signals.noise_numerator, signals.noise_denominator
+        own = 1.0 if signals.num_samples is None else signals.num_samples
         if not (_is_plausible(numerator) and _is_plausible(denominator)):
             return self
         if not 1 / LARGEST <= own <= LARGEST:
             return self
-        kept = 1.0 - 2.0 / (window + 1)
+        kept = 1.0 - 2.0 / (self.window + 1)
         weight = kept * self.weight + own
         off_x, off_y = numerator - self.numerator, denominator - self.denominator
         share = kept * self.weight / weight * own
-        return RatioAverage(
-            self.steps + 1,
-            weight,
-            kept * kept * self.weight_squares + own * own,
-            self.numerator + own * off_x / weight,
-            self.denominator + own * off_y / weight,
-            kept * self.spread_numerator + share * off_x * off_x,
-            kept * self.spread_both + share * off_x * off_y,
-            kept * self.spread_denominator + share * off_y * off_y,
+        return replace(
+            self,
+            steps=self.steps + 1,
+            weight=weight,
+            weight_squares=kept * kept * self.weight_squares + own * own,
+            numerator=self.numerator + own * off_x / weight,
+            denominator=self.denominator + own * off_y / weight,
+            spread_numerator=kept * self.spread_numerator + share * off_x * off_x,
+            spread_both=kept * self.spread_both + share * off_x * off_y,
+            spread_denominator=kept * self.spread_denominator + share * off_y * off_y,
         )
 
     @property
@@ -121,26 +142,24 @@ class RatioAverage:
         """The number of steps of equal weight whose means would vary like these."""
         return self.weight * self.weight / self.weight_squares if self.steps else 0.0
 
-    def is_over_enough(self, window: int) -> bool:
-        """Return whether there are enough steps for their spread to mean something.
+    @property
+    def has_enough_steps(self) -> bool:
+        """Whether there are enough steps for their spread to mean something.
 
         Twenty, or three quarters of a shorter window. After two windows no more can come, and
         steps of different batches are worth fewer: then five are enough, or two fifths of a
         shorter window.
         """
-        least = min(_LEAST_STEPS, 0.75 * window)
-        if self.steps >= 2 * window:
-            least = min(least, _FULL_STEPS, 0.4 * window)
+        least = min(_LEAST_STEPS, 0.75 * self.window)
+        if self.steps >= 2 * self.window:
+            least = min(least, _FULL_STEPS, 0.4 * self.window)
         return self.effective_steps >= least
 
-    def has_begun(self, window: int) -> bool:
-        """Return whether the means are over that many steps, whatever their weights."""
-        return self.steps >= min(_LEAST_STEPS, 0.75 * window)
-
-    def is_steady(self, window: int, confidence: float) -> bool:
-        """Return whether the ratio is known to within a factor of 3."""
-        has_ratio = self.ratio is not None and self.is_over_enough(window)
-        return has_ratio and self.interval(confidence).is_within(STEADY)
+    @property
+    def scale(self) -> float | None:
+        """The noise scale in samples; None until it is known to within a factor of 3."""
+        lower, upper = self.interval if self.has_enough_steps else UNKNOWN
+        return self.ratio if upper <= STEADY * lower else None
 
     @property
     def ratio(self) -> float | None:
@@ -150,8 +169,9 @@ class RatioAverage:
         ratio = self.numerator / self.denominator
         return ratio if math.isfinite(ratio) else None
 
-    def interval(self, confidence: float) -> Interval:
-        """Return where the ratio of the true means lies, with this probability.
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the ratio of the true means lies; the upper end is infinite if nothing bounds it.
 
         Fieller's interval (1954, "Some problems in interval estimation", Journal of the Royal
         Statistical Society B 16:175): all ratios R for which the mean of `numerator - R *
@@ -170,20 +190,21 @@ class RatioAverage:
         if not (x_unit > 0 and 0 < unit < math.inf):
             return UNKNOWN
         x, y = self.numerator / x_unit, self.denominator / y_unit
-        reach = student(confidence, self.effective_steps - 1.0) ** 2 * shrink
+        reach = student(self.confidence, self.effective_steps - 1.0) ** 2 * shrink
         a = y * y - reach * (self.spread_denominator / y_unit / y_unit)
         b = x * y - reach * (self.spread_both / x_unit / y_unit)
         c = x * x - reach * (self.spread_numerator / x_unit / x_unit)
         return _positive_part(a, b, c, unit, is_positive=x > 0 and y > 0)
 
     def to_state(self) -> dict[str, int | float]:
-        """Return the average as JSON."""
-        return asdict(self)
+        """Return the averages as JSON."""
+        return {name: getattr(self, name) for name in self.__slots__[2:]}
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> RatioAverage:
-        """Return the average that `to_state` described; other keys are ignored."""
-        return cls(**{one.name: state[one.name] for one in fields(cls)})
+    def from_state(self, state: Mapping[str, Any]) -> GradientNoise:
+        """Return the averages that `to_state` described, over this window; ignores other keys."""
+        for name in self.__slots__[2:]:
+            math.isfinite(state[name])  # raises if it is not a number
+        return replace(self, **{name: state[name] for name in self.__slots__[2:]})
 
 
 def student(confidence: float, freedom: float) -> float:
@@ -222,42 +243,9 @@ def _integrated(confidence: float, v: float) -> float:
     return math.sqrt(v) * math.sinh(y)
 
 
-def checked_window(window: object) -> int:
-    """Return the number of steps that an average is over.
-
-    Raises:
-        BatchSizeError: it is not an integer from 2 to a billion.
-    """
-    steps = whole(window)
-    if steps is None or not 2 <= steps <= _LONGEST:
-        why = f"it is not an integer from 2 to {_LONGEST:,}"
-        raise BatchSizeError.bad("window", window, why, "write a number of steps such as 100")
-    return steps
-
-
-_CONFIDENCE = number(
-    f"a number from {_LEAST_CONFIDENCE} to {_MOST_CONFIDENCE}",
-    lambda value: _LEAST_CONFIDENCE <= value <= _MOST_CONFIDENCE,
-)
-
-
-def checked_confidence(confidence: object) -> float:
-    """Return the probability with which an interval holds.
-
-    Raises:
-        BatchSizeError: it is not a number from 0.01 to 0.9999.
-    """
-    return cast(float, _CONFIDENCE.converted(confidence, "confidence", BatchSizeError))
-
-
-Window: TypeAlias = Annotated[int, Check(lambda value, *_: checked_window(value))]
-Confidence: TypeAlias = Annotated[float, _CONFIDENCE]
-Power: TypeAlias = Annotated[
-    float, number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
-]
-
-
-def _positive_part(a: float, b: float, c: float, unit: float, *, is_positive: bool) -> Interval:
+def _positive_part(
+    a: float, b: float, c: float, unit: float, *, is_positive: bool
+) -> tuple[float, float]:
     """The positive ratios R with `a R^2 - 2 b R + c <= 0`."""
     root = math.sqrt(max(0.0, b * b - a * c))
     if c <= 0 or b + root <= 0:  # the numerator may be zero
@@ -265,10 +253,10 @@ def _positive_part(a: float, b: float, c: float, unit: float, *, is_positive: bo
     else:
         lower = c / (b + root)
     if a <= 0:  # the denominator may be zero
-        return Interval(lower * unit, math.inf)
+        return lower * unit, math.inf
     if not is_positive:
         return UNKNOWN  # negative, which no variance or square is
-    return Interval(lower * unit, (b + root) / a * unit)
+    return lower * unit, (b + root) / a * unit
 
 
 def _is_plausible(value: float | None) -> TypeGuard[float]:
@@ -335,62 +323,52 @@ class NoiseScale(BatchSizePolicy):
             why, instead = "a single sample has no noise to measure", "write 2 or more"
             raise BatchSizeError.bad(name, least, why, instead)
 
-    @property
-    def _least(self) -> int:
-        return cast(int, self.minimum)
-
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size and the averages."""
         del horizon
         return Bound(
             decide=self._decide,
-            start={"size": self.start, **RatioAverage().to_state()},
+            start={"size": self.start, **self._noise.to_state()},
             reads=frozenset({"noise"}),
-            bounds=(self._least, self.maximum),
+            bounds=(self.minimum or self.start, self.maximum),
             log_values=self._log_values,
             sizes=lambda state: (state["size"],),
         )
 
+    @property
+    def _noise(self) -> GradientNoise:
+        return GradientNoise(self.window, self.confidence)
+
     def _log_values(self, state: PolicyState) -> Mapping[str, float]:
         """Return the noise scale and the ends of its interval, as far as they are known."""
-        average, found = RatioAverage.from_state(state), {}
-        if not average.is_over_enough(self.window):
-            return {}
-        interval = average.interval(self.confidence)
-        if average.ratio is not None and interval.is_within(STEADY):
-            found["noise_scale"] = average.ratio
-        if interval.lower > 0:
-            found["noise_scale_low"] = interval.lower
-        if interval.upper < math.inf:
-            found["noise_scale_high"] = interval.upper
+        noise, found = self._noise.from_state(state), dict[str, float]()
+        if not noise.has_enough_steps:
+            return found
+        lower, upper = noise.interval
+        if noise.scale is not None:
+            found["noise_scale"] = noise.scale
+        if lower > 0:
+            found["noise_scale_low"] = lower
+        if upper < math.inf:
+            found["noise_scale_high"] = upper
         return found
 
     def _decide(self, timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
         """Return the size, moved if the interval of the noise scale excludes it."""
         del timestamp
-        average = RatioAverage.from_state(state).extended(
-            signals.noise_numerator,
-            signals.noise_denominator,
-            window=self.window,
-            num_samples=signals.num_samples,
-        )
+        noise = self._noise.from_state(state).after(signals)
         # The bounds of this run; it may have been resumed with others.
-        size = self._moved(
-            rounded_size(cast(int, state["size"]), self._least, self.maximum), average
-        )
-        return size, {"size": size, **average.to_state()}
+        size = self._bounded(state["size"])
+        if noise.has_enough_steps:
+            lowest, highest = map(self._wanted, noise.interval)
+            if not lowest <= size <= highest:
+                nearest = lowest if size < lowest else highest
+                wanted = nearest if noise.scale is None else self._wanted(noise.scale)
+                size = self._bounded(wanted)
+        return size, {"size": size, **noise.to_state()}
 
-    def _moved(self, size: int, average: RatioAverage) -> int:
-        if not average.is_over_enough(self.window):
-            return size
-        interval = average.interval(self.confidence)
-        lowest, highest = self._wanted(interval.lower), self._wanted(interval.upper)
-        if lowest <= size <= highest:
-            return size
-        wanted = lowest if size < lowest else highest
-        if interval.is_within(STEADY) and average.ratio is not None:
-            wanted = self._wanted(average.ratio)
-        return rounded_size(wanted, self._least, self.maximum)
+    def _bounded(self, size: float) -> int:
+        return rounded_size(size, self.minimum or self.start, self.maximum)
 
     def _wanted(self, noise_scale: float) -> float:
         # An end of the interval may be below zero by a rounding error.
@@ -435,9 +413,9 @@ def NormTest(  # noqa: N802  a kind of policy
         BatchSizeError: a size is not an integer of at least 2, `start` is not from `minimum` to
             `maximum`, `eta` is not between 0 and 1, or `window` or `confidence` is out of range.
     """
-    part = cast(float, _ETA.converted(eta, "eta", BatchSizeError))
+    part: float = _ETA.converted(eta, "eta", BatchSizeError)
     c = min((1.0 - part * part) / part / part, LARGEST)
     return NoiseScale(start, maximum, c=c, minimum=minimum, window=window, confidence=confidence)
 
 
-_ETA = number("a number above 0 and below 1", lambda value: 0 < value < 1)
+_ETA = number_field("a number above 0 and below 1", lambda value: 0 < value < 1)

@@ -9,21 +9,104 @@ of `NoiseSums` follow for any N.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self, final
+from typing import NamedTuple, Self, SupportsFloat, final
 
 from torch import nn
 
-from stretto.batching import Signals
+from stretto.batching import NO_SIGNALS, Signals
 from stretto.checkpoint.sharding import is_owner
 from stretto.data import DataSpec, MicroBatch, Step
 from stretto.distributed.strategy import Strategy, adopted
-from stretto.errors import DataError
-from stretto.noise.estimator import NoiseSums
+from stretto.errors import DataError, TrainingError
 from stretto.runtime.micro_gradients import MicroGradients, total
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.sharded import is_dtensor
+
+
+class NoiseSums(NamedTuple):
+    """Sums from which the noise of one step follows; ranks add them up.
+
+    The groups are micro-batches or ranks: group j has `n_j` units (samples, or tokens) and a mean
+    gradient `g_j`.
+
+    >>> sums = NoiseSums.of([8.0, 4.0], sizes=[2, 2], whole=5.0)
+    >>> sums.signals().noise_numerator, sums.signals().noise_denominator
+    (4.0, 4.0)
+    """
+
+    weighted: float = 0.0
+    """`sum_j n_j |g_j|^2`."""
+    groups: float = 0.0
+    """Number of groups with any units."""
+    units: float = 0.0
+    """`N = sum_j n_j`."""
+    whole: float = 0.0
+    """`|sum_j n_j g_j|^2`, over all ranks."""
+
+    @classmethod
+    def of(cls, squares: Iterable[float], sizes: Iterable[float], whole: float) -> NoiseSums:
+        """Return the sums of one rank, from squared norms of mean gradients.
+
+        Args:
+            squares: `|g_j|^2` of each group.
+            sizes: `n_j` of each group.
+            whole: `|G|^2`, where `G = sum_j n_j g_j / N` is the gradient of the whole step.
+
+        Raises:
+            TrainingError: the numbers of sizes and norms differ, a size is negative, or a value is
+                not a number.
+        """
+        squares, sizes = list(map(_as_number, squares)), list(map(_as_number, sizes))
+        if len(squares) != len(sizes) or any(size < 0 for size in sizes):
+            why, instead = "it is not one size for each gradient", "pass numbers of samples"
+            raise TrainingError.bad("sizes", sizes, why, instead)
+        pairs = [(square, size) for square, size in zip(squares, sizes, strict=True) if size]
+        units = total(size for _, size in pairs)
+        weighted = total(size * square for square, size in pairs)
+        return cls(weighted, len(pairs), units, units * units * _as_number(whole))
+
+    def signals(self, num_samples: float | None = None) -> Signals:
+        """Return what the step measured, from the sums of all ranks, as signals for a policy.
+
+        Without noise for fewer than two groups, or if a value is not finite. The estimates are
+        unbiased but noisy: average them over steps, then divide.
+
+        `S = (sum_j n_j |g_j|^2 / N - |G|^2) * N / (k - 1)` and `G2 = |G|^2 - S / N`, from
+        `E |g_j|^2 = |mu|^2 + tr(Sigma) / n_j` (McCandlish et al. 2018, arXiv 1812.06162, appendix
+        A.1, for two sizes; here for k groups of any sizes). If units are not samples, a sample has
+        `N / num_samples` units, whose gradients count as independent. If samples have different
+        numbers of units, and the units of a sample are similar, S is too small. (The unbiased
+        estimate, `k / (k - 1) * sum_j (n_j / N)^2 |g_j - G|^2`, needs `sum_j n_j^2 g_j`, which is
+        as large as all parameters.)
+
+        Args:
+            num_samples: the samples of the step; by default, units are samples.
+        """
+        num_samples = self.units if num_samples is None else num_samples
+        if not (self.groups >= 2 and self.units > 0 and num_samples > 0):
+            return NO_SIGNALS
+        square = self.whole / (self.units * self.units)
+        variance = (self.weighted - self.units * square) / (self.groups - 1)
+        numerator, denominator = variance * num_samples / self.units, square - variance / self.units
+        if not (math.isfinite(numerator) and math.isfinite(denominator)):
+            return NO_SIGNALS
+        return Signals(
+            noise_numerator=numerator, noise_denominator=denominator, num_samples=num_samples
+        )
+
+
+def _as_number(value: object) -> float:
+    """Return a number or a tensor of one element as a float; inf if it overflows."""
+    try:
+        if isinstance(value, SupportsFloat) and not isinstance(value, bool):
+            return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        pass  # several elements
+    raise TrainingError.bad("a norm or size", value, "it is not a number", "pass squared norms")
 
 
 @final

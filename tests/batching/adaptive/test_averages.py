@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.batching.noise_scale import RatioAverage, checked_confidence, student
+from stretto.batching import Signals
+from stretto.batching.noise_scale import GradientNoise, student
 from stretto.errors import BatchSizeError
 
 # Two-sided, from the usual tables.
@@ -54,8 +55,15 @@ def test_the_integral_goes_over_into_the_expansion(confidence: float) -> None:
 @pytest.mark.parametrize("confidence", [0.99991, 0.9999999999999999])
 def test_nobody_is_as_sure_as_that(confidence: float) -> None:
     with pytest.raises(BatchSizeError, match="number"):
-        checked_confidence(confidence)
-    assert checked_confidence(0.9999) == 0.9999
+        GradientNoise(confidence=confidence)
+    assert GradientNoise(confidence=0.9999).confidence == 0.9999
+
+
+def terms(numerator: float, denominator: float, num_samples: float | None = None) -> Signals:
+    """What a step measured."""
+    return Signals(
+        noise_numerator=numerator, noise_denominator=denominator, num_samples=num_samples
+    )
 
 
 steps = st.tuples(st.floats(-9, 9), st.floats(-9, 9), st.integers(1, 1000))
@@ -63,9 +71,9 @@ steps = st.tuples(st.floats(-9, 9), st.floats(-9, 9), st.integers(1, 1000))
 
 @given(st.lists(steps, min_size=1, max_size=30))
 def test_steps_count_by_their_samples(seen: list[tuple[float, float, int]]) -> None:
-    average, kept = RatioAverage(), 1 - 2 / 11
+    average, kept = GradientNoise(window=10), 1 - 2 / 11
     for numerator, denominator, size in seen:
-        average = average.extended(numerator, denominator, window=10, num_samples=size)
+        average = average.after(terms(numerator, denominator, size))
     weights = [size * kept**age for age, (_, _, size) in enumerate(reversed(seen))][::-1]
     total = math.fsum(weights)
 
@@ -82,25 +90,25 @@ def test_steps_count_by_their_samples(seen: list[tuple[float, float, int]]) -> N
 
 
 def test_steps_of_one_size_count_alike() -> None:
-    plain = alike = RatioAverage()
+    plain = alike = GradientNoise(window=9)
     for step in range(30):
-        plain = plain.extended(40 + step % 3, 1 + step % 2, window=9)
-        alike = alike.extended(40 + step % 3, 1 + step % 2, window=9, num_samples=64)
-    assert alike.interval(0.9) == pytest.approx(plain.interval(0.9))
+        plain = plain.after(terms(40 + step % 3, 1 + step % 2))
+        alike = alike.after(terms(40 + step % 3, 1 + step % 2, 64))
+    assert alike.interval == pytest.approx(plain.interval)
     assert alike.effective_steps == pytest.approx(plain.effective_steps)
 
 
 @pytest.mark.parametrize("sizes", [(64, 2), (64, 64, 2), (64,) * 20 + (2,)], ids=len)
 @pytest.mark.parametrize("window", [2, 9, 20, 100])
 def test_epochs_of_a_few_batches_are_enough_in_the_end(sizes: tuple[int, ...], window: int) -> None:
-    average, enough = RatioAverage(), False
+    average, enough = GradientNoise(window), False
     for _ in range(5 * window):
         for size in sizes:
-            average = average.extended(40.0, 1.0, window=window, num_samples=size)
-            enough = enough or average.is_over_enough(window)
+            average = average.after(terms(40.0, 1.0, size))
+            enough = enough or average.has_enough_steps
     assert enough
 
 
 @pytest.mark.parametrize("size", [0, -1, math.nan, math.inf, 1e-320])
 def test_a_step_of_no_samples_is_none(size: float) -> None:
-    assert RatioAverage().extended(1.0, 1.0, window=9, num_samples=size) == RatioAverage()
+    assert GradientNoise().after(terms(1.0, 1.0, size)) == GradientNoise()

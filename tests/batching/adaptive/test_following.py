@@ -36,9 +36,9 @@ from stretto.batching import (
     Signals,
     as_policy,
 )
-from stretto.batching.noise_scale import STEADY, Interval, RatioAverage
+from stretto.batching.noise_scale import STEADY, GradientNoise
 from stretto.errors import BatchSizeError, PlanError
-from stretto.noise import noise_terms
+from stretto.noise import NoiseSums
 from stretto.planning import plan
 from stretto.timing import Horizon, Timestamp
 
@@ -145,7 +145,7 @@ def test_the_size_follows_a_power_of_the_noise_scale() -> None:
 def test_an_end_of_the_interval_that_was_rounded_below_zero_has_a_root(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(RatioAverage, "interval", lambda *_: Interval(0.0, -1e-16))
+    monkeypatch.setattr(GradientNoise, "interval", (0.0, -1e-16))
     sizes, _ = sizes_of(NoiseScale(16, 64, c=3, power=0.5, minimum=8), noisy(60.0, 40))
     assert all(8 <= size <= 64 for size in sizes)
 
@@ -209,12 +209,7 @@ def batch_seen(chance: np.random.Generator, size: int, scale: float, dimensions:
         scale / dimensions / groups[:, None]
     )
     whole = groups @ means / size
-    terms = noise_terms(list((means**2).sum(1)), groups.tolist(), float(whole @ whole))
-    if terms is None:
-        return Signals()
-    return Signals(
-        noise_numerator=terms.numerator, noise_denominator=terms.denominator, num_samples=size
-    )
+    return NoiseSums.of((means**2).sum(1), groups, float(whole @ whole)).signals(size)
 
 
 def sizes_on(
@@ -260,11 +255,8 @@ def measured_in(size: int, chance: random.Random, *, scale: float = 100.0) -> Si
     mean = math.sqrt(1 / dimensions)
     halves = [[chance.gauss(mean, spread) for _ in range(dimensions)] for _ in range(2)]
     whole = sum(((one + two) / 2) ** 2 for one, two in zip(*halves, strict=True))
-    terms = noise_terms([sum(g * g for g in one) for one in halves], [half, half], whole)
-    assert terms is not None
-    return Signals(
-        noise_numerator=terms.numerator, noise_denominator=terms.denominator, num_samples=size
-    )
+    squares = [sum(g * g for g in one) for one in halves]
+    return NoiseSums.of(squares, [half, half], whole).signals(size)
 
 
 @pytest.mark.parametrize("policy", [NoiseScale(64, 512), NormTest(64, 512, eta=0.6)], ids=repr)
@@ -318,17 +310,17 @@ def test_a_plateau(metrics: list[float | None], sizes: list[int]) -> None:
 @pytest.mark.parametrize(("start", "is_far_below"), [(4, True), (3000, False)])
 def test_where_little_is_known_it_moves_to_the_nearer_end(start: int, is_far_below: bool) -> None:
     """Beyond an end of the interval, and that wide: so far, and no further."""
-    policy, average = NoiseScale(start, 4000, minimum=2, window=40), RatioAverage()
+    policy, average = NoiseScale(start, 4000, minimum=2, window=40), GradientNoise(40)
     bound, chance = policy.bind(RUN), random.Random(3)
     state, moved = bound.start, None
     for _ in range(300):
         seen = Signals(noise_numerator=chance.gauss(60, 6), noise_denominator=chance.gauss(1, 1.6))
-        average = average.extended(seen.noise_numerator, seen.noise_denominator, window=40)
+        average = average.after(seen)
         before, (size, state) = state["size"], bound.decide(Timestamp(), state, seen)
-        interval = average.interval(0.9)
-        if size != before and not interval.is_within(STEADY):
+        lower, upper = average.interval
+        if size != before and upper > STEADY * lower:
             moved = size
-            assert moved == round(interval.lower if is_far_below else interval.upper)
+            assert moved == round(lower if is_far_below else upper)
             break
     assert moved is not None
 

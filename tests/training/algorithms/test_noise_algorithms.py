@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from stretto.batching import (
     NoiseScale,
     PowerOfTwo,
-    Signals,
 )
 from stretto.errors import BatchSizeError
-from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training import Callback, Checkpointing, Logging, Trainer
 from stretto.training.algorithms import NoiseReport
 
@@ -99,41 +97,6 @@ def test_a_resumed_run_goes_on_to_the_last_bit(problem: Make, tmp_path: Path) ->
     assert torch.equal(again.weights(), whole.weights())
 
 
-def test_the_gain_is_that_of_the_noise() -> None:
-    estimator = NoiseEstimator()
-    assert estimator.gain(64, 8) == 1.0
-    for step in range(60):
-        estimator.add(NoiseTerms(64.0 + (-1) ** step, 1.0))
-    scale = estimator.noise_scale
-    assert scale is not None
-    for size in (8, 16, 64, 4096):
-        expected = (scale / 8 + 1) / (scale / size + 1)
-        assert estimator.gain(size, 8) == pytest.approx(expected)
-        assert 1 <= estimator.gain(size, 8) <= size / 8
-    assert estimator.gain(8, 8) == 1.0
-
-
-def test_the_gain_stays_where_a_batch_jumps() -> None:
-    estimator = NoiseEstimator(window=30)
-    for size in (*[64] * 300, *[1024] * 5):
-        estimator.add(NoiseTerms(1000.0, 1.0), size)
-        if estimator.steps > 30:
-            assert estimator.gain(size, 64) == pytest.approx((1000 / 64 + 1) / (1000 / size + 1))
-
-
-def test_the_gain_is_all_or_nothing_where_there_is_only_noise_or_none() -> None:
-    noise, still = NoiseEstimator(), NoiseEstimator()
-    for _ in range(40):
-        noise.add(NoiseTerms(50.0, -0.1))
-        still.add(NoiseTerms(-0.1, 2.0))
-    assert noise.gain(64, 8) == 8.0
-    assert still.gain(64, 8) == 1.0
-
-
 def test_values_that_cannot_be() -> None:
     with pytest.raises(BatchSizeError, match="confidence"):
         NoiseReport(confidence=2)
-
-
-def test_signals_without_noise_are_no_terms() -> None:
-    assert NoiseTerms.of(Signals(loss=1.0)) is None

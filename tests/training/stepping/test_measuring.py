@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stretto.batching import BatchSizePolicy, Bound, NoiseScale, PolicyState, Signals
 from stretto.data import DataSpec
 from stretto.errors import ConfigError, TrainingError
-from stretto.noise import NoiseTerms, noise_terms
+from stretto.noise import NoiseSums
 from stretto.timing import Horizon, Timestamp
 from stretto.training import Callback, Checkpointing, Evaluation, Stepping
 
@@ -66,17 +66,17 @@ def terms_of(model: nn.Module, parts: list[tuple[int, Any]]) -> tuple[float, flo
     pairs = zip(sizes, gradients, strict=True)
     whole = sum((size * one for size, one in pairs), torch.zeros(())) / sum(sizes)
     square = float(whole.square().sum())
-    found = noise_terms([float(g.square().sum()) for g in gradients], sizes, square)
-    assert found is not None
-    return *found, square
+    sums = NoiseSums.of([float(g.square().sum()) for g in gradients], sizes, square)
+    return (*found_in(sums.signals())[:2], square)
 
 
 def found_in(signals: Signals) -> tuple[float, float, float]:
     """The terms that were measured, and the |G|^2 that they come from."""
-    terms = NoiseTerms.of(signals)
-    assert terms is not None
+    variance, square = signals.noise_numerator, signals.noise_denominator
+    assert variance is not None
+    assert square is not None
     assert signals.num_samples is not None
-    return *terms, terms.denominator + terms.numerator / signals.num_samples
+    return variance, square, square + variance / signals.num_samples
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from stretto.batching import Signals
 from stretto.data import Step
-from stretto.noise import NoiseEstimator, NoiseTerms
+from stretto.noise import GradientNoise
 from stretto.run import Run
 from stretto.training.callback import Callback
 
@@ -32,30 +32,30 @@ class NoiseReport(Callback):
 
     def __init__(self, *, window: int = 100, confidence: float = 0.9) -> None:
         self._settings = f"window={window}, confidence={confidence}"
-        self.estimator = NoiseEstimator(window=window, confidence=confidence)
-        """The estimate so far."""
+        self.noise = GradientNoise(window, confidence)
+        """The noise so far."""
 
     def on_noise(self, run: Run, step: Step, signals: Signals) -> None:
         """Add what a step measured."""
         del run, step
-        self.estimator.add(NoiseTerms.of(signals), signals.num_samples)
+        self.noise = self.noise.after(signals)
 
     def on_batch_end(self, run: Run, step: Step) -> None:
         """Log the noise scale and its interval, once they are known."""
         del step
-        scale, interval = self.estimator.noise_scale, self.estimator.interval
-        if scale is not None and interval is not None:
-            run.log("noise_scale", scale, reduce="last")
-            run.log("noise_scale_low", interval.lower, reduce="last")
-            run.log("noise_scale_high", interval.upper, reduce="last")
+        if self.noise.scale is not None:
+            lower, upper = self.noise.interval
+            run.log("noise_scale", self.noise.scale, reduce="last")
+            run.log("noise_scale_low", lower, reduce="last")
+            run.log("noise_scale_high", upper, reduce="last")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages."""
-        return {"estimator": self.estimator.state_dict()}
+        return {"estimator": self.noise.to_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from saved averages."""
-        self.estimator.load_state_dict(state["estimator"])
+        self.noise = self.noise.from_state(state["estimator"])
 
     def __repr__(self) -> str:
         return f"NoiseReport({self._settings})"

@@ -13,15 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.noise.truths import TRUTHS, Truth
 
+from stretto.batching import NO_SIGNALS, Signals
 from stretto.errors import TrainingError
-from stretto.noise import NoiseSums, NoiseTerms, noise_terms
+from stretto.noise import NoiseSums
 
 TRIALS = 3000
 EVEN, UNEVEN = (8, 8, 8, 8), (8, 8, 8, 2)
-Estimator = Callable[[Sequence[float], Sequence[int], float], NoiseTerms | None]
+Estimator = Callable[[Sequence[float], Sequence[int], float], Signals]
 
 
-def naive(squares: Sequence[float], sizes: Sequence[int], whole: float) -> NoiseTerms | None:
+def noise_terms(squares: Sequence[float], sizes: Sequence[float], whole: float) -> Signals:
+    """What a step of one rank measures."""
+    return NoiseSums.of(squares, sizes, whole).signals()
+
+
+def naive(squares: Sequence[float], sizes: Sequence[int], whole: float) -> Signals:
     """What is often done: the last, smaller micro-batch is taken to be as large as the others."""
     return noise_terms(squares, [sizes[0]] * len(sizes), whole)
 
@@ -33,9 +39,8 @@ def standard_errors(
     chance = torch.Generator().manual_seed(1)
     found = []
     for squares, whole in truth.steps(TRIALS, sizes, chance):
-        terms = estimator(squares, sizes, whole)
-        assert terms is not None
-        found.append(terms)
+        measured = estimator(squares, sizes, whole)
+        found.append((measured.noise_numerator, measured.noise_denominator))
     away = []
     for values, true in zip(zip(*found, strict=True), (truth.variance, truth.square), strict=True):
         error = statistics.stdev(values) / math.sqrt(TRIALS)
@@ -70,13 +75,14 @@ def test_sums_of_ranks_give_the_terms_of_all_their_groups() -> None:
     first = NoiseSums.of(squares[:2], sizes=sizes[:2], whole=0.0)
     second = NoiseSums.of(squares[2:], sizes=sizes[2:], whole=0.0)
     whole_square = NoiseSums(0.0, 0.0, 0.0, 22.0**2 * whole)
-    assert first + second + whole_square == together
-    assert together.terms(22) == noise_terms(squares, sizes, whole)
+    added = NoiseSums(*map(sum, zip(first, second, whole_square, strict=True)))
+    assert added == together
+    assert together.signals(22) == noise_terms(squares, sizes, whole)
 
 
 def test_units_may_be_parts_of_a_sample() -> None:
-    by_sample = NoiseSums.of([8.0, 4.0], sizes=[2, 2], whole=5.0).terms(4)
-    by_token = NoiseSums.of([8.0, 4.0], sizes=[20, 20], whole=5.0).terms(4)
+    by_sample = NoiseSums.of([8.0, 4.0], sizes=[2, 2], whole=5.0).signals(4)
+    by_token = NoiseSums.of([8.0, 4.0], sizes=[20, 20], whole=5.0).signals(4)
     assert by_sample == by_token
 
 
@@ -95,9 +101,9 @@ def told_by_tokens(counts: torch.Tensor) -> tuple[float, float]:
     for gradients, sizes, whole in zip(drawn, counts, wholes, strict=True):
         squares = gradients.square().sum(1).tolist()
         square = float(whole.square().sum())
-        terms = NoiseSums.of(squares, sizes=sizes.tolist(), whole=square).terms(samples)
-        assert terms is not None
-        told.append(terms.numerator / (part * truth.variance))
+        measured = NoiseSums.of(squares, sizes.tolist(), square).signals(samples)
+        assert measured.noise_numerator is not None
+        told.append(measured.noise_numerator / (part * truth.variance))
     return statistics.fmean(told), statistics.stdev(told) / math.sqrt(steps)
 
 
@@ -116,7 +122,7 @@ def test_by_tokens_it_tells_too_little_where_lengths_differ_and_tokens_are_alike
 
 def test_groups_without_units_do_not_count() -> None:
     assert noise_terms([8.0, 4.0, 9.0], [2, 2, 0], 5.0) == noise_terms([8.0, 4.0], [2, 2], 5.0)
-    assert noise_terms([8.0, 9.0], [2, 0], 5.0) is None
+    assert noise_terms([8.0, 9.0], [2, 0], 5.0) == NO_SIGNALS
 
 
 @given(
@@ -125,19 +131,22 @@ def test_groups_without_units_do_not_count() -> None:
     st.lists(st.integers(0, 9), min_size=5, max_size=5),
 )
 def test_terms_are_finite_or_none(squares: list[float], whole: float, sizes: list[int]) -> None:
-    terms = noise_terms(squares, sizes[: len(squares)], whole)
-    assert terms is None or all(map(math.isfinite, terms))
+    found = noise_terms(squares, sizes[: len(squares)], whole)
+    numerator, denominator = found.noise_numerator, found.noise_denominator
+    assert (numerator is None) == (denominator is None)
+    assert all(math.isfinite(value) for value in (numerator, denominator) if value is not None)
 
 
 def test_what_is_beyond_a_float_gives_no_terms() -> None:
-    assert noise_terms([1.7e308, 1.7e308], [1, 1], 1.0) is None
-    assert noise_terms([math.inf, -math.inf], [1, 1], 1.0) is None
-    assert noise_terms([10**400, 1], [1, 1], 10**400) is None
+    assert noise_terms([1.7e308, 1.7e308], [1, 1], 1.0) == NO_SIGNALS
+    assert noise_terms([math.inf, -math.inf], [1, 1], 1.0) == NO_SIGNALS
+    assert noise_terms([10**400, 1], [1, 1], 10**400) == NO_SIGNALS
 
 
 def test_a_tensor_of_one_element_is_a_number() -> None:
     squares = [torch.tensor(8.0), torch.tensor(4.0)]
-    assert noise_terms(squares, [2, 2], torch.tensor(5.0)) == NoiseTerms(4.0, 4.0)  # type: ignore[arg-type]
+    found = noise_terms(squares, [2, 2], torch.tensor(5.0))  # type: ignore[arg-type]
+    assert (found.noise_numerator, found.noise_denominator) == (4.0, 4.0)
 
 
 @pytest.mark.parametrize(
