@@ -15,7 +15,7 @@ import pytest
 
 from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing
-from stretto.training.checkpointing.records import LOCK, locked
+from stretto.training.checkpointing.lock import LOCK, locked
 
 Make = Callable[..., Any]
 
@@ -77,7 +77,7 @@ def test_a_run_whose_folder_is_moved_writes_to_no_other(
 def test_a_killed_run_lets_go(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, signal, sys\n"
-        "from stretto.training.checkpointing.records import locked\n"
+        "from stretto.training.checkpointing.lock import locked\n"
         "with locked(pathlib.Path(sys.argv[1])):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -92,7 +92,7 @@ def test_a_killed_run_lets_go(tmp_path: Path) -> None:
 def test_a_killed_run_lets_go_while_a_worker_of_it_lives(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, signal, sys\n"
-        "from stretto.training.checkpointing.records import locked\n"
+        "from stretto.training.checkpointing.lock import locked\n"
         "with locked(pathlib.Path(sys.argv[1])):\n"
         "    if os.fork() == 0:\n"
         "        sys.stdin.read()\n"  # until the test is over
