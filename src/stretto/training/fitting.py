@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from stretto.batching.following import NOISE
+from stretto.batching.metrics import NOISE
 from stretto.data import StepLoader
 from stretto.errors import TrainingError
 from stretto.planning import Plan

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from stretto.batching import checked_size
-from stretto.batching.following import check_monitored, metrics_of
+from stretto.batching.metrics import check_monitored, metrics_of
 from stretto.data import DataSpec
 from stretto.data.spec import is_one_shot
 from stretto.errors import TrainingError

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
 from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
-from stretto.batching.following import followed_metric, metrics_of
+from stretto.batching.metrics import followed_metric, metrics_of
 from stretto.batching.seesaw import Pair
 from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights

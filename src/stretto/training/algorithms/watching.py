@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from stretto.batching import Signals
-from stretto.batching.following import measured_value
+from stretto.batching.metrics import measured_value
 from stretto.data import Step
 from stretto.noise import GradientNoise
 from stretto.run import Run
