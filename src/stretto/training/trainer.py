@@ -35,13 +35,13 @@ from stretto.run import Run, prepare
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
+from stretto.schedules.fields import one_of
 from stretto.settings import (
     Checkpointing,
     Computing,
     Loading,
     Precision,
     Stepping,
-    one_of,
     read_settings,
 )
 from stretto.timing import Time, TimeLike, Timer, Trigger, parse_trigger
@@ -487,7 +487,7 @@ class Trainer:
                 written to; or a loss or gradient is not finite (see `Stepping.non_finite`).
             PlanError: a stage that is still to come has fewer samples than there are ranks.
         """
-        one_of("on_signal", on_signal, ("raise", "return"))
+        one_of(on_signal, "on_signal", ("raise", "return"), TrainingError)
         self._check_outside("train", "fit()")
         self._describe(self.run)
         if resume is not None:
