@@ -20,15 +20,15 @@ _ANSWERS = {
     "T_max total_iters num_training_steps":
         ("write over='80%' (by default a schedule lasts for the whole run)",
          "write schedules={'lr': Cosine(over='80%')}",
-         "write schedules: {lr: {cosine: {over: 80%}}}"),
+         "write schedules: {lr: {Cosine: {over: 80%}}}"),
     "eta_min": ("write end=0.1 (a factor of the learning rate)",
                 "write schedules={'lr': Cosine(end=0.1)}",
-                "write schedules: {lr: {cosine: {end: 0.1}}} (a factor of the learning rate)"),
+                "write schedules: {lr: {Cosine: {end: 0.1}}} (a factor of the learning rate)"),
     "T_0": ("write t_0='1ep'", "write schedules={'lr': CosineRestarts('1ep')}",
-            "write schedules: {lr: {cosine_restarts: {t_0: 1ep}}}"),
+            "write schedules: {lr: {CosineRestarts: {t_0: 1ep}}}"),
     "warmup_ratio warmup_steps num_warmup_steps warmup_iters":
         ("write warmup='5%'", "write schedules={'lr': Cosine(warmup='5%')}",
-         "write schedules: {lr: {cosine: {warmup: 5%}}}"),
+         "write schedules: {lr: {Cosine: {warmup: 5%}}}"),
     "validate_frequency validate_every_n_batches validate_every_n_epochs eval_interval eval_steps "
     "eval_strategy val_check_interval check_val_every_n_epoch val_data eval_dataset "
     "val_dataloaders":
@@ -43,20 +43,21 @@ _ANSWERS = {
     "device_train_microbatch_size": ("write micro_batch_size=8", "write micro_batch_size: 8"),
     "lr_scheduler scheduler lr_schedule get_factor":
         ("write schedules={'lr': Cosine(warmup='5%')}",
-         "write schedules: {lr: {cosine: {warmup: 5%}}}"),
+         "write schedules: {lr: {Cosine: {warmup: 5%}}}"),
     "learning_rate lr": ("write optimizer=SGD(model.parameters(), lr=0.1)",
                          "write optimizer: {target: 'torch.optim:SGD', lr: 0.1}"),
     "global_train_batch_size": ("write batch_size=256", "write batch_size: 256"),
     "batch_rampup inital_global_train_batch_size initial_global_train_batch_size":
         ("write batch_size=DoublingRamp(32, 256, '10%')",
-         "write batch_size: {ramp: double, start: 32, end: 256, over: 10%}"),
+         "write batch_size: {DoublingRamp: {start: 32, end: 256, over: 10%}}"),
     "batch_increase_function max_batch_size":
         ("write batch_size=IncreaseFunction(function, 32, max_batch_size=256)",
-         "write batch_size: {increase: {target: 'my:grow'}, start: 32, max_batch_size: 256}"),
+         ("write batch_size: {IncreaseFunction: {function: {target: 'my:grow'}, start: 32, "
+          "max_batch_size: 256}}")),
     "use_maximum_batch_size": ("write micro_batch_size='auto' in Trainer",
                                "write micro_batch_size: auto"),
     "periods": ("write schedules={'lr': Periods([('5%', Linear(0, 1)), ('rest', Cosine())])}",
-                "write schedules: {lr: {periods: [{duration: 5%, linear: {start: 0, end: 1}}]}}"),
+                "write schedules: {lr: {Periods: [[5%, {Linear: {}}], [rest, {Cosine: {}}]]}}"),
     "max_duration_base_units": (_UNITS, _UNITS),
     "gpus devices accelerator": (_TORCHRUN, _TORCHRUN),
     "train_dataloader train_dataloaders train_dataset":
@@ -66,6 +67,16 @@ _ANSWERS = {
 """Names, and what to write: the argument of Python, or several of which the first that a function
 has is named; then the key of a run file. Schedules are in `stretto.schedules`."""
 FOREIGN = {name: answers for names, answers in _ANSWERS.items() for name in names.split()}
+OLD_WORDS = {
+    "even": "{MultipleOf: {policy: {...}, factor: 32}} with world_size * micro_batch_size",
+    "ramp": "{DoublingRamp: {start: 8, end: 64, over: 40%}}, or a LinearRamp or a StagedRamp",
+    "size": "the number alone, or a wrapper around it: {PowerOfTwo: {policy: 64}}",
+    "steps": "the times and sizes alone: '0ep:8 1ep:16'",
+    "periods": "{Periods: [[15%, {...}], [rest, {...}]]}, or PeriodSizes for batch sizes",
+    "increase": "{IncreaseFunction: {function: {target: 'my:grow'}, start: 8, max_batch_size: 64}}",
+    "step": "{StepDecay: {every: 30ep, gamma: 0.1}}",
+}
+"""Words of earlier run files inside a schedule or a batch size, and what to write."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias, TypeVar, final
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, final
 
 from stretto._foreign import check_foreign
 from stretto.errors import ConfigError, TrainingError, nearest, shown
@@ -23,6 +23,8 @@ __all__ = ["Checkpointing", "Loading", "Precision", "Stepping"]
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp")
 """Names of dimensions of a mesh that are data-parallel unless something else is said."""
+WallClock: TypeAlias = Annotated[TimeLike, fields.Check(lambda value, *_: read_wall_clock(value))]
+"""A time on the wall clock that is longer than nothing."""
 Kind = TypeVar("Kind")
 
 
@@ -129,7 +131,7 @@ class Stepping:
     measure_noise: Literal["auto"] | int | None = "auto"
     """How often the noise of the gradient is measured where a policy or a callback reads it: once
     in so many steps; `"auto"`: in each; None: never."""
-    rank_timeout: TimeLike | None = None
+    rank_timeout: WallClock | None = None
     """How long a rank waits for the others before the run ends with an error that names those that
     did not come, such as `"10m"`; by default as long as the process group does (torch: 10 minutes
     with NCCL, 30 with gloo)."""

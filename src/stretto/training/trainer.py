@@ -179,11 +179,11 @@ class Trainer:
         clip_norm: float | None = None,
         compile: bool = False,  # noqa: A002  as torch calls it
         device: str | None = None,
-        loading: Loading | Mapping[str, Any] = Loading(),  # noqa: B008  a frozen value
-        stepping: Stepping | Mapping[str, Any] = Stepping(),  # noqa: B008
+        loading: Loading | Mapping[str, Any] = Loading(),
+        stepping: Stepping | Mapping[str, Any] = Stepping(),
         evaluate: Any = None,
         checkpoint: Checkpointing | Mapping[str, Any] | TimeLike | Trigger | None = None,
-        log: Logging | Mapping[str, Any] | TimeLike | Trigger = Logging(),  # noqa: B008
+        log: Logging | Mapping[str, Any] | TimeLike | Trigger = Logging(),
         callbacks: Sequence[Callback] = (),
         strategy: Strategy | None = None,
         mesh: DeviceMesh | Mesh | None = None,
