@@ -10,6 +10,9 @@ JOBS ?= auto
 # The torch of make test-torch: the oldest that pyproject.toml allows.
 TORCH ?= 2.7.1
 CONSTRAINTS ?= constraints.txt
+# Modules are compiled once, whatever the environment says: torch and its compiler take 9 s to import from their
+# sources and 3.5 s else, and the tests start dozens of processes.
+export PYTHONDONTWRITEBYTECODE =
 # Whatever is to be added to the command of a target: make train ARGS="max_duration=4ep"
 ARGS ?=
 
@@ -138,7 +141,7 @@ $(VENV)/.train: $(VENV)/.python pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.develop: $(VENV)/.python pyproject.toml $(CONSTRAINTS)
 	@echo "installing stretto and its development tools into $(VENV) (a minute or two, once)"
-	@$(INSTALL) --editable '.[dev,docs,mlflow,plot,sklearn,tensorboard,watch]'
+	@$(INSTALL) --editable '.[dev,docs,mlflow,plot,sklearn,tensorboard]'
 	@touch $@ $(VENV)/.train
 
 $(VENV)/composer/.made: $(VENV)/.develop tools/composer.txt

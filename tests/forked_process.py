@@ -1,4 +1,4 @@
-"""Runs a script in a process that was forked from one that has imported torch already."""
+"""Runs Python in a process that was forked from one that has imported torch already."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ import sys
 from pathlib import Path
 
 
-def main(script: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
-    """Run the script as `python script arguments` does, with its output in files."""
+def main(arguments: list[str], environment: dict[str, str], folder: str, output: str) -> None:
+    """Run `python` with these arguments in a folder, with its output in files."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         file = os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
         os.close(file)
     os.environ.update(environment)
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")
+    os.chdir(folder)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, folder)
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = arguments
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

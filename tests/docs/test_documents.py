@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
-import os
 import re
-import subprocess
+import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -38,6 +39,9 @@ DOCUMENTS = [
 ]
 OPTIONS = doctest.ELLIPSIS
 COMMAND = re.compile(r"^\$ (?P<command>.*)\n(?P<output>(?:(?!\$ ).*\n?)*)", re.MULTILINE)
+RANKS = re.compile(
+    r"-m torch\.distributed\.run --standalone --nproc-per-node (?P<number>\d+) (?P<script>\S+)"
+)
 FILE = re.compile(r"<!-- file: (?P<name>[\w./-]+) -->\s*\Z")
 OUTPUT = re.compile(r"<!-- output -->\s*\Z")
 NEEDED = {"max_duration": "4ep", "data": {"target": "mine:Data"}, "batch_size": 8}
@@ -57,17 +61,16 @@ def differs(expected: str, printed: str) -> str | None:
     return f"expected:\n{expected}\nprinted:\n{printed}"
 
 
-def run_python(arguments: str) -> str:
-    """Return what this Python prints in the current folder."""
-    done = subprocess.run(
-        f"{sys.executable} {arguments}",
-        shell=True,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "100"},
-    )
-    return done.stdout + done.stderr
+def run_command(example: Example, verb: str, arguments: str) -> str:
+    """Return what a command prints in the current folder; as `python` does, and as `torchrun`."""
+    python, launch_ranks = example.namespace["run_python"], example.namespace["launch_ranks"]
+    ranks = RANKS.fullmatch(arguments)
+    if ranks is not None:
+        printed: str = launch_ranks(Path(ranks["script"]), ranks=int(ranks["number"])).stdout
+        return printed
+    module = ["-m", "stretto"] if verb == "stretto" else []
+    done = python(*module, *shlex.split(arguments), NO_COLOR="1", COLUMNS="100")
+    return str(done.stdout + done.stderr)
 
 
 def evaluate_console(example: Example) -> str | None:
@@ -76,9 +79,7 @@ def evaluate_console(example: Example) -> str | None:
         verb, _, arguments = match["command"].partition(" ")
         if verb not in ("stretto", "python"):
             continue
-        wrong = differs(
-            match["output"], run_python(("-m stretto " * (verb == "stretto")) + arguments)
-        )
+        wrong = differs(match["output"], run_command(example, verb, arguments))
         if wrong:
             return f"$ {match['command']}\n{wrong}"
     return None
@@ -130,15 +131,29 @@ SYBIL = Sybil(
 )
 
 
+@pytest.fixture
+def check(
+    run_python: Callable[..., Any], launch_ranks: Callable[..., Any]
+) -> Callable[[Path], None]:
+    """Run the examples of a document."""
+
+    def examples(path: Path) -> None:
+        document = SYBIL.parse(path)
+        document.namespace |= {"run_python": run_python, "launch_ranks": launch_ranks}
+        for example in document.examples():
+            evaluate(example)
+
+    return examples
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_examples_of_a_document(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, check: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before_it = set(sys.modules)
-    for example in SYBIL.parse(path).examples():
-        evaluate(example)
+    check(path)
     for name in set(sys.modules) - before_it:
         if (tmp_path / f"{name}.py").exists():
             del sys.modules[name]
@@ -155,11 +170,10 @@ def test_the_examples_of_a_document(
     ids=["doctest", "output", "run file", "command"],
 )
 def test_a_wrong_example_is_noticed(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, check: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "wrong.md"
     path.write_text(text)
-    with pytest.raises(Exception, match=r"."):  # noqa: PT012  the example that is wrong is the last
-        for example in SYBIL.parse(path).examples():
-            evaluate(example)
+    with pytest.raises(Exception, match=r"."):
+        check(path)

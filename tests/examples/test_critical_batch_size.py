@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,10 @@ def test_branches_start_equal_and_differ_by_size_only(monkeypatch: pytest.Monkey
             compare(sizes, samples, 1, start)
 
 
-@pytest.mark.slow
-def test_it_runs_as_a_script() -> None:
-    command = [sys.executable, str(SCRIPT), "--sizes", "8,16", "--samples", "64"]
-    done = subprocess.run(
-        [*command, "--warmup", "64", "--seeds", "2"], capture_output=True, text=True, check=True
-    )
+def test_it_runs_as_a_script(run_python: Callable[..., Any]) -> None:
+    few = ("--sizes", "8,16", "--samples", "64", "--warmup", "64", "--seeds", "2")
+    done = run_python(str(SCRIPT), *few)
+    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["8", "16"]
     assert lines[-1].startswith("critical batch size: ")

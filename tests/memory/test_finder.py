@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +48,12 @@ class Capacity(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "stretto.memory.finder.free_memory", lambda device: MemoryLimit(LIMIT, "fake")
     )
     monkeypatch.setattr(phantom, "missing", lambda: "it is not set up")
     TRIED.clear()
-    # Memory is given back before each trial: a collection of all that pytest and torch hold.
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def ask(capacity: int = 1 << 20, *, is_hidden: bool = False, **how: Any) -> Answer:

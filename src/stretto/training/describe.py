@@ -231,8 +231,8 @@ def _of_data(at: str, spec: DataSpec) -> dict[str, Any]:
     return {
         f"{at}.is_map_style": spec.is_map_style,
         f"{at}.num_samples": spec.num_samples if spec.sharded else spec.known_num_samples,
-        f"{at}.num_tokens": spec.num_tokens if spec.sharded else spec.known_num_tokens,
-        f"{at}.tokens_per_sample": spec.known_tokens_per_sample,
+        f"{at}.num_tokens": spec.num_tokens if spec.sharded else spec.counts["dataset_num_tokens"],
+        f"{at}.tokens_per_sample": spec.counts["tokens_per_sample"],
     } | {
         f"{at}.{one.name}": value
         for one in fields(spec)

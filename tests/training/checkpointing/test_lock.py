@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,37 +73,25 @@ def test_a_run_whose_folder_is_moved_writes_to_no_other(
         assert {path.name for path in found.iterdir()} == kept
 
 
-@pytest.mark.slow
-def test_a_killed_run_lets_go(tmp_path: Path) -> None:
-    program = (
-        "import os, pathlib, signal, sys\n"
-        "from stretto.training.checkpointing.records import locked\n"
-        "with locked(pathlib.Path(sys.argv[1])):\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=200, check=False)
-    assert ended.returncode < 0
+@pytest.mark.parametrize("has_worker", [False, True])
+def test_a_killed_run_lets_go_also_while_a_worker_of_it_lives(
+    has_worker: bool, tmp_path: Path
+) -> None:
+    is_over, worker_waits = os.pipe()
+    run = os.fork()
+    if run == 0:
+        with locked(tmp_path):
+            if has_worker and os.fork() == 0:
+                os.close(worker_waits)
+                os.read(is_over, 1)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(run, 0)[1]) == -signal.SIGKILL
     assert (tmp_path / LOCK).read_text()
     with locked(tmp_path):
         pass
-
-
-@pytest.mark.slow
-def test_a_killed_run_lets_go_while_a_worker_of_it_lives(tmp_path: Path) -> None:
-    program = (
-        "import os, pathlib, signal, sys\n"
-        "from stretto.training.checkpointing.records import locked\n"
-        "with locked(pathlib.Path(sys.argv[1])):\n"
-        "    if os.fork() == 0:\n"
-        "        sys.stdin.read()\n"  # until the test is over
-        "        os._exit(0)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    run = [sys.executable, "-c", program, str(tmp_path)]
-    with subprocess.Popen(run, stdin=subprocess.PIPE) as killed:
-        assert killed.wait(60) < 0
-        with locked(tmp_path):
-            pass
+    os.close(worker_waits)
+    os.close(is_over)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
