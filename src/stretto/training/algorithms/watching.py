@@ -9,10 +9,11 @@ from typing import Any, Literal, final
 from stretto.batching import Signals
 from stretto.batching.metrics import measured_value
 from stretto.data import Step
+from stretto.errors import TrainingError
 from stretto.noise import GradientNoise
 from stretto.run import Run
 from stretto.runtime.packing import number
-from stretto.settings import one_of
+from stretto.schedules.fields import one_of
 from stretto.timing import Time, TimeLike
 from stretto.training.callback import Callback
 
@@ -43,7 +44,7 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
     ) -> None:
-        one_of("mode", mode, ("min", "max"))
+        one_of(mode, "mode", ("min", "max"), TrainingError)
         self.monitor: str = monitor
         self._patience = Time(patience)
         self._sign, self._min_delta = (1 if mode == "min" else -1), min_delta
