@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -30,7 +31,7 @@ from stretto.planning import UnknownSizes, bound_of
 from stretto.run_folder import LEDGER, RUN_FILE, replace_file
 from stretto.timing import TimeUnit
 from stretto.training import Callback
-from stretto.training.checkpointing.records import unwritable
+from stretto.training.checkpointing.lock import unwritable
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
 from stretto.training.logs.console import show_metrics, show_position, show_seconds
 from stretto.training.loop import exit_code
@@ -76,7 +77,7 @@ def _train(
     console = Console(highlight=False)
     notes = Notes(config)
     if config.log.console is None:
-        config = config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
+        config = replace(config, log=replace(config.log, console=True))
     folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
     with progress("building the run"), warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)  # notes of the introduction
