@@ -217,7 +217,7 @@ def is_over(run: Run) -> bool:
 
 
 def note_metrics(run: Run, metrics: Mapping[str, Any]) -> None:
-    """Give the policy the metric of an evaluation that it follows; before a fit, nothing follows."""
+    """Give the policy the metric of an evaluation that it follows; none before a fit."""
     if run.is_bound:
         for name in run.loader.reads & metrics.keys():
             run.loader.note_metric(float(metrics[name]))
