@@ -29,10 +29,10 @@ STATED = "num_samples: 5120, tokens_per_sample: 64"
 RUNS = {
     "mixed units": """
 max_duration: 5000sp
-batch_size: {ramp: linear, start: 16, end: 160, over: 120_000tok}
+batch_size: {LinearRamp: {start: 16, end: 160, over: 120_000tok}}
 schedules:
-  lr: [{cosine: {end: 0.1, warmup: 10ba}}, {step: {every: 1000sp, gamma: 0.9}}]
-  weight_decay: {linear: {start: 1.0, end: 0.0, over: 0.1ep}}
+  lr: [{Cosine: {end: 0.1, warmup: 10ba}}, {StepDecay: {every: 1000sp, gamma: 0.9}}]
+  weight_decay: {Linear: {start: 1.0, end: 0.0, over: 0.1ep}}
 evaluate: {every: 160_000tok}
 log: {every: 7ba, flush: 1s}
 """,
@@ -44,14 +44,14 @@ micro_batch_size: 64
 rule: {sqrt: 96}
 schedules:
   lr:
-    periods: [{duration: 20ba, linear: {start: 0.1}}, {duration: rest, wsd: {decay: 30%}}]
+    Periods: [[20ba, {Linear: {start: 0.1}}], [rest, {WSD: {decay: 30%}}]]
 log: {every: 10%}
 """,
     "two ranks": """
 max_duration: 60ba
-batch_size: {ramp: stages, sizes: [9, 15, 33], over: 30ba}
+batch_size: {StagedRamp: {sizes: [9, 15, 33], over: 30ba}}
 micro_batch_size: 6
-schedules: {lr: {linear: {start: 1.0, end: 0.0}}}
+schedules: {lr: {Linear: {start: 1.0, end: 0.0}}}
 checkpoint: {every: 20ba, keep: 1}
 log: {every: 5ba}
 """,

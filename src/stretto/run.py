@@ -40,7 +40,8 @@ from stretto.planning.stages import mistakes_of, single_sample
 from stretto.runtime.packing import PackingError, count, pack, unpack
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.rewind import kept_buffers
-from stretto.settings import Loading, one_of, read_settings
+from stretto.schedules.fields import one_of
+from stretto.settings import Loading, read_settings
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
 from stretto.timing.timestamp import NANOSECONDS
 
@@ -699,7 +700,7 @@ class Run:
         Raises:
             TrainingError: there is no such reduction, or another rank has ended.
         """
-        one_of("reduce", reduce, ("sum", "mean", "max", "min"))
+        one_of(reduce, "reduce", ("sum", "mean", "max", "min"), TrainingError)
         operation = "sum" if reduce == "mean" else reduce
         divisor = self.world_size if reduce == "mean" else 1
         is_left_out = operation == "sum" and not self.ranks.is_loss_rank

@@ -25,8 +25,8 @@ STATED = """\
 max_duration: 2ep
 data: {target: no.such:thing, num_samples: 1000, tokens_per_sample: 4}
 optimizer: {target: no.such:Optimizer, lr: 0.1}
-schedules: {lr: {linear: {}}}
-batch_size: {ramp: double, start: 8, end: 32, over: 50%}
+schedules: {lr: {Linear: {}}}
+batch_size: {DoublingRamp: {start: 8, end: 32, over: 50%}}
 """
 
 
@@ -181,7 +181,7 @@ def test_plan_refuses(arguments: str, message: str, stretto: Stretto) -> None:
 
 def test_each_mistake_is_a_line_of_its_own(stated: Path, stretto: Stretto) -> None:
     said = stretto("plan", stated, "seed=-1", "last_batch=kep")
-    assert [line[:12] for line in said.err.splitlines()] == ["Error [confi", "cannot use -"]
+    assert [line[:12] for line in said.err.splitlines()] == ["Error [confi", "cannot use s"]
 
 
 def test_a_traceback_can_be_had(stated: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_traceback_can_be_had(stated: Path) -> None:
         main(["plan", str(stated), "--traceback", "seed=-1"])
 
 
-BY_NOISE = "batch_size={noise_scale: 1, start: 8, maximum: 64}"
+BY_NOISE = "batch_size={NoiseScale: {start: 8, maximum: 64}}"
 
 
 def test_plan_of_a_run_that_decides_its_sizes(stated: Path, stretto: Stretto) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -181,10 +182,12 @@ def as_it_ran(config: RunConfig, folder: Path) -> RunConfig:
     kept = read_json(folder / PLAN)
     if not isinstance(kept, dict):
         return config
-    found = {"world_size": kept.get("world_size")} if config.world_size is None else {}
+    found: dict[str, Any] = {}
+    if config.world_size is None:
+        found["world_size"] = kept.get("world_size")
     if config.micro_batch_size == "auto":
         found["micro_batch_size"] = kept.get("micro_batch_size")
-    return config.changed(**found)
+    return replace(config, **found)
 
 
 def as_resumed(prepared: Prepared, folder: Path | None) -> tuple[Prepared, int]:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -75,7 +76,7 @@ def _train(
     console = Console(highlight=False)
     notes = Notes(config)
     if config.log.console is None:
-        config = config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
+        config = replace(config, log=replace(config.log, console=True))
     folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
     with progress("building the run"), warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)  # notes of the introduction

@@ -236,7 +236,7 @@ class StepLoader(Iterator[Step]):
         *,
         max_duration: TimeLike | None = None,
         micro_batch_size: int | None = None,
-        loading: Loading | Mapping[str, Any] = Loading(),  # noqa: B008  a frozen value
+        loading: Loading | Mapping[str, Any] = Loading(),
         rank: int | None = None,
         world_size: int | None = None,
         ranks: Ranks | None = None,

@@ -23,10 +23,10 @@ from stretto.data.containers import join_samples, take_samples
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units
 from stretto.errors import DataError
-from stretto.integrations.contract import cut_pair
+from stretto.integrations.loss_checks import keeps
 from stretto.integrations.shared import refuse
 from stretto.run import Run
-from stretto.runtime.losses import is_close, only_looking, tolerance_for
+from stretto.runtime.losses import Reduction, is_close, only_looking, tolerance_for
 
 Kind: TypeAlias = Literal["divided", "divided on its rank", "targets", "shifted", "samples"]
 """`divided`: by `num_items_in_batch`, times the number of ranks, as transformers does it; `divided
@@ -74,24 +74,21 @@ def measure(
     return kind, "targets" if targets else "shifted" if shifted else None
 
 
-def keeps(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: Any) -> bool:
+def keeps_kind(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: Any) -> bool:
     """Return whether the micro-batches of a step have the loss that was measured before.
 
     All ranks must call it. Two micro-batches are compared with both as one, or the first of them
     with its halves. Each pair takes three passes, as those of a model on several ranks must meet.
     """
-    kind, ignored = trainer.stretto.kind, ignored_pixel(trainer.model)
+    kind, wrong, tolerance = trainer.stretto.kind, 0, _tolerance(trainer, model)
     is_divided = kind in ("divided", "divided on its rank")
-    counted: Any = units("samples" if is_divided else kind, ignored)
-    number, tolerance, wrong = num_items if is_divided else None, _tolerance(trainer, model), 0
+    counted = units("samples" if is_divided else kind, ignored_pixel(trainer.model))
+    reduction: Reduction = "sum" if is_divided else "mean"
     with _looking(trainer, model) as at:
-        for pair in (micros[start : start + 2] for start in range(0, len(micros), 2)):
-            whole, parts, sizes = cut_pair([(one.batch, one.num_samples) for one in pair])
-            mean, means = at(whole, number), [at(one, number) for one in parts]
-            shares = sizes if counted == "samples" else [counted(one) for one in parts]
-            if all(sizes) and all(shares) and all(map(math.isfinite, (mean, *means))):
-                is_whole = is_close(mean, sum(means), tolerance)
-                wrong += not (is_whole if is_divided else _is_mean(mean, means, shares, tolerance))
+        number = num_items if is_divided else None
+        for start in range(0, len(micros), 2):
+            pair = [(micro.batch, micro.num_samples) for micro in micros[start : start + 2]]
+            wrong += not keeps(reduction, pair, lambda batch: at(batch, number), counted, tolerance)
     return not trainer.stretto.run.loader.ranks.agree([wrong])[0]
 
 

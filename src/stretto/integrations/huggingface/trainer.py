@@ -20,10 +20,10 @@ from transformers.trainer_callback import ExportableState
 from stretto.batching import NO_SIGNALS
 from stretto.data import DataSpec, Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
-from stretto.data.weights import units_of
+from stretto.data.weights import Units, units_of
 from stretto.errors import CheckpointError
-from stretto.integrations.contract import warn_of_batch_norm
-from stretto.integrations.huggingface.losses import Kind, ignored_pixel, keeps, measure, units
+from stretto.integrations.huggingface.losses import Kind, ignored_pixel, keeps_kind, measure, units
+from stretto.integrations.loss_checks import warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
@@ -324,27 +324,22 @@ class Follows(Trainer):
         num_items_in_batch = self._measured(model, inputs, num_items_in_batch)
         assert own.meter is not None, "made"
         meter, losses = own.meter, []
-        micros = list(meter.micro_batches(inputs))
-        counts, total = None, num_items_in_batch
-        weights = [float(micro.num_samples > 0) for micro in micros]  # divided by the loss itself
-        if own.kind == "divided on its rank":
-            weights = [one * world_size for one in weights]
-        elif own.kind not in ("divided", None):
-            num_items_in_batch, step = None, replace(inputs, micro_batches=micros)
-            counted = units(own.kind, ignored_pixel(self.model))
-            counts, total = units_of(step, counted, own.run.loader.ranks)
-            weights = [one * world_size / total for one in counts]
-        if counts is None and total is not None and "noise" in own.run.loader.reads:
-            counts = [count_target_tokens(one.batch) if one.num_samples else 0 for one in micros]
-        for number, (micro, weight) in enumerate(zip(micros, weights, strict=True)):
-            is_last = number == len(micros) - 1
-            count = None if counts is None else counts[number]
+        counted: Units = "samples"
+        is_divided = own.kind is None or own.kind.startswith("divided")  # by the loss itself
+        if own.kind is not None and not is_divided:
+            num_items_in_batch, counted = None, units(own.kind, ignored_pixel(self.model))
+        elif num_items_in_batch is not None and "noise" in own.run.loader.reads:
+            counted = count_target_tokens
+        for one_pass in meter.passes(inputs, counted):
+            is_last, own.weight = one_pass.is_last, one_pass.weight
+            if is_divided:
+                share = world_size if own.kind == "divided on its rank" else 1
+                own.weight = float(share if one_pass.num_samples else 0)
             meets = nullcontext() if is_last or meter.averages_each else accelerator.no_sync(model)
             accelerator.gradient_state._set_sync_gradients(is_last)
-            own.weight = weight
             # A mean over no targets is nan, also with a weight of 0.
-            batch = micro.batch if weight else _labelled(micro.batch, 0)
-            with meets, meter.watch(micro, is_last=is_last, units=count, divisor=total):
+            batch = one_pass.batch if own.weight else _labelled(one_pass.batch, 0)
+            with meets, one_pass.watch:
                 losses.append(super().training_step(model, batch, num_items_in_batch))
             if not is_last:
                 self.control = self.callback_handler.on_substep_end(
@@ -378,7 +373,7 @@ class Follows(Trainer):
         if size not in own.sizes and len(own.sizes) < MOST_SIZES:
             is_due, own.sizes = True, own.sizes | {size}
         if is_due and own.kind is not None:
-            is_kept = keeps(self, model, step.micro_batches, num_items)
+            is_kept = keeps_kind(self, model, step.micro_batches, num_items)
             check_loss(self, own.run, own.kind if is_kept else None)
         return num_items
 

@@ -7,8 +7,8 @@ What cannot work is refused: `max_epochs` beside `max_steps`, `fast_dev_run`, ch
 the state of stretto, `accumulate_grad_batches`, `limit_train_batches`, `overfit_batches`;
 `val_check_interval` as a number of batches or a time;
 `GradientAccumulationScheduler`, `BatchSizeFinder` and `StochasticWeightAveraging`; learning rate
-schedulers of the module beside `schedules`; batch sizes that follow the noise under FSDP2, in
-manual optimization or over other units than samples. Data of unknown length have no progress bar
+schedulers of the module beside `schedules`; batch sizes that follow the noise under FSDP2
+or in manual optimization. Data of unknown length have no progress bar
 with a total.
 
 With manual optimization, `training_step` multiplies its loss by `dataloader.weight`, and steps its

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from stretto.batching.metrics import measured_value
+from stretto.errors import TrainingError
 from stretto.run import Run
 from stretto.runtime.packing import number
-from stretto.settings import one_of
+from stretto.schedules.fields import one_of
 from stretto.timing import Time, TimeLike
 from stretto.training.callback import Callback
 
@@ -40,7 +41,7 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
     ) -> None:
-        one_of("mode", mode, ("min", "max"))
+        one_of(mode, "mode", ("min", "max"), TrainingError)
         self.monitor: str = monitor
         self._patience = Time(patience)
         self._sign, self._min_delta = (1 if mode == "min" else -1), min_delta
