@@ -21,8 +21,8 @@ from stretto.errors import Argument, StrettoError
 
 app = typer.Typer(
     name="stretto",
-    epilog="With every command: --quiet prints only errors and warnings; --traceback shows where an "
-    "error was raised. Exit codes: 0 done; 1 done, but something differs or was not saved; 2 an "
+    epilog="With every command: --quiet prints only errors and warnings; --traceback shows where "
+    "an error was raised. Exit codes: 0 done; 1 done, but something differs or was not saved; 2 an "
     "error; 130 and 143 stopped by a signal.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

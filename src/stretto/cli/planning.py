@@ -123,15 +123,15 @@ def write_page(page: Path, arguments: Sequence[str]) -> None:
     named = [text for text in arguments if "=" not in text or _is_file(text)]
     overrides = [text for text in arguments if text not in named]
     plans = []
-    for name in named or [None]:
-        config = read_arguments(overrides if name is None else [name, *overrides])
+    for name in named or [str(packaged_run_file())]:
+        config = read_arguments([name, *overrides])
         _, prepared = prepare_checked(config)
         print_notes(check_targets(config))
         planned = every_batch(config, prepared, "--html")
         if planned.end is None:
             why = f"only the run can tell when {planned.horizon.max_duration} have passed"
             refuse({"--html": page}, why=why, instead="say max_duration in 'ep', 'ba' or 'sp'")
-        plans.append(plan_data(Path(name or packaged_run_file()).stem, plan_record(planned)))
+        plans.append(plan_data(Path(name).stem, plan_record(planned)))
     write(page, payload(plans))
     typer.echo(f"wrote {page}", err=True)
 
