@@ -30,7 +30,7 @@ from stretto.planning import UnknownSizes, bound_of
 from stretto.run_folder import LEDGER, RUN_FILE, replace_file
 from stretto.timing import TimeUnit
 from stretto.training import Callback
-from stretto.training.checkpointing.records import unwritable
+from stretto.training.checkpointing.lock import unwritable
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
 from stretto.training.logs.console import show_metrics, show_position, show_seconds
 from stretto.training.loop import exit_code
