@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar
 
-from stretto.errors import Argument, ConfigError, Message, StrettoError, Text
+from stretto.errors import ConfigError
 
 _TORCHRUN = "leave it out, and start a process for each device with torchrun"
 _UNITS = "leave it out: fractions of the run and periods are exact in any unit of max_duration"
@@ -99,41 +98,12 @@ def check_foreign(given: Iterable[str], own: Collection[str] = ()) -> None:
 
 
 def knows_foreign(function: F) -> F:
-    """Decorate a function so that an argument of another library is answered by what to write.
-
-    Errors that name a fact of the data name the field of `DataSpec` that states it.
-    """
+    """Decorate a function so that an argument of another library is answered by what to write."""
     own = inspect.signature(function).parameters
 
     @wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         check_foreign(named, own)
-        try:
-            return function(*given, **named)
-        except StrettoError as error:
-            error.args = tuple(map(_of_data, error.args))
-            raise
+        return function(*given, **named)
 
     return call  # type: ignore[return-value]
-
-
-_FIELDS = {
-    "dataset_num_samples": "num_samples",
-    "dataset_num_tokens": "num_tokens",
-    "tokens_per_sample": "tokens_per_sample",
-}
-
-
-def _of_data(message: Any) -> Any:
-    def field(part: str | Argument) -> str | Argument:
-        if isinstance(part, Argument) and part.name in _FIELDS:
-            return replace(part, python=f"DataSpec(data, {_FIELDS[part.name]}=...)")
-        return part
-
-    def named(text: Text) -> Text:
-        return text if isinstance(text, str) else tuple(map(field, text))
-
-    if not isinstance(message, Message):  # of somebody's callback
-        return message
-    what, why, instead = map(named, (message.what, message.why, message.instead))
-    return Message(what, why, instead, message.where)
