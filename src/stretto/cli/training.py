@@ -19,10 +19,9 @@ from stretto._location import local_path
 from stretto.cli.planning import (
     add_working_folder,
     packaged_run_file,
-    print_json,
     split_arguments,
 )
-from stretto.cli.terminal import progress
+from stretto.cli.terminal import print_json, progress
 from stretto.config.run import RunConfig, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override
@@ -31,7 +30,7 @@ from stretto.planning import UnknownSizes, bound_of
 from stretto.run_folder import LEDGER, RUN_FILE, replace_file
 from stretto.timing import TimeUnit
 from stretto.training import Callback
-from stretto.training.checkpointing.records import unwritable
+from stretto.training.checkpointing.lock import unwritable
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
 from stretto.training.logs.console import show_metrics, show_position, show_seconds
 from stretto.training.loop import exit_code

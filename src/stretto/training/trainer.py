@@ -58,28 +58,25 @@ from stretto.training.checkpointing.state import (
     parts_of,
     share_random_state,
 )
-from stretto.training.checks import (
-    check_listeners,
-    check_parts,
-    check_ratio,
-    given_size,
-    read_evaluations,
-)
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import BuiltWith, Plain, compare_ranks, describe, plain
-from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluations, Evaluator
-from stretto.training.evaluation.metrics import check_merging
-from stretto.training.evaluation.weights import TrainingWeights
+from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
 from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.console import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import Recorder
 from stretto.training.loop import Loop, Stops, raise_for
+from stretto.training.metrics import check_merging
 from stretto.training.settings import (
     Evaluation,
     Logging,
     LossFunction,
+    check_listeners,
+    check_parts,
+    check_ratio,
+    given_size,
     named_callbacks,
     named_settings,
+    read_evaluations,
     scaled,
 )
 from stretto.training.stepper import Stepper
