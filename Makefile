@@ -141,7 +141,7 @@ $(VENV)/.train: $(VENV)/.python pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.develop: $(VENV)/.python pyproject.toml $(CONSTRAINTS)
 	@echo "installing stretto and its development tools into $(VENV) (a minute or two, once)"
-	@$(INSTALL) --editable '.[dev,docs,mlflow,plot,sklearn,tensorboard,watch]'
+	@$(INSTALL) --editable '.[dev,docs,mlflow,plot,sklearn,tensorboard]'
 	@touch $@ $(VENV)/.train
 
 $(VENV)/composer/.made: $(VENV)/.develop tools/composer.txt

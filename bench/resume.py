@@ -113,7 +113,7 @@ def seconds_to_first_step(num_samples: int, num_workers: int, path: Path) -> flo
     start = time.perf_counter()
     trainer.resume(path)
     trainer.fit()
-    trainer.loader.close()
+    trainer.run.loader.close()
     return stop.stepped_at - start
 
 

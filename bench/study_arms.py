@@ -214,7 +214,7 @@ def train(
         callbacks=[curve],
     )
     trainer.fit()
-    if not trainer.horizon.is_done(trainer.timer.timestamp):
+    if not trainer.run.horizon.is_done(trainer.timer.timestamp):
         raise SystemExit("stopped in the middle of a run, which is not counted")
     return {
         "loss": curve.points[-1][2],

@@ -206,12 +206,12 @@ class Run:
         """Values logged since the last line of metrics; for the loop."""
         self.latest_loss: float | Tensor | Callable[[], float] = _NAN
         """What `loss` reads; for the loop."""
-        self._mesh, self._idle_ranks, self._model = mesh, idle_ranks, model
+        self.idle_ranks, self._mesh, self._model = idle_ranks, mesh, model
         self._base: list[list[GroupValues]] | None = None
         self._loader: StepLoader | None = None
         self._hyperparameters: Hyperparameters | None = None
         self._scheduled: Hyperparameters | None = None
-        """The same; None if nothing is scheduled."""
+        """The same; None if the run leaves them alone."""
         self._plan: Plan | None = None
         self._state: Mapping[str, Any] | None = None
         self._loop: Mistakes | None = None
@@ -267,7 +267,7 @@ class Run:
             micro_batch_size=self.micro_batch_size,
             loading=self.loading,
             ranks=ranks,
-            idle_ranks=self._idle_ranks,
+            idle_ranks=self.idle_ranks,
         )
         self.optimizers = tuple(each)
         self._hyperparameters = Hyperparameters(
@@ -277,7 +277,10 @@ class Run:
             rule=self.prepared.rule,
             bound=self.prepared.bound_schedules,
         )
-        self._scheduled = self._hyperparameters if self.is_scheduled else None
+        # A trainer sets the learning rate even if nothing moves it: else a resumed run would keep
+        # the saved rate, not the one that its optimizer is built with.
+        is_set = self.is_scheduled or strategy is not None
+        self._scheduled = self._hyperparameters if is_set else None
         self._warn()
         self._start()
         state, self._state = self._state, None
@@ -381,7 +384,7 @@ class Run:
                 base=self.hyperparameters.base,
                 tracks_tokens=self.loader.tracks_tokens,
                 resume_at=self.timer.timestamp,
-                idle_ranks=self._idle_ranks,
+                idle_ranks=self.idle_ranks,
             )
         return self._plan
 

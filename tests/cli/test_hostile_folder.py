@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from stretto.checkpoint import describe, export_weights
 from stretto.errors import StrettoError
 from stretto.report import page
-from stretto.report.page.watch import Feed
+from stretto.report.page.watch import WatchedRuns
 from stretto.training import Callback, Trainer
 
 PRECIOUS = b"PRECIOUS\n" * 500
@@ -65,9 +65,9 @@ def look(folder: Path) -> None:
     assert shown[1].series
     page.build(page.payload(shown))
     for _ in range(2):
-        feed = Feed(folder.parent)
-        list(feed.messages())
-        list(feed.messages())
+        watched = WatchedRuns(folder.parent)
+        watched.payload()
+        watched.payload()
 
 
 def inspect(folder: Path) -> None:

@@ -44,8 +44,7 @@ def test_nothing_is_guessed_from_the_names_of_a_data_set(names: set[str], is_met
     own: Any = Counts(**dict.fromkeys(names, never if is_method else 7))
     for data in (own, DataLoader(own, 4)):
         spec = DataSpec(data)
-        assert (spec.known_num_samples, spec.known_num_tokens) == (12, None)
-        assert spec.known_tokens_per_sample is None
+        assert [*spec.counts.values()] == [12, None, None]
         batches = [
             micro.batch for step in StepLoader(data, 5, max_duration="1ep") for micro in step
         ]
@@ -71,9 +70,9 @@ def test_nothing_is_guessed_from_the_names_of_an_iterable(names: set[str], is_me
 
 def test_what_is_stated_counts() -> None:
     spec = DataSpec(Counts(), num_tokens=61, get_num_samples_in_batch=lambda batch: 3)
-    assert (spec.known_num_tokens, spec.count_samples(torch.zeros(2))) == (61, 3)
+    assert (spec.counts["dataset_num_tokens"], spec.count_samples(torch.zeros(2))) == (61, 3)
     spec = DataSpec(Counts(), tokens_per_sample=5, get_num_tokens_in_batch=lambda batch: 7)
-    assert (spec.known_tokens_per_sample, spec.count_tokens(torch.zeros(2))) == (5, 7)
+    assert (spec.counts["tokens_per_sample"], spec.count_tokens(torch.zeros(2))) == (5, 7)
 
 
 @pytest.mark.parametrize("sized", [True, False])

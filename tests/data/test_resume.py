@@ -190,7 +190,7 @@ def test_a_policy_of_ones_own_may_keep_what_it_likes(wrapped: Any) -> None:
         def decide(
             self, timestamp: Timestamp, state: PolicyState, signals: Signals
         ) -> tuple[int, PolicyState]:
-            size = float(state["size"]) * 1.3  # type: ignore[arg-type]
+            size = float(state["size"]) * 1.3
             return int(size), {**state, "size": size}
 
     whole, first, second = (

@@ -116,5 +116,5 @@ def test_a_strategy_of_your_own_wraps_the_model() -> None:
 
 def test_samples_are_those_of_the_ranks_that_have_samples_of_their_own() -> None:
     (half, trainer), (whole, _) = gradient(OneOfTwo()), gradient(None)
-    assert (trainer.loader.rank, trainer.loader.world_size) == (1, 2)
+    assert (trainer.run.loader.rank, trainer.run.loader.world_size) == (1, 2)
     assert not torch.equal(half, whole)

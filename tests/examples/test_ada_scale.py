@@ -68,7 +68,7 @@ def test_a_skipped_step_has_no_gain() -> None:
         ada, loss=loss, stepping=stepping, batch_size=4, micro_batch_size=4, max_duration="8ba"
     )
     trainer.fit()
-    assert (ada.gained, trainer.skipped_steps) == (7, 1)
+    assert (ada.gained, trainer.run.skipped_steps) == (7, 1)
 
 
 def test_a_resumed_run_ends_equal(tmp_path: Path) -> None:

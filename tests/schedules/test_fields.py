@@ -19,8 +19,8 @@ from stretto.schedules.fields import (
     Interval,
     Length,
     checked_factor,
-    interval,
-    length,
+    checked_interval,
+    checked_length,
     one_of,
 )
 from stretto.timing import Time
@@ -58,23 +58,23 @@ def test_what_else_a_function_returns_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize("value", ["0ba", "5%", Time("5ep"), timedelta(hours=1)], ids=str)
 def test_a_length_may_be_nothing(value: str | Time | timedelta) -> None:
-    assert length(value, "over") == Time(value)
+    assert checked_length(value, "over") == Time(value)
 
 
 def test_lengths_are_not_negative() -> None:
     with pytest.raises(ScheduleError, match="negative"):
-        length("-5ba", "over")
+        checked_length("-5ba", "over")
 
 
 @pytest.mark.parametrize("value", ["0ba", "-1ep", "0%"])
 def test_intervals_are_longer_than_nothing(value: str) -> None:
     with pytest.raises(ScheduleError, match="longer"):
-        interval(value, "every")
+        checked_interval(value, "every")
 
 
 @pytest.mark.parametrize("value", [5, None, 0.5, "5", "5epochs"], ids=repr)
 def test_what_is_not_a_time_is_refused(value: str) -> None:
-    for read in (length, interval):
+    for read in (checked_length, checked_interval):
         with pytest.raises(TimeError, match="read"):
             read(value, "over")
 

@@ -233,7 +233,7 @@ def test_nothing_may_be_left_for_the_rest(rest: str) -> None:
 @pytest.mark.parametrize(
     ("periods", "message"),
     [
-        ([], "a schedule has at least one"),
+        ([], "there are none"),
         ([("rest", 1.0), ("5%", 1.0), ("rest", 1.0)], "only one of them can take the rest"),
         ([Cosine()], "pair"),
         ([("5%", 1.0, 2.0)], "pair"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import ConversionError
-from stretto.schedules.scope import END, Mark, RunScope, Span, integers
+from stretto.schedules.scope import END, Mark, Scope, over_common_denominator
 from stretto.timing import Horizon, Time, TimeUnit
 
 
@@ -30,11 +30,11 @@ class Doubling:
 RAMP = Horizon("10ep", dataset_num_samples=12, batch_sizes=Doubling())
 
 
-def run_of(horizon: Horizon) -> Span:
-    return RunScope(horizon).span()
+def run_of(horizon: Horizon) -> Scope:
+    return Scope.of(horizon)
 
 
-def part_of(first: int, last: int, unit: str = "sp") -> Span:
+def part_of(first: int, last: int, unit: str = "sp") -> Scope:
     """Return a part of the ramp, between two positions."""
     axis = RAMP.axis(unit)
     return run_of(RAMP).part(Mark(axis, Fraction(first)), Mark(axis, Fraction(last)))
@@ -82,7 +82,7 @@ def test_an_interval_is_counted_on_its_own_counter() -> None:
 
 def test_a_part_of_a_sample_is_kept_where_another_unit_has_it() -> None:
     horizon = Horizon("30sp", dataset_num_samples=10, tokens_per_sample=4, batch_sizes=3)
-    run = RunScope(horizon).span()
+    run = Scope.of(horizon)
     cut = run.after(Time("5%"))
     assert [run.along(TimeUnit(unit)).place(cut) for unit in ("sp", "ep", "tok", "ba")] == [
         Fraction(3, 2),
@@ -124,5 +124,5 @@ def test_positions_are_shown_in_the_unit_of_the_axis() -> None:
 
 @given(st.lists(st.fractions(max_denominator=50), min_size=1, max_size=5))
 def test_integers_stand_for_the_same_positions(positions: list[Fraction]) -> None:
-    scale, *found = integers(*positions)
+    scale, *found = over_common_denominator(*positions)
     assert [Fraction(number, scale) for number in found] == positions

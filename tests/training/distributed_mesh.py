@@ -308,7 +308,7 @@ def not_finite(kind: str, rank: int, non_finite: str) -> dict[str, Any]:
     trainer, _ = make(kind, loss=broken, stepping={"non_finite": non_finite}, max_duration="1ep")
     text = refusal(trainer.fit)
     at = trainer.timer.batch
-    return {"batch": at, "skipped": trainer.skipped_steps, "text": text}
+    return {"batch": at, "skipped": trainer.run.skipped_steps, "text": text}
 
 
 def dropped(kind: str, folder: Path) -> dict[str, Any]:

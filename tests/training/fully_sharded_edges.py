@@ -237,7 +237,11 @@ def half(
     scaler = trainer._loop.stepper.scaler
     assert scaler is not None
     # The scale as this rank has it: ranks that did not agree on a step differ in it.
-    return {"weights": weights(net), "skipped": trainer.skipped_steps, "scale": scaler.get_scale()}
+    return {
+        "weights": weights(net),
+        "skipped": trainer.run.skipped_steps,
+        "scale": scaler.get_scale(),
+    }
 
 
 def halves() -> Outcome:

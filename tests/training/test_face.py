@@ -265,14 +265,14 @@ def own_step(problem: Make, fault: str) -> Trainer:
 def test_an_update_may_return_nothing(problem: Make) -> None:
     trainer = own_step(problem, "none")
     trainer.fit()
-    assert trainer.skipped_steps == 0
+    assert trainer.run.skipped_steps == 0
 
 
 @pytest.mark.parametrize("fault", ["in place", "skips"])
 def test_a_step_may_do_without_gradients(fault: str, problem: Make) -> None:
     trainer = own_step(problem, fault)
     trainer.fit()
-    assert trainer.skipped_steps == 1
+    assert trainer.run.skipped_steps == 1
 
 
 @pytest.mark.parametrize("fault", ["optimizers", "state", "gradient"])

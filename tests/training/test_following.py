@@ -117,7 +117,7 @@ def test_a_packing_run_is_the_same_with_any_workers(batch_size: str, problem: Ma
         )  # fmt: skip
         assert trainer.plan is None
         why = "tokens" if batch_size == "ramp in tokens" else "what the run measures"
-        assert why in trainer.horizon.batch_sizes.why, "and it says why"
+        assert why in trainer.run.horizon.batch_sizes.why, "and it says why"
         trainer.fit()
         runs.append((sizes.seen, run.weights().tolist()))
     assert len({size for _, size in runs[0][0]}) > 2

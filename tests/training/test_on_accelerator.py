@@ -148,7 +148,7 @@ def test_every_precision_runs(
     assert run.sizes == ([BATCH_SIZE] if micro_batch_size is None else [4] * 4) * 8
     assert sorted(run.samples[:NUM_SAMPLES]) == list(range(NUM_SAMPLES))
     assert run.trainer.timer.sample == 8 * BATCH_SIZE
-    assert run.trainer.skipped_steps == 0
+    assert run.trainer.run.skipped_steps == 0
     assert all(parameter.device.type == DEVICE for parameter in run.trainer.model.parameters())
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert ("grad_norm" in line) == (clip_norm is not None)

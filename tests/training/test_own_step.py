@@ -249,7 +249,7 @@ class Hesitant(Plain):
 def test_steps_that_left_the_weights_alone_are_counted() -> None:
     trainer = trainer_of("", step=Hesitant())
     trainer.fit()
-    assert trainer.skipped_steps == 5
+    assert trainer.run.skipped_steps == 5
 
 
 class Counting(Plain):

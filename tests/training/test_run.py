@@ -43,7 +43,8 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_every_event_gets_the_run_of_the_trainer(problem: Make, tmp_path: Path) -> None:
-    class Everything(Callback): ...
+    class Everything(Callback):
+        every = "1ep"
 
     seen: dict[str, set[int]] = {}
     for name in EVENTS:
@@ -63,7 +64,7 @@ def test_every_event_gets_the_run_of_the_trainer(problem: Make, tmp_path: Path) 
     assert seen == {name: {id(trainer.run)} for name in EVENTS}
     run = trainer.run
     assert (run.model, run.optimizers) == (trainer.model, (trainer.optimizer,))
-    assert (run.timer, run.horizon, run.plan) == (trainer.timer, trainer.horizon, trainer.plan)
+    assert (run.timer, run.horizon, run.plan) == (trainer.timer, trainer.run.horizon, trainer.plan)
     assert run.folder == tmp_path
     assert (run.rank, run.world_size, run.is_first_rank) == (0, 1, True)
 

@@ -43,7 +43,7 @@ def test_one_switch_scales_every_time_of_a_run(problem: Make, tmp_path: Any) -> 
         folder=tmp_path,
         scale_schedule=0.5,
     )
-    assert trainer.horizon.max_duration == Time("2ep")
+    assert trainer.run.horizon.max_duration == Time("2ep")
     assert [(stage.size, stage.batches) for stage in trainer.plan.stages] == [(10, 6), (20, 3)]
     assert [trainer.plan.values_at(batch)["lr"] for batch in (5, 6)] == pytest.approx([0.05, 0.005])
     assert trainer.run.hyperparameters.schedules["momentum"] == Cosine(warmup="0.5ep")
@@ -88,7 +88,7 @@ def test_a_pair_stays_a_pair(problem: Make) -> None:
     pair = Seesaw(Cosine(), DoublingRamp(4, 8, "2ep"), maximum=16)
     trainer = problem().trainer(batch_size=pair, max_duration="4ep", scale_schedule=0.5)
     half = Seesaw(Cosine(), DoublingRamp(4, 8, "1ep"), maximum=16)
-    assert trainer.loader.policy == half.policy
+    assert trainer.run.loader.policy == half.policy
 
 
 def test_flushes_are_scaled_too() -> None:

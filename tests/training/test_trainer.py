@@ -178,7 +178,7 @@ def test_the_ledger_follows_the_plan_batch_for_batch(problem: Make, tmp_path: Pa
     rows, planned = ledger(tmp_path), list(trainer.plan.batches())
     assert [int(row["size"]) for row in rows] == [step.size for step in planned]
     assert [int(row["sample"]) for row in rows] == [step.timestamp.sample for step in planned]
-    learning_rate = Cosine(end=0.1, warmup="10ba").bind(trainer.horizon)
+    learning_rate = Cosine(end=0.1, warmup="10ba").bind(trainer.run.horizon)
     assert [float(row["lr"]) for row in rows] == [
         0.1 * learning_rate(step.timestamp) for step in planned
     ]
@@ -232,7 +232,7 @@ def test_the_end_of_the_run_is_in_any_unit(problem: Make) -> None:
         trainer = problem().trainer(max_duration=length)
         trainer.fit()
         assert trainer.timer.sample == expected
-        assert trainer.get_elapsed_duration() == 1.0
+        assert trainer.timer.get_elapsed_duration() == 1.0
 
 
 def test_a_run_of_seconds_ends(problem: Make) -> None:
@@ -256,7 +256,7 @@ class StopAt(Callback):
     [
         (lambda _: os.kill(os.getpid(), signal.SIGINT), "received SIGINT", KeyboardInterrupt),
         (lambda _: os.kill(os.getpid(), signal.SIGTERM), "received SIGTERM", SystemExit),
-        (lambda trainer: trainer.stop("enough", is_final=False), "enough", None),
+        (lambda run: run.stop("enough", is_final=False), "enough", None),
     ],
     ids=["SIGINT", "SIGTERM", "stop"],
 )
@@ -465,7 +465,7 @@ class _Endless:
 def test_plan_of_the_trainer_is_the_plan(problem: Make) -> None:
     trainer = problem().trainer(batch_size="0ep:4 1ep:8")
     assert trainer.plan is not None
-    direct = plan(trainer.horizon, trainer.loader.policy)
+    direct = plan(trainer.run.horizon, trainer.run.loader.policy)
     assert [step.size for step in direct.batches()] == [
         step.size for step in trainer.plan.batches()
     ]

@@ -1,9 +1,9 @@
 """Batch size policies, how a batch is split, and learning rates that follow its size."""
 
-from stretto.batching.following import Plateau
 from stretto.batching.functions import IncreaseFunction, SizeFunction, awaits_maximum, with_maximum
 from stretto.batching.noise_scale import NoiseScale, NormTest
 from stretto.batching.periods import PeriodSizes
+from stretto.batching.plateau import Plateau
 from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,

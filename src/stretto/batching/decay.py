@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import final
 
-from stretto.batching.steps import line
+from stretto.batching.steps import sample_axis
 from stretto.errors import BatchSizeError, ConversionError, Text
 from stretto.schedules import BoundSchedule, Schedule
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
@@ -109,7 +109,7 @@ def _axis(horizon: Horizon, schedule: Schedule) -> Axis:
     """Return the one counter of all times of a schedule; by default, the counter of the run."""
     axes: dict[Axis, TimeUnit] = {}
     for unit in [time.unit for time in schedule.times()] or [TimeUnit.DURATION]:
-        axis = line(horizon, horizon.axis(unit))
+        axis = sample_axis(horizon, horizon.axis(unit))
         if axis.unit in (TimeUnit.BATCH, TimeUnit.SECOND):
             raise cannot_grow(schedule, f"it follows {NAMES[axis.unit]}", _UNITS)
         axes.setdefault(axis, unit)

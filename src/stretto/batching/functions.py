@@ -95,7 +95,7 @@ class SizeFunction(BatchSizePolicy):
             del signals
             interval = axis.read(timestamp) * below // above
             if state["asked"] == interval:
-                return cast(int, state["size"]), state
+                return state["size"], state
             size = self._asked(timestamp, state, hidden)
             return size, {"size": size, "asked": interval}
 
@@ -126,7 +126,7 @@ class SizeFunction(BatchSizePolicy):
         name = name_of(self.function)
         known = known_counts(timestamp, hidden) if hidden else timestamp
         try:
-            size = self.function(known, cast("int | None", state["size"]))
+            size = self.function(known, state["size"])
             return checked_size(size, f"the batch size that {name} returned")
         except UnknownCountError as error:
             python = f"SizeFunction({name}, planned=False)"
@@ -204,7 +204,7 @@ class IncreaseFunction(BatchSizePolicy):
         def decide(timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
             del signals
             # The maximum of this run; it may have been resumed with another.
-            size, asked = min(cast(int, state["size"]), most), cast(int, state["epochs_asked"])
+            size, asked = min(state["size"], most), state["epochs_asked"]
             # Under `carry` a batch may be longer than an epoch: each epoch is asked about.
             for epoch in range(asked, timestamp.epoch + 1):
                 size = self._grown(epoch, size, most)
@@ -236,13 +236,17 @@ class IncreaseFunction(BatchSizePolicy):
         return size + added if size + added <= most else size
 
 
-def awaits_maximum(policy: BatchSizePolicy) -> bool:
+def awaits_maximum(value: object) -> bool:
     """Return whether a policy, or one inside it, has `max_batch_size="auto"`.
 
     >>> awaits_maximum(IncreaseFunction(lambda epoch, size: 8, 8, "auto"))
     True
     """
-    return with_maximum(policy, 10**199) is not policy
+    if isinstance(value, IncreaseFunction):
+        return value.max_batch_size == "auto"
+    if isinstance(value, Timed):
+        value = tuple(getattr(value, name) for name in getattr(value, "__dataclass_fields__", ()))
+    return isinstance(value, tuple) and any(map(awaits_maximum, value))
 
 
 def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:

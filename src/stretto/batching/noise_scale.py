@@ -6,12 +6,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import Annotated, Any, TypeAlias, TypeGuard, cast, final
+from typing import Annotated, Any, TypeAlias, TypeGuard, final
 
-from stretto.batching.following import check_start, rounded_size
-from stretto.batching.policy import BatchSizePolicy, Bound, Decision, PolicyState, Signals, Size
+from stretto.batching.policy import (
+    BatchSizePolicy,
+    Bound,
+    Decision,
+    PolicyState,
+    Signals,
+    Size,
+    check_start,
+    rounded_size,
+)
 from stretto.errors import BatchSizeError
-from stretto.schedules.fields import Check, Positive, check_fields, fill, number
+from stretto.schedules.fields import Check, Positive, check_fields, fill, number_field
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.grammar import whole
 
@@ -45,10 +53,10 @@ def _checked_window(window: object) -> int:
 Window: TypeAlias = Annotated[int, Check(lambda value, *_: _checked_window(value))]
 # Above, Student's distribution is less exact.
 Confidence: TypeAlias = Annotated[
-    float, number("a number from 0.01 to 0.9999", lambda value: 0.01 <= value <= 0.9999)
+    float, number_field("a number from 0.01 to 0.9999", lambda value: 0.01 <= value <= 0.9999)
 ]
 Power: TypeAlias = Annotated[
-    float, number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
+    float, number_field("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 ]
 
 
@@ -315,10 +323,6 @@ class NoiseScale(BatchSizePolicy):
             why, instead = "a single sample has no noise to measure", "write 2 or more"
             raise BatchSizeError.bad(name, least, why, instead)
 
-    @property
-    def _least(self) -> int:
-        return cast(int, self.minimum)
-
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size and the averages."""
         del horizon
@@ -326,7 +330,7 @@ class NoiseScale(BatchSizePolicy):
             decide=self._decide,
             start={"size": self.start, **self._noise.to_state()},
             reads=frozenset({"noise"}),
-            bounds=(self._least, self.maximum),
+            bounds=(self.minimum or self.start, self.maximum),
             log_values=self._log_values,
             sizes=lambda state: (state["size"],),
         )
@@ -354,14 +358,17 @@ class NoiseScale(BatchSizePolicy):
         del timestamp
         noise = self._noise.from_state(state).after(signals)
         # The bounds of this run; it may have been resumed with others.
-        size = rounded_size(cast(int, state["size"]), self._least, self.maximum)
+        size = self._bounded(state["size"])
         if noise.has_enough_steps:
             lowest, highest = map(self._wanted, noise.interval)
             if not lowest <= size <= highest:
                 nearest = lowest if size < lowest else highest
                 wanted = nearest if noise.scale is None else self._wanted(noise.scale)
-                size = rounded_size(wanted, self._least, self.maximum)
+                size = self._bounded(wanted)
         return size, {"size": size, **noise.to_state()}
+
+    def _bounded(self, size: float) -> int:
+        return rounded_size(size, self.minimum or self.start, self.maximum)
 
     def _wanted(self, noise_scale: float) -> float:
         # An end of the interval may be below zero by a rounding error.
@@ -406,9 +413,9 @@ def NormTest(  # noqa: N802  a kind of policy
         BatchSizeError: a size is not an integer of at least 2, `start` is not from `minimum` to
             `maximum`, `eta` is not between 0 and 1, or `window` or `confidence` is out of range.
     """
-    part = cast(float, _ETA.converted(eta, "eta", BatchSizeError))
+    part: float = _ETA.converted(eta, "eta", BatchSizeError)
     c = min((1.0 - part * part) / part / part, LARGEST)
     return NoiseScale(start, maximum, c=c, minimum=minimum, window=window, confidence=confidence)
 
 
-_ETA = number("a number above 0 and below 1", lambda value: 0 < value < 1)
+_ETA = number_field("a number above 0 and below 1", lambda value: 0 < value < 1)

@@ -6,10 +6,10 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Self, TypeAlias, cast, final
+from typing import Annotated, Any, Self, TypeAlias, final
 
 from stretto.errors import BatchSizeError, Text, shown
-from stretto.schedules.fields import Check, Timed, fill
+from stretto.schedules.fields import Check, Timed, fill, number_field
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 from stretto.timing.grammar import whole
 from stretto.timing.time import Number
@@ -72,7 +72,7 @@ NO_SIGNALS = Signals()
 """No measurement: the input of static policies, which ignore signals."""
 
 
-PolicyState: TypeAlias = Mapping[str, "int | float | str | PolicyState | None"]
+PolicyState: TypeAlias = Mapping[str, Any]
 """The state of a policy: a small record that JSON keeps exactly. Replaced, never edited."""
 
 
@@ -189,12 +189,12 @@ def wrapped(inner: Bound, own: PolicyState, **changes: Any) -> Bound:
     start = {**own, "inner": inner.start}
     same: dict[str, Any] = {
         "start": start,
-        "holds_until": lambda timestamp, state: inner.holds_until(timestamp, inner_state(state)),
-        "log_values": lambda state: inner.log_values(inner_state(state)),
-        "fits": lambda state: set(state) == set(start) and inner.accepts(inner_state(state)),
+        "holds_until": lambda timestamp, state: inner.holds_until(timestamp, state["inner"]),
+        "log_values": lambda state: inner.log_values(state["inner"]),
+        "fits": lambda state: set(state) == set(start) and inner.accepts(state["inner"]),
         "sizes": lambda state: (
             *(state[name] for name in ("size", "largest") if name in own),
-            *inner.sizes(inner_state(state)),
+            *inner.sizes(state["inner"]),
         ),
     }
     return replace(inner, **same | changes)
@@ -202,8 +202,10 @@ def wrapped(inner: Bound, own: PolicyState, **changes: Any) -> Bound:
 
 Size: TypeAlias = Annotated[int, Check(lambda value, *_: checked_size(value))]
 """A field that is a batch size."""
-Count: TypeAlias = Annotated[int, Check(lambda value, name, _: checked_size(value, name))]
+PositiveInt: TypeAlias = Annotated[int, Check(lambda value, name, _: checked_size(value, name))]
 """A field that is an integer of at least 1."""
+ABOVE_1 = number_field("a finite number above 1", lambda value: 1 < value < math.inf)
+"""The check of a factor of growth."""
 
 
 class BatchSizePolicy(Timed):
@@ -277,6 +279,22 @@ def checked_size(
     return size
 
 
+def check_start(start: int, minimum: int, maximum: int) -> None:
+    """Refuse a first size that is not within its bounds."""
+    if not minimum <= start <= maximum:
+        why = f"above maximum={maximum}" if start > maximum else f"below minimum={minimum}"
+        raise BatchSizeError.bad("start", start, f"it is {why}", "write a size within its bounds")
+
+
+def rounded_size(size: float, least: int, most: int) -> int:
+    """Return the whole size nearest to `size` within bounds, which may be infinite.
+
+    >>> rounded_size(46.4, 8, 256), rounded_size(math.inf, 8, 256)
+    (46, 256)
+    """
+    return round(min(max(size, least), most))
+
+
 def checked_world_size(value: object) -> int:
     """Return `value` as an int, if it is a whole number of ranks of at least 1.
 
@@ -284,11 +302,6 @@ def checked_world_size(value: object) -> int:
         BatchSizeError: it is anything else.
     """
     return checked_size(value, "a world size", instead="write a number of ranks such as 8")
-
-
-def inner_state(state: PolicyState) -> PolicyState:
-    """Return the state of a wrapped policy."""
-    return cast(PolicyState, state["inner"])
 
 
 def _fields(state: object) -> object:

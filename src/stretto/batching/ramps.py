@@ -13,14 +13,14 @@ from typing import Literal, TypeAlias, final
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
-    Count,
     Hold,
+    PositiveInt,
     Size,
     checked_size,
     checked_world_size,
     timed,
 )
-from stretto.batching.steps import Fixed, line, stairs
+from stretto.batching.steps import Fixed, sample_axis, stairs
 from stretto.errors import Argument, BatchSizeError
 from stretto.schedules.fields import Interval, check_fields, fill
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
@@ -46,7 +46,7 @@ def _ticks(horizon: Horizon, over: Time, equal: Equal) -> tuple[Axis, Fraction]:
     Raises:
         BatchSizeError: equal batches over a wall time; how long a batch takes is not known.
     """
-    axis = line(horizon, horizon.axis(over.unit))
+    axis = sample_axis(horizon, horizon.axis(over.unit))
     if equal == "batches" and axis.unit is TimeUnit.SECOND:
         why, instead = f"over '{over}', their number is not known", "write 'time', or over='10%'"
         raise BatchSizeError.bad("equal", equal, why, instead)
@@ -122,7 +122,7 @@ class LinearRamp(_Ramp):
             a whole number of increments above it, the ramp has no length, or `equal` is neither.
     """
 
-    increment: Count = field(default=1, kw_only=True)
+    increment: PositiveInt = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         _Ramp.__post_init__(self)

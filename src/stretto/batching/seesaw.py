@@ -17,8 +17,8 @@ from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
     Bound,
-    Count,
     Hold,
+    PositiveInt,
     Size,
     timed,
 )
@@ -26,8 +26,8 @@ from stretto.batching.split import LearningRateRule, LinearRule, SquareRootRule,
 from stretto.batching.steps import PolicyLike, as_policy
 from stretto.batching.wrappers import AtMost, MultipleOf
 from stretto.errors import BatchSizeError, ScheduleError
-from stretto.schedules import BoundSchedule, RunScope, Schedule, ScheduleLike, Scope, as_schedule
-from stretto.schedules.fields import Check, Timed, check_fields, number
+from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, Scope, as_schedule
+from stretto.schedules.fields import Check, Timed, check_fields, number_field
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.grammar import exact
 
@@ -38,7 +38,7 @@ Sizes: TypeAlias = Annotated[PolicyLike, Check(lambda value, *_: as_policy(value
 Continuous: TypeAlias = Literal["continuous"]
 """The batch grows whenever another sample fits in, not by a factor at once."""
 # Powers of a factor below 1.01 have thousands of digits.
-_FACTOR = number("'continuous' or from 1.01 to 2^20", lambda value: 1.01 <= value <= 2**20)
+_FACTOR = number_field("'continuous' or from 1.01 to 2^20", lambda value: 1.01 <= value <= 2**20)
 
 
 def _growth(value: object, *given: Any) -> object:
@@ -99,7 +99,7 @@ class Staircase(Schedule):
             ConversionError: a time needs a fact that is not known.
             ScheduleError: it is inside a period.
         """
-        if scope != RunScope(scope.horizon):
+        if scope != Scope.of(scope.horizon):
             why = "its steps are those of the whole run"
             instead = "write the periods inside it: Seesaw(Periods([...]), 16)"
             raise ScheduleError.cannot(f"follow {self!r} in a period", why=why, instead=instead)
@@ -144,7 +144,7 @@ class DecayGrowth(BatchSizePolicy):
     decay: Decaying
     size: Sizes
     factor: Growth = 2.0
-    most: Count = MOST_GROWTH
+    most: PositiveInt = MOST_GROWTH
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve every time for one run.
@@ -231,7 +231,7 @@ class Pair(Timed):
     """Whether the learning rate follows the curve between two steps of the size."""
     maximum: Size | None = field(default=None, kw_only=True)
     """The size beyond which only the learning rate falls; None: 64 times the size before growth."""
-    multiple_of: Count = field(default=1, kw_only=True)
+    multiple_of: PositiveInt = field(default=1, kw_only=True)
     """Sizes are rounded down to multiples of this, at least one."""
     reference: Size | None = field(default=None, kw_only=True)
     """The size that the schedule is meant for; None: the size after the warm-up of the batch."""

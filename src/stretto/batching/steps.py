@@ -82,11 +82,11 @@ def place(horizon: Horizon, time: Time) -> tuple[Axis, int]:
     If `time` is a number of samples, it is the counter of samples: epochs, samples and tokens of a
     known number per sample are compared exactly.
     """
-    axis = line(horizon, horizon.axis(time.unit))
+    axis = sample_axis(horizon, horizon.axis(time.unit))
     return axis, math.ceil(horizon.ticks(time, axis))
 
 
-def line(horizon: Horizon, axis: Axis) -> Axis:
+def sample_axis(horizon: Horizon, axis: Axis) -> Axis:
     """Return the counter of samples if `axis` is a multiple of it, else `axis`."""
     samples = horizon.axis(TimeUnit.SAMPLE)
     if axis.unit is TimeUnit.EPOCH and horizon.dataset_num_samples is not None:

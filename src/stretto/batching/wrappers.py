@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast, final
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, final
 
 from stretto.batching.policy import (
+    ABOVE_1,
     NO_SIGNALS,
     BatchSizePolicy,
     Bound,
-    Count,
     Decision,
     Hold,
     PolicyState,
+    PositiveInt,
     Signals,
     Size,
-    inner_state,
     wrapped,
 )
 from stretto.batching.steps import as_policy
 from stretto.errors import BatchSizeError, StrettoError
-from stretto.schedules.fields import Check, Interval, check_fields, number
+from stretto.schedules.fields import Check, Interval, check_fields
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.grammar import exact
 from stretto.timing.time import Number
@@ -167,7 +167,7 @@ class MultipleOf(SizeMap):
         BatchSizeError: the factor is not an integer of at least 1.
     """
 
-    factor: Count
+    factor: PositiveInt
     rounding: Rounding = "down"
 
     def __post_init__(self) -> None:
@@ -230,8 +230,8 @@ class Monotone(Wrapper):
         inner = self.policy.bind(horizon)
 
         def decide(timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
-            size, within = inner.decide(timestamp, inner_state(state), signals)
-            largest = max(size, cast("int | None", state["largest"]) or size)
+            size, within = inner.decide(timestamp, state["inner"], signals)
+            largest = max(size, state["largest"] or size)
             return largest, {"largest": largest, "inner": within}
 
         bounds = inner.bounds
@@ -241,11 +241,8 @@ class Monotone(Wrapper):
         return wrapped(inner, {"largest": None}, decide=decide, bounds=bounds)
 
 
-_ABOVE_1 = number("a finite number above 1", lambda value: 1 < value < math.inf)
-
-
 def _ratio(value: Any, name: str, error: type[StrettoError]) -> Number:
-    factor = cast(float, _ABOVE_1.converted(value, name, error))
+    factor: Any = ABOVE_1.converted(value, name, error)
     return factor if exact(factor) == exact(value) else exact(value)
 
 
@@ -289,12 +286,12 @@ class Hysteresis(Wrapper):
 
         def free(state: PolicyState) -> int:
             """Return the tick from which the size may change again."""
-            changed = cast("int | None", state["changed"])
+            changed = state["changed"]
             return 0 if changed is None else changed + wait
 
         def decide(timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
-            wanted, within = inner.decide(timestamp, inner_state(state), signals)
-            size = cast("int | None", state["size"])
+            wanted, within = inner.decide(timestamp, state["inner"], signals)
+            size = state["size"]
             if size is None:
                 return wanted, {"size": wanted, "changed": None, "inner": within}
             tick = read(timestamp)
@@ -304,7 +301,7 @@ class Hysteresis(Wrapper):
             return wanted, {"size": wanted, "changed": tick, "inner": within}
 
         def holds_until(timestamp: Timestamp, state: PolicyState) -> Hold | None:
-            hold, until = inner.holds_until(timestamp, inner_state(state)), free(state)
+            hold, until = inner.holds_until(timestamp, state["inner"]), free(state)
             # It ends earlier if only `wait` stops a change.
             if hold is None or axis is None or read(timestamp) >= until:
                 return hold

@@ -193,13 +193,13 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     name = type(trainer.model).__name__
     yield f"{path.name}: {name} with {parameters:,} parameters, in {trainer.folder}"
-    plan, run = trainer.plan, trainer.horizon.max_duration
-    bounds = trainer.loader.prepared.decided_between
+    plan, run = trainer.plan, trainer.run.horizon.max_duration
+    bounds = trainer.run.loader.prepared.decided_between
     if bounds is not None:
         many = f"batches of {bounds[0]:,} to {bounds[1]:,} samples"
         yield f"run of {run}: {many}, decided during the run"
     elif plan is None or plan.num_batches is None:
-        known = trainer.horizon.batch_sizes
+        known = trainer.run.horizon.batch_sizes
         why = f" (the batch sizes: {known.why})" if isinstance(known, UnknownSizes) else ""
         yield f"run of {run}; the number of batches is not known in advance{why}"
     else:
@@ -230,13 +230,13 @@ def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
     counts = f"{at.batch:,} batches, {at.sample:,} samples{tokens}"
     took = show_seconds(at.run_nanoseconds / 1e9)
     if trainer.stop_reason is None:
-        yield f"trained {trainer.horizon.max_duration}: {counts} in {took}"
+        yield f"trained {trainer.run.horizon.max_duration}: {counts} in {took}"
     else:
         yield f"stopped at {position(trainer)} ({trainer.stop_reason}): {counts} in {took}"
     for name, metrics in notes.metrics.items():
         yield f"{name}: {show_metrics(metrics)}"
-    if trainer.skipped_steps:
-        yield f"skipped steps: {trainer.skipped_steps:,} (a loss or gradient was not finite)"
+    if trainer.run.skipped_steps:
+        yield f"skipped steps: {trainer.run.skipped_steps:,} (a loss or gradient was not finite)"
     folder = shlex.quote(str(trainer.folder))
     if trainer.unsaved is not None:
         yield f"NOT SAVED: the last checkpoint could not be written: {trainer.unsaved}"
@@ -245,7 +245,7 @@ def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
         if notes.checkpoint is None:
             yield "no checkpoint was written; 'checkpoint: {every: 1ep}' in the run file keeps some"
         else:
-            ranks = trainer.loader.world_size
+            ranks = trainer.run.loader.world_size
             start = f"torchrun --nproc-per-node {ranks} --no-python " if ranks > 1 else ""
             again = f"{start}stretto train {folder}/{RUN_FILE} --resume latest"
             yield f"to resume:  {again}{'' if trainer.run.ended is None else ' --even-if-stopped'}"
@@ -267,13 +267,13 @@ def results(trainer: Trainer, notes: Notes) -> dict[str, object]:
         "seconds": at.run_nanoseconds / 1e9,
         "metrics": {name: dict(metrics) for name, metrics in notes.metrics.items()},
         "checkpoint": None if notes.checkpoint is None else str(notes.checkpoint),
-        "skipped_steps": trainer.skipped_steps,
+        "skipped_steps": trainer.run.skipped_steps,
     }
 
 
 def position(trainer: Trainer) -> str:
     """Return where a run is, in the unit of its length."""
-    unit, at = trainer.horizon.max_duration.unit, trainer.timer.timestamp
+    unit, at = trainer.run.horizon.max_duration.unit, trainer.timer.timestamp
     if unit is TimeUnit.SECOND:
         return show_position(at.run_nanoseconds / 1e9, unit)
-    return show_position(float(trainer.horizon.position(at, unit).amount), unit)
+    return show_position(float(trainer.run.horizon.position(at, unit).amount), unit)

@@ -44,7 +44,7 @@ from pydantic import (
 
 from stretto import batching, schedules
 from stretto.batching import BatchSizePolicy, SizeFunction, rampup
-from stretto.batching.periods import Periods as PeriodsOfSizes
+from stretto.batching.periods import SizePeriods as PeriodsOfSizes
 from stretto.batching.policy import Size
 from stretto.batching.seesaw import Continuous, Pair
 from stretto.batching.steps import PolicyLike, StepsLike
@@ -67,7 +67,8 @@ from stretto.config.yaml import Path, Source
 from stretto.errors import BatchSizeError, nearest, shown
 from stretto.schedules import Schedule
 from stretto.schedules import fields as of_schedules
-from stretto.schedules.fields import Factor, Positive, Timed, time_or_rest
+from stretto.schedules.fields import Factor, Positive, Timed
+from stretto.schedules.periods import time_or_rest
 from stretto.settings import DATA_DIMENSIONS
 from stretto.timing import Horizon, TimeLike, Trigger
 from stretto.timing.time import Number

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast, final
 
 from stretto.batching import BatchSizePolicy, LearningRateRule, Pair, as_rule
-from stretto.batching.following import check_monitored, followed_metric, metrics_of
+from stretto.batching.metrics import check_monitored, followed_metric, metrics_of
 from stretto.config.forms import imported
 from stretto.config.run import RunConfig
 from stretto.config.targets import Target, bound_target, call_target

@@ -150,7 +150,7 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
     That is the sizes of the data, the sizes that were `auto`, the scheduled values of the
     optimizer, and the run's folder.
     """
-    horizon, optimizer, sizes = trainer.horizon, config.optimizer, config.batch_size
+    horizon, optimizer, sizes = trainer.run.horizon, config.optimizer, config.batch_size
     counts = {
         "num_samples": horizon.dataset_num_samples,
         "num_tokens": None if horizon.tokens_per_sample else horizon.dataset_num_tokens,
@@ -168,7 +168,7 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
             "data": config.data.model_copy(update=counts),
             "optimizer": optimizer,
             "folder": None if trainer.folder is None else str(trainer.folder),
-            "micro_batch_size": trainer.loader.micro_batch_size,
+            "micro_batch_size": trainer.run.loader.micro_batch_size,
             "batch_size": replace(
                 sizes, written=_with_maximum(sizes.written, trainer.found_maximum)
             ),

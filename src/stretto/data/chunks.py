@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple, final
@@ -78,7 +76,7 @@ class ChunkSource:
     """
 
     def __init__(self, spec: DataSpec, batches: Iterable[Any], *, seed: int, rank: int = 0) -> None:
-        self._spec = spec
+        self.spec = spec
         self._batches = batches
         self._seed = seed
         self._rank = rank
@@ -164,8 +162,8 @@ class ChunkSource:
         if self._chunk is not None:  # other workers or chunks bring other samples first
             num_workers = getattr(self._batches, "num_workers", 0)
             first.insert(0, f"{num_workers} {self._chunk.num_samples}")
-        begun = {epoch - 1: self._begun.get(epoch - 1), epoch: {"drawn": drawn, "first": first}}
-        self._begun = {number: one for number, one in begun.items() if one is not None}
+        before = {number: one for number, one in self._begun.items() if number == epoch - 1}
+        self._begun = {**before, epoch: {"drawn": drawn, "first": first}}
         self._skip(skip)
 
     def next_epoch(self) -> None:
@@ -250,7 +248,7 @@ class ChunkSource:
 
     @property
     def _is_compared(self) -> bool:
-        return self._spec.sharded is not False and self._spec.resumes_by is None
+        return self.spec.sharded is not False and self.spec.resumes_by is None
 
     def _drawn(self) -> list[Any]:
         return [packed(one.get_state(), "a generator", DataError) for one in self._generators]
@@ -275,7 +273,7 @@ class ChunkSource:
         batch, size, start = self._chunk.batch, self._chunk.num_samples, self._offset
         places = range(start, min(size, start + _COMPARED))
         try:
-            cut = [self._spec.take_samples(batch, slice(one, one + 1), size) for one in places]
+            cut = [self.spec.take_samples(batch, slice(one, one + 1), size) for one in places]
         except DataError:  # packed
             return [f"{fingerprint(batch)} {start}"]
         return [fingerprint(one) for one in cut]
@@ -296,7 +294,7 @@ class ChunkSource:
             except BaseException:
                 self._failed = True  # after an error, most iterators only look exhausted
                 raise
-            num_samples = self._spec.count_samples(batch)
+            num_samples = self.spec.count_samples(batch)
             if num_samples:
                 self.example = Chunk(batch, num_samples, state)
                 return self.example
@@ -325,12 +323,9 @@ def _other_workers(saved: Any, present: Any) -> CheckpointError:
         f"{one['num_workers']} of them with batch_size={one['batch_size']}" if one else "one reader"
         for one in (present, saved)
     )
-    return CheckpointError.cannot(
-        "continue from the saved position",
-        why=f"workers take turns, so {now} bring the samples in another order than {then}",
-        instead="pass the same num_workers, batch_size and micro_batch_size, or resume at the end "
-        "of an epoch",
-    )
+    why = f"workers take turns, so {now} bring the samples in another order than {then}"
+    instead = "pass the same num_workers, batch_size and micro_batch_size, or resume after an epoch"
+    return CheckpointError.cannot("continue from the saved position", why=why, instead=instead)
 
 
 def _other_samples(kind: str, passed: int, *, by_state: bool) -> CheckpointError:
@@ -341,9 +336,8 @@ def _other_samples(kind: str, passed: int, *, by_state: bool) -> CheckpointError
         why = "its state_dict does not bring it back, as that of a shuffle buffer"
         instead = "pass DataSpec(data, resumes_by='reading') to read the epoch again, or "
         instead += "resumes_by='state' if only random augmentation differs"
-    return CheckpointError.cannot(
-        f"continue after {passed} samples of data of type {kind}", why=why, instead=instead
-    )
+    what = f"continue after {passed} samples of data of type {kind}"
+    return CheckpointError.cannot(what, why=why, instead=instead)
 
 
 def _parts(batches: Any) -> list[Any]:
@@ -360,9 +354,6 @@ def _tell_epoch(batches: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
-_FAILED = "failed"
-
-
 def check_streams(part: Part, source: ChunkSource, *, is_sharded: bool) -> None:
     """Compare the next batch of all ranks: equal for one stream, different for sharded ones.
 
@@ -377,13 +368,11 @@ def check_streams(part: Part, source: ChunkSource, *, is_sharded: bool) -> None:
     own = "" if left is None else f"{fingerprint(left.chunk.batch)} {left.start}"
     found = part.ranks.gather_dp(own)
     if is_sharded:
-        same = Counter(one for one in found if one)
-        text, count = max(same.items(), key=lambda item: item[1], default=("", 0))
-        if count > 1:
-            ranks = " and ".join(str(rank) for rank, one in enumerate(found) if one == text)
+        same = [str(rank) for rank, one in enumerate(found) if one and found.count(one) > 1]
+        if same:
             raise DataError.cannot(
                 f"read data of type {source.kind} as streams that are sharded",
-                why=f"the first batch is the same on ranks {ranks}",
+                why=f"the first batch is the same on ranks {' and '.join(same)}",
                 instead="leave sharded=True out, or give each rank its own share of the samples",
             )
     elif len(set(found)) > 1:
@@ -424,15 +413,8 @@ def record_of_all(part: Part, record: Callable[[], dict[str, Any]]) -> dict[str,
     Raises:
         DataError: one of them cannot be saved.
     """
-    try:
-        own = record()
-    except DataError as error:
-        own = {_FAILED: pickle.dumps(error).hex()}
-    everybody = [json.loads(text) for text in part.ranks.gather_dp(json.dumps(own))]
-    for one in everybody:
-        if _FAILED in one:
-            raise pickle.loads(bytes.fromhex(one[_FAILED]))  # noqa: S301  of a rank of this run
-    return {"ranks": everybody}
+    own = part.ranks.together(lambda: json.dumps(record()))[part.ranks.rank]
+    return {"ranks": [json.loads(text) for text in part.ranks.gather_dp(own)]}
 
 
 def record_of_rank(part: Part, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset, default_collate
 from stretto.batching import Split
 from stretto.data.containers import mapped
 from stretto.data.indices import Bundle, IndexStream, sample_seed, seed_generators
-from stretto.data.spec import Collate, DataSpec
+from stretto.data.spec import Collate
 from stretto.errors import DataError
 from stretto.planning import PlannedBatch
 from stretto.runtime.random_state import kept_generators
@@ -179,8 +179,3 @@ def _share_sizes(
 def pinned(batch: Any) -> Any:
     """Return a batch with its tensors in pinned memory."""
     return mapped(lambda tensor: tensor.pin_memory(), batch)
-
-
-def first_sample(spec: DataSpec, batch: Any, num_samples: int) -> CountedBatch:
-    """Return a dummy: one sample of a batch, with weight 0."""
-    return spec.take_samples(batch, slice(0, 1), num_samples), 0

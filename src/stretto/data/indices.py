@@ -18,7 +18,6 @@ from torch import Tensor
 from stretto.ordering import FACTOR_1, FACTOR_2, MASK, SampleOrder, network
 
 _FIRST_BLOCK = 1 << 10
-_FEW = 32  # from here on a block is quicker than one index at a time
 _BLOCK = 1 << 15  # 0.06 us an index; larger blocks leave the cache, smaller ones pay for each call
 
 
@@ -100,9 +99,6 @@ class IndexStream:
         before = epoch * order.num_samples if self._with_epoch else 0
         if not order.shuffle:
             return torch.arange(before + within.start, before + within.stop, within.step)
-        if len(within) < _FEW:
-            start = epoch * order.num_samples
-            return torch.tensor([before + order[start + i] for i in within])
         block = torch.arange(within.start, within.stop, within.step)
         return permuted_block(block, order, epoch).add_(before)
 

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, final
 
-from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals, checked_size
+from stretto.batching import NO_SIGNALS, PolicyLike, Signals, checked_size
 from stretto.data.decisions import Decisions, check_shares, other_order, reading_state
 from stretto.data.fetch import FetchedStep, Part
 from stretto.data.source import Source, make_source, prepared_for
@@ -49,9 +49,10 @@ class TokenCounter:
         self._reads_seconds = any(TimeUnit.SECOND in units for units in run.reads.values())
         # Sizes that are not known before the run may follow the wall clock undeclared.
         self._may_read_seconds = not run.bound_policy.is_static
-        self.each = spec.known_tokens_per_sample
+        counts = spec.counts
+        self.each = counts["tokens_per_sample"]
         """The tokens of every sample, 0 if none are tracked; None: they must be counted."""
-        self._stated = spec.known_num_tokens if self.each is None else None
+        self._stated = counts["dataset_num_tokens"] if self.each is None else None
         self._tells: bool | None = None
         if self.each is not None or spec.get_num_tokens_in_batch is not None:
             self._tells = True
@@ -244,10 +245,9 @@ class StepLoader(Iterator[Step]):
     ) -> None:
         self.spec = DataSpec.of(data)
         self._loading = read_settings(Loading, loading, "loading")
-        last_batch = self._loading.last_batch
-        self.prepared = prepared_for(self.spec, batch_size, max_duration, last_batch)
+        ending = self._loading.last_batch
+        self.prepared = prepared_for(self.spec, batch_size, max_duration, ending)
         self._from_start = self.prepared
-        self.policy: BatchSizePolicy = self.prepared.policy
         self.horizon = self.prepared.horizon
         self.timer = Timer(self.horizon, clock=clock)
         self.is_planned = self.prepared.is_planned

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -41,25 +40,20 @@ def prepared_for(
     Raises:
         DataError: the run has other data, or its length is given twice or not at all.
     """
-    if isinstance(batch_size, Prepared):
-        same = last_batch == batch_size.horizon.last_batch
-        own = {"max_duration": max_duration, "last_batch": None if same else last_batch}
-        _check_run(batch_size, spec, own)
-        return batch_size
-    if max_duration is None:
-        raise DataError.bad("max_duration", None, "a run needs a length", "write '90ep'")
-    return bind_run(spec.horizon(max_duration, last_batch), batch_size)
-
-
-def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> None:
-    """Refuse a run of other data, and arguments that repeat the run's."""
-    for name, value in given.items():
-        if value is not None:
+    if not isinstance(batch_size, Prepared):
+        if max_duration is None:
+            raise DataError.bad("max_duration", None, "a run needs a length", "write '90ep'")
+        return bind_run(spec.horizon(max_duration, last_batch), batch_size)
+    facts = batch_size.facts
+    twice = {"max_duration": max_duration, "last_batch": last_batch}
+    for name, value in twice.items():
+        if value is not None and value != getattr(facts, name):
             raise DataError.bad(name, value, f"the run has its own {name}", "leave it out")
-    if run.facts.dataset_num_samples != spec.known_num_samples:
-        why = f"the run was prepared for {run.facts.dataset_num_samples} samples"
+    if facts.dataset_num_samples != spec.known_num_samples:
+        why = f"the run was prepared for {facts.dataset_num_samples} samples"
         instead = "bind the run with the number of samples of these data"
         raise DataError.bad("num_samples", spec.known_num_samples, why, instead)
+    return batch_size
 
 
 LEAST_CHUNK = 128  # a batch from a worker costs 0.7 ms, whatever its size: few large ones are best
@@ -124,12 +118,7 @@ class Source:
             self.chunks.load_state_dict(state)
 
 
-def make_source(
-    spec: DataSpec,
-    run: Prepared,
-    loading: Loading,
-    part: Part,
-) -> Source:
+def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: Part) -> Source:
     """Return the source of this rank's part of the data.
 
     Raises:
@@ -145,9 +134,9 @@ def make_source(
         check_workers(spec, loading.num_workers)
         batches, own_rank = batched(spec, loading, chunk_size), part.rank if spec.sharded else 0
         chunks = ChunkSource(spec, batches, seed=loading.seed, rank=own_rank)
-        stream: Stream = SameStream(chunks, spec, part)
+        stream: Stream = SameStream(chunks, part)
         if spec.sharded:
-            stream = OwnStreams(chunks, spec, part, part.ranks.gather_dp)
+            stream = OwnStreams(chunks, part, part.ranks.gather_dp)
         steps: Steps = partial(
             cut_steps, stream, chunks.kind, run.horizon, pins=pins_memory(loading)
         )
@@ -180,12 +169,10 @@ def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:
 
 def _check_whole(spec: DataSpec, loading: Loading) -> None:
     """Refuse settings of single samples beside `get_batch`."""
-    keyed = loading.keyed_randomness or None
-    given = {"collate_fn": loading.collate_fn, "keyed_randomness": keyed}
-    for name, value in given.items():
-        if spec.get_batch is not None and value is not None:
+    for name in ("collate_fn", "keyed_randomness"):
+        if spec.get_batch is not None and getattr(loading, name):
             why = "get_batch of the DataSpec makes whole batches"
-            raise DataError.bad(name, value, why, "leave one of the two out")
+            raise DataError.bad(name, getattr(loading, name), why, "leave one of the two out")
 
 
 def _check_iterable(spec: DataSpec, horizon: Horizon, loading: Loading) -> None:

@@ -138,22 +138,12 @@ class DataSpec:
         return self.num_samples if self.num_samples is not None else _length(self)
 
     @property
-    def known_num_tokens(self) -> int | None:
-        """Tokens in an epoch, or None."""
-        return None if self.tokens_vary else self.num_tokens
-
-    @property
-    def known_tokens_per_sample(self) -> int | None:
-        """Tokens in each sample if all have equally many, else None."""
-        return None if self.tokens_vary else self.tokens_per_sample
-
-    @property
     def counts(self) -> dict[str, int | None]:
-        """What a `Horizon` has to know of the data, by the names of its arguments."""
+        """What a `Horizon` has to know of an epoch, by the names of its arguments."""
         return {
             "dataset_num_samples": self.known_num_samples,
-            "dataset_num_tokens": self.known_num_tokens,
-            "tokens_per_sample": self.known_tokens_per_sample,
+            "dataset_num_tokens": None if self.tokens_vary else self.num_tokens,
+            "tokens_per_sample": None if self.tokens_vary else self.tokens_per_sample,
         }
 
     def horizon(self, max_duration: TimeLike, last_batch: LastBatch | None = None) -> Horizon:

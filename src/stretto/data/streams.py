@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from stretto.batching import Split
 from stretto.data.chunks import ChunkSource, Range
@@ -12,11 +13,9 @@ from stretto.data.fetch import (
     FetchedStep,
     Part,
     Plans,
-    first_sample,
     pinned,
     share_sizes,
 )
-from stretto.data.spec import DataSpec
 from stretto.errors import DataError
 from stretto.ordering import evenly
 from stretto.planning import PlannedBatch
@@ -26,21 +25,43 @@ Gather: TypeAlias = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 """Returns the values of every rank, in rank order; each rank must call it."""
 
 
-@final
-class SameStream:
-    """Every rank reads the whole stream and keeps its own positions.
+class Stream(ABC):
+    """The samples of an iterable in global order, of which this rank takes its share.
 
     Args:
-        source: the stream.
-        spec: cuts batches.
+        source: what this rank reads.
         part: this rank's part.
     """
 
-    def __init__(self, source: ChunkSource, spec: DataSpec, part: Part) -> None:
-        self._source = source
-        self._spec = spec
-        self._part = part
+    def __init__(self, source: ChunkSource, part: Part) -> None:
+        self._source, self._part = source, part
         self._micro_batches: list[CountedBatch] = []
+
+    @property
+    @abstractmethod
+    def is_at_end(self) -> bool:
+        """Whether no rank has a sample of the epoch left."""
+
+    @abstractmethod
+    def take(self, count: int, position: int) -> int:
+        """Take the next `count` samples over all ranks; return how many the epoch still had."""
+
+    def micro_batches(self) -> list[CountedBatch]:
+        """Return this rank's micro-batches of what was taken since the last call."""
+        micro_batches, self._micro_batches = self._micro_batches, []
+        return micro_batches
+
+    def next_epoch(self) -> None:
+        """End the epoch."""
+        self._source.next_epoch()
+
+    def _rows(self, one: Range, part: slice) -> Any:
+        return self._source.spec.take_samples(one.chunk.batch, part, one.chunk.num_samples)
+
+
+@final
+class SameStream(Stream):
+    """Every rank reads the whole stream and keeps its own positions."""
 
     @property
     def is_at_end(self) -> bool:
@@ -55,26 +76,16 @@ class SameStream:
             position += one.size
         return position - start
 
-    def micro_batches(self) -> list[CountedBatch]:
-        """Return this rank's micro-batches of what was taken since the last call."""
-        micro_batches, self._micro_batches = self._micro_batches, []
-        return micro_batches
-
-    def next_epoch(self) -> None:
-        """End the epoch."""
-        self._source.next_epoch()
-
     def _cut(self, one: Range, position: int) -> Iterator[CountedBatch]:
         """Yield strided views of this rank's samples."""
-        rank, world = self._part.rank, self._part.world_size
-        batch, num_samples = one.chunk.batch, one.chunk.num_samples
-        first = one.start + (rank - position) % world
+        world = self._part.world_size
+        first = one.start + (self._part.rank - position) % world
         for count in share_sizes(self._part, one.size, position):
             if count == 0:
-                yield first_sample(self._spec, batch, num_samples)
+                yield self._rows(one, slice(0, 1)), 0  # a dummy
             else:
                 part = slice(first, first + (count - 1) * world + 1, world)
-                yield self._spec.take_samples(batch, part, num_samples), count
+                yield self._rows(one, part), count
                 first += count * world
 
 
@@ -90,7 +101,7 @@ class _Taken(NamedTuple):
 
 
 @final
-class OwnStreams:
+class OwnStreams(Stream):
     """Every rank reads its own stream and takes its share of each batch from it.
 
     If a stream has fewer samples left than its rank's share, the other ranks take the missing ones.
@@ -99,17 +110,13 @@ class OwnStreams:
 
     Args:
         source: this rank's stream.
-        spec: cuts batches.
         part: this rank's part.
         gather: shares with all ranks what each has taken.
     """
 
-    def __init__(self, source: ChunkSource, spec: DataSpec, part: Part, gather: Gather) -> None:
-        self._source = source
-        self._spec = spec
-        self._part = part
+    def __init__(self, source: ChunkSource, part: Part, gather: Gather) -> None:
+        super().__init__(source, part)
         self._gather = gather
-        self._micro_batches: list[CountedBatch] = []
         self._most_micro_batches = 0
         self._is_at_end = False
 
@@ -138,18 +145,13 @@ class OwnStreams:
 
     def micro_batches(self) -> list[CountedBatch]:
         """Return this rank's micro-batches, filled up with dummies if other ranks have more."""
-        micro_batches, self._micro_batches = self._micro_batches, []
+        micro_batches = super().micro_batches()
         missing = self._most_micro_batches - len(micro_batches)
         if missing:
             example = self._source.example
             assert example is not None, "checked after each take"
-            dummy = first_sample(self._spec, example.batch, example.num_samples)
-            micro_batches += [dummy] * missing
+            micro_batches += [(self._rows(Range(example, 0, 1), slice(0, 1)), 0)] * missing
         return micro_batches
-
-    def next_epoch(self) -> None:
-        """End the epoch."""
-        self._source.next_epoch()
 
     def _take(self, count: int, most: int) -> _Taken:
         taken = 0
@@ -157,15 +159,10 @@ class OwnStreams:
             start, taken = one.start, taken + one.size
             for size in evenly(one.size, most=most):
                 part = slice(start, start + size)
-                batch = self._spec.take_samples(one.chunk.batch, part, one.chunk.num_samples)
-                self._micro_batches.append((batch, size))
+                self._micro_batches.append((self._rows(one, part), size))
                 start += size
         source = self._source
         return _Taken(taken, source.is_at_end, len(self._micro_batches), source.example is not None)
-
-
-Stream: TypeAlias = SameStream | OwnStreams
-"""The samples of an iterable in global order."""
 
 
 def _dealt(count: int, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:

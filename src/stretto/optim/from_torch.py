@@ -19,7 +19,7 @@ from stretto.optim.hyperparameters import INITIAL, plain
 from stretto.schedules import BoundSchedule, Schedule
 from stretto.schedules.fields import fill
 from stretto.schedules.schedule import Base, Column
-from stretto.schedules.scope import Scope, integers
+from stretto.schedules.scope import Scope, over_common_denominator
 from stretto.timing import Time, TimeLike, Timestamp
 
 Factory = Callable[[Optimizer], Any]
@@ -78,9 +78,9 @@ class TorchSchedule(Schedule):
         Raises:
             ScheduleError: the scheduler cannot be stepped.
         """
-        span = scope.span().along(self.every.unit)
-        scale, start, interval = integers(span.start, span.length(self.every))
-        read = span.axis.read
+        own = scope.along(self.every.unit)
+        scale, start, interval = over_common_denominator(own.start, own.length(self.every))
+        read = own.axis.read
         factor = self._read or _relative(self.factory)
 
         def value(timestamp: Timestamp) -> float:

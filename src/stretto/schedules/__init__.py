@@ -20,7 +20,7 @@ from stretto.schedules.schedule import (
     ScheduleLike,
     as_schedule,
 )
-from stretto.schedules.scope import BoundSchedule, RunScope, Scope
+from stretto.schedules.scope import BoundSchedule, Scope
 
 __all__ = [
     "BoundSchedule",
@@ -38,7 +38,6 @@ __all__ = [
     "Polynomial",
     "Product",
     "Rest",
-    "RunScope",
     "Schedule",
     "ScheduleLike",
     "Scope",

@@ -19,13 +19,13 @@ from stretto.schedules.fields import (
     checked_factor,
 )
 from stretto.schedules.intervals import BEYOND
-from stretto.schedules.schedule import Schedule, WarmedUp, cosine_left, glide, way
-from stretto.schedules.scope import END, BoundSchedule, Span, integers
+from stretto.schedules.schedule import Schedule, WarmedUp, cosine_left, curve_ticks, transition
+from stretto.schedules.scope import END, BoundSchedule, Scope, over_common_denominator
 from stretto.timing import Time, Timestamp
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class _Glide(WarmedUp):
+class _Transition(WarmedUp):
     """A curve from `start` to `end` whose shape is `at`."""
 
     start: Factor = 1.0
@@ -40,16 +40,16 @@ class _Glide(WarmedUp):
         """Return the factor at the start."""
         return self.start
 
-    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
-        """Return the curve from the start of `span` on."""
+    def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:  # noqa: ARG002
+        """Return the curve from the start of `rest` on."""
         over = Time(self.over)
-        own = span.along(over.unit)
-        return glide(own, own.after(over).tick, self.start, self.end, self.at)
+        own = rest.along(over.unit)
+        return transition(own, own.after(over).tick, self.start, self.end, self.at)
 
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Linear(_Glide):
+class Linear(_Transition):
     """A straight line from `start` to `end`.
 
     Formula: `start + (end - start) * x`, where `x` in [0, 1] is the elapsed fraction of `over`.
@@ -80,7 +80,7 @@ class Linear(_Glide):
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Cosine(_Glide):
+class Cosine(_Transition):
     """Half a cosine wave from `start` to `end`.
 
     Formula: `end + (start - end) * (1 + cos(pi * x)) / 2`, where `x` in [0, 1] is the elapsed
@@ -112,7 +112,7 @@ class Cosine(_Glide):
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Polynomial(_Glide):
+class Polynomial(_Transition):
     """A power of the time that is left, from `start` to `end`.
 
     Formula: `end + (start - end) * (1 - x) ** power`, where `x` in [0, 1] is the elapsed
@@ -187,12 +187,12 @@ class Curve(WarmedUp):
         """Return the factor at the start."""
         return checked_factor(self.function(0.0), self.function)
 
-    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
-        """Return the curve from the start of `span` on."""
+    def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:  # noqa: ARG002
+        """Return the curve from the start of `rest` on."""
         over = Time(self.over)
-        own = span.along(over.unit).smooth()
+        own = rest.along(over.unit).smooth()
         function, read = self.function, own.axis.read
-        scale, first, total, stop = way(own, own.after(over).tick)
+        scale, first, total, stop = curve_ticks(own, own.after(over).tick)
         last = checked_factor(function(stop / total if total else 1.0), function)
         start = self.first_factor() if total else last
 
@@ -248,17 +248,17 @@ class InverseSqrt(WarmedUp):
             why, instead = "there is no warm-up either", "write for example '1000ba'"
             raise ScheduleError.bad("timescale", self.timescale, why, instead)
 
-    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:
-        """Return the decay from the start of `span` on."""
-        # Without a time scale, the length of the warm-up counts: all before `span`.
-        own = span.on(span.first.axis)
+    def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:
+        """Return the decay from the start of `rest` on."""
+        # Without a time scale, the length of the warm-up counts: all before `rest`.
+        own = rest.on(rest.first.axis)
         if self.timescale is None:
             timescale = own.start - scope.on(own.axis).start
         else:
-            own = span.along(Time(self.timescale).unit)
+            own = rest.along(Time(self.timescale).unit)
             timescale = own.length(Time(self.timescale))
         stop = own.start + BEYOND if own.end is None else own.end
-        scale, first, unit, last = integers(own.start, timescale, stop)
+        scale, first, unit, last = over_common_denominator(own.start, timescale, stop)
         # A fraction of a period of length 0 is 0. Any unit will do, since no time passes.
         read, unit, last = own.smooth().axis.read, max(unit, 1), last - first
         end, fall, floor = self.end, 1.0 - self.end, self.floor
@@ -317,12 +317,12 @@ class CosineRestarts(WarmedUp):
         """Return the factor at each restart."""
         return self.start
 
-    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
-        """Return the cycles from the start of `span` on."""
+    def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:  # noqa: ARG002
+        """Return the cycles from the start of `rest` on."""
         t_0 = Time(self.t_0)
-        own = span.along(t_0.unit).smooth()
+        own = rest.along(t_0.unit).smooth()
         end = own.start + BEYOND if own.end is None else own.end
-        scale, first, cycle, last = integers(own.start, own.length(t_0), end)
+        scale, first, cycle, last = over_common_denominator(own.start, own.length(t_0), end)
         # A fraction of a period of length 0 is 0. Any cycle will do, since none ever starts.
         read, cycle, last = own.axis.read, max(cycle, 1), last - first
         is_even, starts, lengths = self.multiplier == 1, *_cycles(cycle, self.multiplier, last)
@@ -411,14 +411,14 @@ class WSD(WarmedUp):
         """Return its times, and the end that the decay is measured back from."""
         return (*WarmedUp.times(self), END)
 
-    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:
+    def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:
         """Return the stable stage and the decay, which is measured back from the end of `scope`.
 
         Raises:
             ScheduleError: warm-up and decay are together longer than the scope.
         """
         cut = scope.moved(scope.last, -Time(self.decay))
-        own = span.on(cut.axis)
+        own = rest.on(cut.axis)
         if cut.tick < own.start:
             length = own.place(scope.last) - own.place(scope.first)
             why = f"with the warm-up it is longer than '{own.show(length)}'"

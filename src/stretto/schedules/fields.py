@@ -36,14 +36,15 @@ from stretto.timing.time import Number, rounded
 class Check(NamedTuple):
     """How a field with this annotation is checked and converted: `Annotated[float, Check(...)]`."""
 
-    converted: Callable[[Any, str, type[StrettoError]], object]
+    converted: Callable[[Any, str, type[StrettoError]], Any]
     """Returns the value of a field, from what was given, its name, and the error to raise."""
 
 
-def number(text: str, is_valid: Callable[[float], bool]) -> Check:
+def number_field(text: str, is_valid: Callable[[float], bool]) -> Check:
     """Return the check of a field that is a number; `text` says which numbers are valid.
 
-    >>> number("a number from 0 to 1", lambda value: 0 <= value <= 1).converted(1, "x", ValueError)
+    >>> part = number_field("a number from 0 to 1", lambda value: 0 <= value <= 1)
+    >>> part.converted(1, "x", ScheduleError)
     1.0
     """
 
@@ -56,7 +57,7 @@ def number(text: str, is_valid: Callable[[float], bool]) -> Check:
     return Check(converted)
 
 
-def length(value: TimeLike, name: str, error: type[StrettoError] = ScheduleError) -> Time:
+def checked_length(value: TimeLike, name: str, error: type[StrettoError] = ScheduleError) -> Time:
     """Return `value` as a length of time, which may be zero.
 
     Raises:
@@ -69,7 +70,7 @@ def length(value: TimeLike, name: str, error: type[StrettoError] = ScheduleError
     return time
 
 
-def interval(value: TimeLike, name: str, error: type[StrettoError] = ScheduleError) -> Time:
+def checked_interval(value: TimeLike, name: str, error: type[StrettoError] = ScheduleError) -> Time:
     """Return `value` as a positive interval of time.
 
     Raises:
@@ -84,32 +85,17 @@ def interval(value: TimeLike, name: str, error: type[StrettoError] = ScheduleErr
     return time
 
 
-def time_or_rest(
-    value: Any, read: Callable[[Any, str, type[StrettoError]], Time], name: str, error: Any
-) -> Time | Literal["rest"]:
-    """Return the duration of a period, as `read` returns a time.
-
-    Raises:
-        StrettoError: it is -1, which other libraries write for the rest; or as `read` does.
-    """
-    if isinstance(value, str) and value == "rest":
-        return "rest"
-    if str(value) == "-1":
-        raise error.bad(name, value, "it is no duration", "write 'rest'")
-    return read(value, name, error)
-
-
 Factor: TypeAlias = Annotated[
-    float, number("a finite number of at least 0", lambda value: 0 <= value < math.inf)
+    float, number_field("a finite number of at least 0", lambda value: 0 <= value < math.inf)
 ]
 """A field that is a finite number of at least 0."""
 Positive: TypeAlias = Annotated[
-    float, number("a finite number above 0", lambda value: 0 < value < math.inf)
+    float, number_field("a finite number above 0", lambda value: 0 < value < math.inf)
 ]
 """A field that is a finite number above 0."""
-Length: TypeAlias = Annotated[TimeLike, Check(length)]
+Length: TypeAlias = Annotated[TimeLike, Check(checked_length)]
 """A field that is a time of at least 0; stored as a `Time`."""
-Interval: TypeAlias = Annotated[TimeLike, Check(interval)]
+Interval: TypeAlias = Annotated[TimeLike, Check(checked_interval)]
 """A field that is a time above 0; stored as a `Time`."""
 
 

@@ -13,9 +13,9 @@ from itertools import pairwise
 from typing import final
 
 from stretto.errors import ScheduleError
-from stretto.schedules.fields import Factor, Interval, check_fields, fill, interval
+from stretto.schedules.fields import Factor, Interval, check_fields, checked_interval, fill
 from stretto.schedules.schedule import WarmedUp
-from stretto.schedules.scope import END, BoundSchedule, Span, counted, integers
+from stretto.schedules.scope import END, BoundSchedule, Scope, counted, over_common_denominator
 from stretto.timing import Time, TimeLike, Timestamp
 
 BEYOND = 2**128
@@ -61,11 +61,11 @@ class Exponential(_ByInterval):
         TimeError: a text is not a time.
     """
 
-    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
-        """Return the decay from the start of `span` on."""
-        span.along(Time(self.every).unit).smooth()
+    def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:  # noqa: ARG002
+        """Return the decay from the start of `rest` on."""
+        rest.along(Time(self.every).unit).smooth()
         gamma = self.gamma
-        read, scale, first, step, last = _intervals(span, self.every, needs_end=gamma > 1)
+        read, scale, first, step, last = _intervals(rest, self.every, needs_end=gamma > 1)
 
         def value(timestamp: Timestamp) -> float:
             passed = read(timestamp) * scale - first
@@ -105,10 +105,10 @@ class StepDecay(_ByInterval):
 
     gamma: Factor = 0.1
 
-    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
-        """Return the steps from the start of `span` on."""
+    def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:  # noqa: ARG002
+        """Return the steps from the start of `rest` on."""
         gamma = self.gamma
-        read, scale, first, step, last = _intervals(span, self.every, needs_end=gamma > 1)
+        read, scale, first, step, last = _intervals(rest, self.every, needs_end=gamma > 1)
         # A step that falls on the end is not taken: the last value is the one before it.
         last = max(last - 1, 0)
 
@@ -158,15 +158,15 @@ class MultiStep(WarmedUp):
         fill(self, milestones=_milestones(self.milestones))
         _check_growth(self.gamma, len(self.milestones), None)
 
-    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002
-        """Return the steps from the start of `span` on."""
-        marks = [span.after(Time(time)) for time in self.milestones]
+    def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:  # noqa: ARG002
+        """Return the steps from the start of `rest` on."""
+        marks = [rest.after(Time(time)) for time in self.milestones]
         for (before, a), (after, b) in pairwise(zip(self.milestones, marks, strict=True)):
-            if b.tick < span.on(b.axis).place(a) or after == before:
+            if b.tick < rest.on(b.axis).place(a) or after == before:
                 why = f"it does not come later than '{before}' in this run"
                 raise ScheduleError.bad("milestone", str(after), why, "write them once, in order")
         # One on the end is never reached.
-        ends = [span.on(mark.axis).end for mark in marks]
+        ends = [rest.on(mark.axis).end for mark in marks]
         pairs = zip(marks, ends, strict=True)
         kept = [mark for mark, end in pairs if end is None or mark.tick < end]
         factors = [math.pow(self.gamma, number) for number in range(len(kept) + 1)]
@@ -178,18 +178,18 @@ def _milestones(milestones: Sequence[TimeLike]) -> tuple[Time, ...]:
     if not isinstance(milestones, (list, tuple)) or not milestones:
         instead = "write for example ['0.5dur', '0.75dur']"
         raise ScheduleError.bad("milestones", milestones, "it is not a list of times", instead)
-    return tuple(interval(milestone, "milestone") for milestone in milestones)
+    return tuple(checked_interval(milestone, "milestone") for milestone in milestones)
 
 
 def _intervals(
-    span: Span, every: TimeLike, *, needs_end: bool
+    rest: Scope, every: TimeLike, *, needs_end: bool
 ) -> tuple[Callable[[Timestamp], int], int, int, int, int]:
     """Return the counter of `every`, a denominator, and over it start, interval and length."""
     every = Time(every)
-    own = span.along(every.unit)
+    own = rest.along(every.unit)
     end = own.place(own.last) if needs_end else own.end
     end = own.start + BEYOND if end is None else end
-    scale, first, step, last = integers(own.start, own.length(every), end)
+    scale, first, step, last = over_common_denominator(own.start, own.length(every), end)
     # A fraction of a period of length 0 is 0. Any step will do, since none is ever taken.
     return own.axis.read, scale, first, max(step, 1), last - first
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, TypeVar, final
 
-from stretto.errors import ScheduleError
-from stretto.schedules.fields import fill, length, time_or_rest
+from stretto.errors import ScheduleError, StrettoError
+from stretto.schedules.fields import checked_length, fill
 from stretto.schedules.schedule import Schedule, ScheduleLike, as_schedule
-from stretto.schedules.scope import END, BoundSchedule, Mark, Scope, Span, counted
+from stretto.schedules.scope import END, BoundSchedule, Mark, Scope, counted
 from stretto.timing import Horizon, Time, TimeLike, TimeUnit
 
 Rest: TypeAlias = Literal["rest"]
 """The duration of the period that takes what the others leave of the run."""
-Period: TypeAlias = tuple[Time | Rest, Schedule]
-"""A duration and the schedule of that period."""
 
 
 @final
@@ -49,17 +47,10 @@ class Periods(Schedule):
         TimeError: a text is not a time.
     """
 
-    periods: tuple[Period, ...]
+    periods: tuple[tuple[Time | Rest, Schedule], ...]
 
     def __init__(self, periods: Sequence[tuple[TimeLike | Rest, ScheduleLike]]) -> None:
-        parsed = tuple(_period(period) for period in periods)
-        if not parsed:
-            why, instead = "a schedule has at least one", "write one period"
-            raise ScheduleError.bad("periods", periods, why, instead)
-        if sum(duration == "rest" for duration, _ in parsed) > 1:
-            why, instead = "only one of them can take the rest", "write durations for the others"
-            raise ScheduleError.bad("periods", periods, why, instead)
-        fill(self, periods=parsed)
+        fill(self, periods=read_periods(periods, checked_length, as_schedule, ScheduleError))
 
     def times(self) -> tuple[Time, ...]:
         """Return the times that must be placed on one axis."""
@@ -86,8 +77,7 @@ class Periods(Schedule):
             ConversionError: a time needs a fact that is not known; the message names it.
             ScheduleError: the periods are longer than the scope, or one does not fit.
         """
-        span = scope.span()
-        parts = self._parts(span)
+        parts = self._parts(scope)
         pairs = zip(self.periods, parts, strict=True)
         factors = [schedule.within(part) for (_, schedule), part in pairs]
         # Only the last period of length 0 is read: its value stays.
@@ -97,30 +87,30 @@ class Periods(Schedule):
         begun = counted([parts[at].first for at in lasting[1:]])
         return lambda timestamp: factors[begun(timestamp)](timestamp)
 
-    def _parts(self, span: Span) -> list[Span]:
-        """Return the span of each period: forward from the start, backward from the end."""
+    def _parts(self, scope: Scope) -> list[Scope]:
+        """Return the scope of each period: forward from the start, backward from the end."""
         head, tail = self._around_rest()
-        starts, end = [span.first], span.last
+        starts, end = [scope.first], scope.last
         for duration in head:
-            starts.append(span.moved(starts[-1], duration))
+            starts.append(scope.moved(starts[-1], duration))
         known = starts[-1]
         if tail is None:
             end = starts.pop()
         else:
-            starts += reversed(_backward(span, tail))
+            starts += reversed(_backward(scope, tail))
         # The last mark from the start, against the first one from the end.
         first = starts[-len(tail)] if tail else None
-        own = span.on(known.axis if first is None else first.axis)
+        own = scope.on(known.axis if first is None else first.axis)
         limit = own.end if first is None else first.tick
         if limit is not None and own.place(known) > limit:
-            around = own.place(span.last) - own.start
+            around = own.place(scope.last) - own.start
             listed = ", ".join(f"'{duration}'" for duration, _ in self.periods)
             what = f"fit the periods {listed} into '{own.show(around)}'"
             instead = "write shorter durations, or 'rest' for one of them"
             raise ScheduleError.cannot(what, why="together they are longer", instead=instead)
         marks = zip(self.periods, starts, [*starts[1:], end], strict=True)
         return [
-            span.part(first, last, None if length == "rest" else span.along(length.unit).axis)
+            scope.part(first, last, None if length == "rest" else scope.along(length.unit).axis)
             for (length, _), first, last in marks
         ]
 
@@ -139,17 +129,52 @@ class Periods(Schedule):
         return f"Periods({list(self.periods)!r})"
 
 
-def _backward(span: Span, durations: list[Time]) -> list[Mark]:
+def _backward(scope: Scope, durations: list[Time]) -> list[Mark]:
     """Return the start of each period after the rest, the last one first."""
     starts: list[Mark] = []
     for duration in reversed(durations):
-        starts.append(span.moved(starts[-1] if starts else span.last, -duration))
+        starts.append(scope.moved(starts[-1] if starts else scope.last, -duration))
     return starts
 
 
-def _period(period: object) -> Period:
-    if not isinstance(period, (tuple, list)) or len(period) != 2:
-        why, instead = "it is not a pair", "write for example ('5%', Linear(0, 1))"
-        raise ScheduleError.bad("period", period, why, instead)
-    duration, schedule = period
-    return time_or_rest(duration, length, "duration", ScheduleError), as_schedule(schedule)
+Inside = TypeVar("Inside")
+
+
+def time_or_rest(
+    value: Any, read: Callable[[Any, str, type[StrettoError]], Time], name: str, error: Any
+) -> Time | Rest:
+    """Return the duration of a period, as `read` returns a time.
+
+    Raises:
+        StrettoError: it is -1, which other libraries write for the rest; or as `read` does.
+    """
+    if isinstance(value, str) and value == "rest":
+        return "rest"
+    if str(value) == "-1":
+        raise error.bad(name, value, "it is no duration", "write 'rest'")
+    return read(value, name, error)
+
+
+def read_periods(
+    periods: Iterable[Any],
+    duration_of: Callable[[Any, str, type[StrettoError]], Time],
+    read: Callable[[object], Inside],
+    error: type[StrettoError],
+) -> tuple[tuple[Time | Rest, Inside], ...]:
+    """Return pairs of a duration and what it is the duration of, each as it is read.
+
+    Raises:
+        StrettoError: there are none, one is not a pair, or two take the rest.
+    """
+    found: list[tuple[Time | Rest, Inside]] = []
+    for period in periods:
+        if not isinstance(period, (tuple, list)) or len(period) != 2:
+            raise error.bad("period", period, "it is not a pair", "write for example ('5%', 8)")
+        duration, inside = period
+        found.append((time_or_rest(duration, duration_of, "duration", error), read(inside)))
+    if not found:
+        raise error.bad("periods", periods, "there are none", "write one period")
+    if sum(duration == "rest" for duration, _ in found) > 1:
+        why, instead = "only one of them can take the rest", "write durations for the others"
+        raise error.bad("periods", periods, why, instead)
+    return tuple(found)

@@ -17,30 +17,30 @@ from stretto.schedules.fields import (
     checked_factor,
     fill,
 )
-from stretto.schedules.scope import BoundSchedule, RunScope, Scope, Span, integers
+from stretto.schedules.scope import BoundSchedule, Scope, over_common_denominator
 from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
 from stretto.timing.grammar import is_number, parse_unit
 
 
-def line(span: Span, to: Fraction, start: float, end: float) -> BoundSchedule:
-    """Return the straight line from `start` to `end` that begins with `span` and ends at `to`."""
+def linear(scope: Scope, to: Fraction, start: float, end: float) -> BoundSchedule:
+    """Return the straight line from `start` to `end` that begins with `scope` and ends at `to`."""
     rise = end - start
-    return glide(span, to, start, end, lambda passed: start + rise * passed)
+    return transition(scope, to, start, end, lambda passed: start + rise * passed)
 
 
-def glide(
-    span: Span, to: Fraction, start: float, end: float, at: Callable[[float], float]
+def transition(
+    scope: Scope, to: Fraction, start: float, end: float, at: Callable[[float], float]
 ) -> BoundSchedule:
-    """Return the way from `start` to `end` that begins with `span` and ends at `to`.
+    """Return the curve from `start` to `end` that begins with `scope` and ends at `to`.
 
     `at` returns the factor at a fraction of the curve, from 0 to 1. The factor is constant before
-    and after the curve, and after the end of the span.
+    and after the curve, and after the end of the scope.
     """
-    read = span.axis.read
-    scale, first, total, stop = way(span, to)
+    read = scope.axis.read
+    scale, first, total, stop = curve_ticks(scope, to)
     start = start if total else end  # a curve of length 0 starts at its end
     if start != end:
-        span.smooth()
+        scope.smooth()
     low, high = min(start, end), max(start, end)
     last = end if stop == total else min(max(at(stop / total), low), high)
 
@@ -59,13 +59,13 @@ def glide(
     return value
 
 
-def way(span: Span, to: Fraction) -> tuple[int, int, int, int]:
+def curve_ticks(scope: Scope, to: Fraction) -> tuple[int, int, int, int]:
     """Return a denominator, and over it the start, the length and the last tick of a curve.
 
-    The last tick is its end, or the end of the span if that comes first.
+    The last tick is its end, or the end of the scope if that comes first.
     """
-    scale, first, last, stop = integers(
-        span.start, to, to if span.end is None else min(to, span.end)
+    scale, first, last, stop = over_common_denominator(
+        scope.start, to, to if scope.end is None else min(to, scope.end)
     )
     return scale, first, last - first, stop - first
 
@@ -131,7 +131,7 @@ class Schedule(Timed):
             ConversionError: a time needs a fact that is not known; the message names it.
             ScheduleError: the times contradict each other or do not fit into the run.
         """
-        return self.within(RunScope(horizon))
+        return self.within(Scope.of(horizon))
 
     @abstractmethod
     def within(self, scope: Scope) -> BoundSchedule:
@@ -253,10 +253,10 @@ class Custom(Schedule):
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor as a function of the timestamp."""
-        function, horizon, clock = self.function, scope.horizon, scope.clock
+        function, horizon, passed = self.function, scope.horizon, scope.passed
 
         def value(timestamp: Timestamp) -> float:
-            return checked_factor(function(Timer.at(timestamp, horizon, period=clock)), function)
+            return checked_factor(function(Timer.at(timestamp, horizon, period=passed)), function)
 
         return value
 
@@ -279,8 +279,8 @@ class WarmedUp(Schedule):
         return 1.0
 
     @abstractmethod
-    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:
-        """Return the schedule after the warm-up, over `span`, the rest of `scope`."""
+    def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:
+        """Return the schedule after the warm-up, over the `rest` of `scope`."""
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor over `scope` as a function of the timestamp.
@@ -289,19 +289,18 @@ class WarmedUp(Schedule):
             ConversionError: a time needs a fact that is not known; the message names it.
             ScheduleError: the warm-up is longer than the scope, or the schedule does not fit.
         """
-        span = scope.span()
         if self.warmup is None:
-            return self.over_rest(span, span)
-        cut = span.after(Time(self.warmup))
-        own = span.on(cut.axis)
+            return self.over_rest(scope, scope)
+        cut = scope.after(Time(self.warmup))
+        own = scope.on(cut.axis)
         if own.end is not None and cut.tick > own.end:
             why = f"the run or period is only '{own.show(own.end - own.start)}' long"
             instead = "write a shorter one, or a fraction such as '5%'"
             raise ScheduleError.bad("warmup", str(self.warmup), why, instead)
-        main = self.over_rest(span.part(cut, span.last), span)
+        main = self.over_rest(scope.part(cut, scope.last), scope)
         if cut.tick == own.start:
             return main
-        ramp = line(own, cut.tick, self.warmup_start, self.first_factor())
+        ramp = linear(own, cut.tick, self.warmup_start, self.first_factor())
         read, turn = cut.axis.read, cut.first_tick
 
         def value(timestamp: Timestamp) -> float:
@@ -339,7 +338,7 @@ class Constant(WarmedUp):
         """Return the factor."""
         return self.value
 
-    def over_rest(self, span: Span, scope: Span) -> BoundSchedule:  # noqa: ARG002 (the same everywhere)
+    def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:  # noqa: ARG002 (the same everywhere)
         """Return the factor as a function of the timestamp."""
         constant = self.value
 

@@ -16,7 +16,6 @@ from typing import TypeAlias, final
 from stretto.errors import ConversionError
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.time import rounded
-from stretto.timing.timer import PeriodClock
 
 BoundSchedule: TypeAlias = Callable[[Timestamp], float]
 """A schedule on one run: the factor at a timestamp."""
@@ -39,27 +38,6 @@ class Mark:
         return math.ceil(self.tick)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class RunScope:
-    """The whole run.
-
-    >>> RunScope(Horizon("2ep", dataset_num_samples=50)).span().end
-    Fraction(100, 1)
-    """
-
-    horizon: Horizon
-
-    @property
-    def clock(self) -> None:
-        """None: the clock of the run is that of the horizon."""
-
-    def span(self) -> Span:
-        """Return the run as an interval of the counter of its length."""
-        axis = self.horizon.axis(TimeUnit.DURATION)
-        return Span(self.horizon, axis, Mark(axis, Fraction(0)), _end_of(self.horizon))
-
-
 def _end_of(horizon: Horizon) -> Mark:
     axis = horizon.axis(TimeUnit.DURATION)
     return Mark(axis, horizon.ticks(horizon.max_duration, axis))
@@ -67,10 +45,12 @@ def _end_of(horizon: Horizon) -> Mark:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Span:
-    """An interval of a run, read on one counter, in exact ticks.
+class Scope:
+    """The part of a run that a schedule covers: the whole run, or a period.
 
-    >>> run = RunScope(Horizon("90ep", dataset_num_samples=100)).span()
+    It is read on one counter, in exact ticks.
+
+    >>> run = Scope.of(Horizon("90ep", dataset_num_samples=100))
     >>> rest = run.part(run.after(Time("5%")), run.last)
     >>> rest.start, rest.after(Time("0.5dur")).tick
     (Fraction(450, 1), Fraction(4725, 1))
@@ -107,26 +87,32 @@ class Span:
                 raise
             return None  # nothing is read after the end of the run
 
-    def span(self) -> Span:
-        """Return this span."""
-        return self
+    @classmethod
+    def of(cls, horizon: Horizon) -> Scope:
+        """Return the whole run, on the counter of its length.
 
-    def part(self, first: Mark, last: Mark, axis: Axis | None = None) -> Span:
+        >>> Scope.of(Horizon("2ep", dataset_num_samples=50)).end
+        Fraction(100, 1)
+        """
+        axis = horizon.axis(TimeUnit.DURATION)
+        return cls(horizon, axis, Mark(axis, Fraction(0)), _end_of(horizon))
+
+    def part(self, first: Mark, last: Mark, axis: Axis | None = None) -> Scope:
         """Return the interval between two marks, on the same counter by default."""
-        return Span(self.horizon, self.axis if axis is None else axis, first, last)
+        return Scope(self.horizon, self.axis if axis is None else axis, first, last)
 
     def after(self, time: Time) -> Mark:
-        """Return where `time` has passed since the start of the span."""
+        """Return where `time` has passed since the start of the scope."""
         return self.moved(self.first, time)
 
     def length(self, time: Time) -> Fraction:
-        """Return `time` from the start of the span, in ticks of its own counter."""
+        """Return the length of `time`, in ticks of its own counter."""
         return self.after(time).tick - self.along(time.unit).start
 
     def moved(self, mark: Mark, time: Time) -> Mark:
         """Return the place `time` after `mark`; `time` may be negative.
 
-        A fraction is of the span. Batches are counted from the first that starts at or after the
+        A fraction is of the scope. Batches are counted from the first that starts at or after the
         mark.
 
         Raises:
@@ -142,16 +128,16 @@ class Span:
             self.horizon.ticks_of(tick / own.axis.scale, TimeUnit.EPOCH, own.axis)
         return Mark(own.axis, tick)
 
-    def along(self, unit: TimeUnit) -> Span:
+    def along(self, unit: TimeUnit) -> Scope:
         """Return the same interval on the axis of `unit`; for `dur` this one."""
         return self if unit is TimeUnit.DURATION else self.on(self.horizon.axis(unit))
 
-    def on(self, axis: Axis) -> Span:
+    def on(self, axis: Axis) -> Scope:
         """Return the same interval on another axis."""
         return replace(self, axis=axis)
 
     def place(self, mark: Mark) -> Fraction:
-        """Return the tick of the span's counter at which `mark` is.
+        """Return the tick of the scope's counter at which `mark` is.
 
         Raises:
             ConversionError: a fact is missing.
@@ -162,8 +148,8 @@ class Span:
             return Fraction(0)  # zero is zero in every unit, even if facts are missing
         return self.horizon.ticks_of(mark.tick / mark.axis.scale, mark.axis.unit, self.axis)
 
-    def smooth(self) -> Span:
-        """Return this span for a curve that changes with every batch.
+    def smooth(self) -> Scope:
+        """Return this scope for a curve that changes with every batch.
 
         Raises:
             ConversionError: it counts epochs, whose number of samples is not known.
@@ -171,16 +157,11 @@ class Span:
         self.horizon.check_moves(self.axis)
         return self
 
-    @property
-    def clock(self) -> PeriodClock:
-        """The time since the start of the span."""
-        return self.passed
-
     def passed(self, timestamp: Timestamp, unit: TimeUnit) -> Time:
-        """Return the time since the start of the span in `unit`; for `dur`, as a fraction of it.
+        """Return the time since the start of the scope in `unit`; for `dur`, as a fraction of it.
 
         Raises:
-            ConversionError: the start of the span, or its end for `dur`, is unknown in `unit`.
+            ConversionError: the start of the scope, or its end for `dur`, is unknown in `unit`.
         """
         own = self.along(unit)
         ticks = max(Fraction(0), own.axis.read(timestamp) - own.start)
@@ -194,10 +175,6 @@ class Span:
         return str(rounded(position / self.axis.scale, self.axis.unit))
 
 
-Scope: TypeAlias = RunScope | Span
-"""The part of a run that a schedule covers: the whole run or a period."""
-
-
 def counted(marks: Sequence[Mark]) -> Callable[[Timestamp], int]:
     """Return a function that counts how many of `marks`, which are in order, have been reached."""
     edges = [(mark.axis.read, mark.first_tick) for mark in marks]
@@ -208,13 +185,13 @@ def counted(marks: Sequence[Mark]) -> Callable[[Timestamp], int]:
     return count
 
 
-def integers(*positions: Fraction) -> tuple[int, ...]:
+def over_common_denominator(*positions: Fraction) -> tuple[int, ...]:
     """Return a common denominator, then the positions as integers over it.
 
     Integers compare and subtract exactly and fast. So a bound schedule reads its counter,
     multiplies by the denominator, and computes in integers until it returns a float.
 
-    >>> integers(Fraction(9, 2), Fraction(1, 3))
+    >>> over_common_denominator(Fraction(9, 2), Fraction(1, 3))
     (6, 27, 2)
     """
     denominator = math.lcm(*(position.denominator for position in positions))

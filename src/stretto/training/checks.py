@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from stretto.batching.following import check_monitored, metrics_of
+from stretto.batching.metrics import check_monitored, metrics_of
 from stretto.data import DataSpec
 from stretto.errors import TrainingError
 from stretto.runtime import TrainStep

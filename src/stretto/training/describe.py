@@ -24,7 +24,8 @@ from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
 from stretto.data.indices import seed_generators
 from stretto.errors import TrainingError
-from stretto.optim.hyperparameters import INITIAL, as_one_schedule, restore_base_values
+from stretto.optim.hyperparameters import INITIAL, restore_base_values
+from stretto.run import Run
 from stretto.runtime import TrainStep
 from stretto.runtime.compiled import plain_naming, uncompiled
 from stretto.runtime.random_state import kept_generators
@@ -44,40 +45,45 @@ _LONGEST_TEXT = 100
 
 
 def describe(
-    spec: DataSpec,
     step: TrainStep,
     due: Mapping[str, Any],
+    run: Run,
     *,
     optimizer: Optimizer,
-    schedules: Mapping[str, Any],
     settings: Iterable[Any],
-    callbacks: Iterable[Callback],
     ranks: Ranks,
+    max_duration: str,
     **given: Any,
 ) -> dict[str, Plain]:
     """Return the settings of a run by name, as JSON values.
 
     Args:
-        spec: the data.
         step: the model and its loss.
         due: the settings of evaluations, checkpoints and lines of metrics, by name.
+        run: the run.
         optimizer: the optimizers as one, before anything is scheduled or loaded.
-        schedules: by hyper-parameter.
-        settings: those whose fields have names of their own, such as `Loading`.
-        callbacks: the callbacks.
+        settings: those whose fields have names of their own, such as `Computing`.
         ranks: the processes of the run.
+        max_duration: its length as it was given.
         given: further settings.
     """
+    prepared = run.prepared
     parameters, named = dict(step.model.named_parameters()), plain_naming(step.model)
     frozen = [named(name) for name, one in parameters.items() if not one.requires_grad]
     texts = [
         type(one).__name__ if type(one).__repr__ is object.__repr__ else as_text(one)[:_LONGEST]
-        for one in callbacks
+        for one in run.callbacks
     ]
     found: dict[str, Any] = {
+        "max_duration": max_duration,
+        "batch_size": prepared.policy,
         **given,
-        **{f"schedules.{key}": as_one_schedule(one) for key, one in schedules.items()},
-        **_of_data("data", spec),
+        "idle_ranks": run.idle_ranks,
+        "folder": None if run.folder is None else "given",
+        "rule": prepared.rule,
+        **{f"schedules.{key}": one for key, one in prepared.schedules.items()},
+        **_of_data("data", run.spec),
+        **_fields(run.loading),
         **{name: value for one in settings for name, value in _fields(one).items()},
         "optimizer": " and ".join(
             f"{type(one).__module__}.{type(one).__qualname__}" for one in step.optimizers
@@ -225,8 +231,8 @@ def _of_data(at: str, spec: DataSpec) -> dict[str, Any]:
     return {
         f"{at}.is_map_style": spec.is_map_style,
         f"{at}.num_samples": spec.num_samples if spec.sharded else spec.known_num_samples,
-        f"{at}.num_tokens": spec.num_tokens if spec.sharded else spec.known_num_tokens,
-        f"{at}.tokens_per_sample": spec.known_tokens_per_sample,
+        f"{at}.num_tokens": spec.num_tokens if spec.sharded else spec.counts["dataset_num_tokens"],
+        f"{at}.tokens_per_sample": spec.counts["tokens_per_sample"],
     } | {
         f"{at}.{one.name}": value
         for one in fields(spec)

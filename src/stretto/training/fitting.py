@@ -2,54 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from stretto.batching import BatchSizePolicy, with_maximum
-from stretto.batching.following import NOISE
-from stretto.data import DataSpec, StepLoader
-from stretto.data.spec import Collate
+from stretto.batching.metrics import NOISE
+from stretto.data import StepLoader
 from stretto.errors import TrainingError
 from stretto.planning import Plan
+from stretto.run import Run
 from stretto.runtime import TrainStep
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.sharded import check_shapes, is_fully_sharded
 from stretto.settings import Loading
-from stretto.timing import TimeLike
 from stretto.training.callback import Callback
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
 
-_NO_LIMIT = 2**31
+NO_LIMIT = 2**31
 """Stands for a maximum batch size that is not yet known."""
 
 
-def find_fitting(
+def find_micro_batch(step: TrainStep, run: Run, ranks: Ranks, plan: Plan | None) -> Answer:
+    """Find the largest micro-batch of a rank that fits, and set it; the same on all ranks.
+
+    Raises:
+        TrainingError: the data are an iterable, or the model is sharded over ranks.
+        FitError: not even one sample fits.
+    """
+    loader = run.loader
+    bounds, num_samples = run.prepared.decided_between, run.horizon.dataset_num_samples
+    if plan is not None and plan.stages:
+        largest = max(stage.size for stage in plan.stages)
+    else:
+        largest = (num_samples or 2**20) if bounds is None else bounds[1]
+    most = -(-largest // loader.world_size)
+    measures = keeps_gradients_apart(loader.reads, map(type, run.callbacks))
+    answer = _largest(step, loader, ranks, most, accumulation=2, measures_noise=measures)
+    run.set_micro_batch_size(answer.size)
+    return answer
+
+
+class FoundMaximum(NamedTuple):
+    """The largest batch size of a run that fits into memory."""
+
+    size: int
+    """Samples over all ranks."""
+    answer: Answer
+    """The answer for the share of one rank."""
+
+
+def find_maximum(step: TrainStep, run: Run, ranks: Ranks) -> FoundMaximum:
+    """Return the largest batch that ranks can run in one pass each.
+
+    On one rank, measuring the noise cuts such a pass into halves, which have to fit, too.
+
+    Args:
+        step: the step; its model is on its device.
+        run: the run, without a limit of its sizes.
+        ranks: the processes of the run.
+
+    Raises:
+        TrainingError: the data are an iterable, or the model is sharded over ranks.
+        FitError: not even one sample fits.
+    """
+    loading = Loading(collate_fn=run.loading.collate_fn)
+    loader = StepLoader(run.spec, run.prepared, loading=loading, rank=0, world_size=1)
+    most = max(1, (run.horizon.dataset_num_samples or 1) // ranks.world_size)
+    answer = _largest(step, loader, ranks, most)
+    size = answer.size
+    if ranks.world_size == 1 and keeps_gradients_apart(loader.reads, map(type, run.callbacks)):
+        half = (size + 1) // 2
+        halves = _largest(step, loader, ranks, half, accumulation=2, measures_noise=True)
+        if 2 * halves.size < size:
+            size, answer = 2 * halves.size, halves
+    return FoundMaximum(size * ranks.world_size, answer)
+
+
+def _largest(
     step: TrainStep,
-    *,
     loader: StepLoader,
     ranks: Ranks,
     most: int,
-    accumulates: bool,
+    *,
+    accumulation: int = 1,
     measures_noise: bool = False,
 ) -> Answer:
     """Return the largest micro-batch of a rank, at most `most`; the same on all ranks.
 
     All samples count as the longest of a few from the whole data set, padded or packed.
     Transforms of callbacks do not run.
-
-    Args:
-        step: the step; its model is on its device.
-        loader: the data.
-        ranks: the processes of the run.
-        most: the largest size that is needed.
-        accumulates: whether a step may have several micro-batches.
-        measures_noise: whether the gradient of each micro-batch is kept apart.
-
-    Raises:
-        TrainingError: the data are an iterable, or the model is sharded over ranks.
-        FitError: not even one sample fits.
     """
     from stretto.memory import find_batch_size  # imported only if needed
     from stretto.memory.examples import example_batches
@@ -74,7 +116,7 @@ def find_fitting(
         return find_batch_size(
             step,
             example_batches(loader),
-            accumulation=2 if accumulates else 1,
+            accumulation=accumulation,
             measures_noise=measures_noise,
             maximum=most,
             margin=margin,
@@ -82,73 +124,6 @@ def find_fitting(
         )
     finally:
         step.transforms = transforms
-
-
-class FoundMaximum(NamedTuple):
-    """The largest batch size of a run that fits into memory."""
-
-    size: int
-    """Samples over all ranks."""
-    answer: Answer
-    """The answer for the share of one rank."""
-
-
-def with_found_maximum(
-    policy: BatchSizePolicy,
-    spec: DataSpec,
-    max_duration: TimeLike,
-    find: Callable[..., Answer],
-    *,
-    ranks: Ranks,
-    measures: Callable[[frozenset[str]], bool],
-    collate_fn: Collate | None = None,
-) -> tuple[BatchSizePolicy, FoundMaximum]:
-    """Return the policy with the largest size that ranks can run in one pass each, and that size.
-
-    On one rank, measuring the noise cuts such a pass into halves, which have to fit, too.
-
-    Args:
-        policy: the policy; its maximum is unknown.
-        spec: the data.
-        max_duration: the length of the run.
-        find: `find_fitting` without the loader and the wanted size.
-        ranks: the processes of the run.
-        measures: returns whether gradients are kept apart if the policy reads these signals.
-        collate_fn: makes a batch of samples.
-
-    Raises:
-        TrainingError: the data are an iterable.
-        FitError: not even one sample fits.
-    """
-    unlimited = with_maximum(policy, _NO_LIMIT)
-    loader = StepLoader(
-        spec,
-        unlimited,
-        max_duration=max_duration,
-        loading=Loading(last_batch="keep", collate_fn=collate_fn),
-        rank=0,
-        world_size=1,
-    )
-    most = max(1, (loader.horizon.dataset_num_samples or 1) // ranks.world_size)
-    answer = find(loader=loader, most=most, accumulates=False)
-    size = answer.size
-    if ranks.world_size == 1 and measures(loader.reads):
-        half = (size + 1) // 2
-        halves = find(loader=loader, most=half, accumulates=True, measures_noise=True)
-        if 2 * halves.size < size:
-            size, answer = 2 * halves.size, halves
-    found = FoundMaximum(size * ranks.world_size, answer)
-    return with_maximum(policy, found.size), found
-
-
-def largest_share(plan: Plan | None, loader: StepLoader) -> int:
-    """Return the most samples of one batch on a rank, as far as known."""
-    if plan is not None and plan.stages:
-        return max(-(-stage.size // loader.world_size) for stage in plan.stages)
-    bounds = loader.prepared.decided_between
-    if bounds is not None:
-        return -(-bounds[1] // loader.world_size)
-    return max(1, (loader.horizon.dataset_num_samples or 2**20) // loader.world_size)
 
 
 def keeps_gradients_apart(reads: frozenset[str], callbacks: Iterable[type]) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.batching import NO_SIGNALS, Signals
-from stretto.batching.following import LOSS, NOISE
+from stretto.batching.metrics import LOSS, NOISE
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
 from stretto.data.weights import nothing_to_learn, unit_counter
 from stretto.distributed.logged import MicroLoss

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
@@ -16,12 +15,12 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
-from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike, as_rule, awaits_maximum
-from stretto.batching.following import followed_metric, metrics_of
-from stretto.batching.seesaw import Pair, paired
+from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
+from stretto.batching.metrics import followed_metric, metrics_of
+from stretto.batching.seesaw import Pair
 from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights
-from stretto.data import DataSpec, StepLoader
+from stretto.data import DataSpec
 from stretto.distributed.mesh import Mesh
 from stretto.distributed.strategy import Strategy, strategy_on
 from stretto.errors import CheckpointError, PlanError, StrettoError, TrainingError
@@ -29,11 +28,10 @@ from stretto.optim.hyperparameters import (
     as_one_schedule,
     check_names,
     joined,
-    read_schedules,
 )
-from stretto.planning import Plan, bind_run
+from stretto.planning import Plan
 from stretto.planning.bind import check_tokens
-from stretto.run import Run
+from stretto.run import Run, prepare
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
@@ -46,7 +44,7 @@ from stretto.settings import (
     one_of,
     read_settings,
 )
-from stretto.timing import Horizon, Time, TimeLike, Timer, Trigger, parse_trigger
+from stretto.timing import Time, TimeLike, Timer, Trigger, parse_trigger
 from stretto.timing.time import Number
 from stretto.training.callback import Callback, Events, overrides
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run
@@ -72,13 +70,7 @@ from stretto.training.describe import BuiltWith, Plain, compare_ranks, describe,
 from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluations, Evaluator
 from stretto.training.evaluation.metrics import check_merging
 from stretto.training.evaluation.weights import TrainingWeights
-from stretto.training.fitting import (
-    FoundMaximum,
-    find_fitting,
-    keeps_gradients_apart,
-    largest_share,
-    with_found_maximum,
-)
+from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.console import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import Recorder
 from stretto.training.loop import Loop, Stops, raise_for
@@ -210,28 +202,32 @@ class Trainer:
         called = as_loss(loss, stepping.loss_reduction) if callable(loss) else None
         if isinstance(called, CriterionLoss) and called.is_over_targets:
             stepping = stepping.counted(called.count)
-        schedules = check_names(schedules)
-        sizes, schedules, rule = paired(given_size(batch_size, train_data), schedules, rule)
+        sizes = given_size(batch_size, train_data)
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
+            check_texts(callbacks)
         named = named_settings(evaluations, checkpoint, read_settings(Logging, log, "log"))
         if scale_schedule is not None:
-            schedules = {name: as_one_schedule(one) for name, one in schedules.items()}
-            given = Time(max_duration), sizes, schedules, named, callbacks
+            sizes = sizes if isinstance(sizes, Pair) else as_policy(sizes)
+            each = {name: as_one_schedule(one) for name, one in check_names(schedules).items()}
+            given = Time(max_duration), sizes, each, named, callbacks
             stretched = scaled(given, check_ratio(scale_schedule))
             max_duration, sizes, schedules, named, callbacks = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are called."""
+        self.found_maximum: FoundMaximum | None = None
+        """The size that was found for `max_batch_size="auto"`, and how; None if it was given."""
+        self.fitting: Answer | None = None
+        """How the micro-batch size was found; None if it was given."""
         self._is_training = self._is_resumed = False
         self._settings: dict[str, Plain] = {}
         """The description of the run, which `_describe` fills."""
         self.changes: tuple[str, ...] = ()
         """The settings that differ from those of the checkpoint that was resumed, a line each."""
         self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
-        self._strategy = strategy_on(
-            mesh, strategy, model.model if isinstance(model, TrainStep) else model, ranks
-        )
+        inner = model.model if isinstance(model, TrainStep) else model
+        self._strategy = strategy_on(mesh, strategy, inner, ranks)
         self.step = make_step(
             model,
             optimizer,
@@ -245,125 +241,63 @@ class Trainer:
         self._weights = TrainingWeights(self.model, self.step.optimizers)
         self.optimizer = joined(self.step.optimizers)
         """The optimizer; of several one that has the parameter groups of all, in order."""
-        spec = DataSpec.of(train_data)
-        spec = (
-            replace(spec, tokens_vary=True)
-            if any(one.changes_tokens for one in self.callbacks)
-            else spec
-        )
+        varies = any(one.changes_tokens for one in self.callbacks)
         self._built = BuiltWith(self.optimizer)
+        listening = named_callbacks(self.callbacks, named)
+        due: dict[str, Any] = {**named, **listening}
         self._described = partial(
             describe,
-            spec,
             self.step,
             named,
             optimizer=self.optimizer,
-            schedules=schedules,
-            settings=(loading, computing, stepping),
-            callbacks=self.callbacks,
+            settings=(computing, stepping),
             ranks=ranks,
             max_duration=str(max_duration),
-            batch_size=sizes,
-            rule=None if rule is None else as_rule(rule),
             micro_batch_size=micro_batch_size,
             mesh=self._strategy.mesh,
-            idle_ranks=idle_ranks,
-            folder=None if folder is None else "given",
         )
-        if ranks.world_size > 1:
-            self._describe(sizes)
-            compare_ranks(self._settings, self.step, self.callbacks, ranks)
-        listening = named_callbacks(self.callbacks, named)
-        self.run = self._bound(
-            spec,
-            sizes,
-            max_duration,
+        prepared = partial(
+            prepare,
+            DataSpec.of(train_data, tokens_vary=True if varies else None),
+            max_duration=max_duration,
             schedules=schedules,
-            every={name: one.every for name, one in [*named.items(), *listening.items()]},
-            loading=loading,
             rule=rule,
-            micro_batch_size=micro_batch_size,
-            idle_ranks=idle_ranks,
-        )
-        """What every event of a callback gets."""
-        events = self._prepared_events(saves=checkpoint is not None)
-        self._refusal = self._refused()
-        self.fitting = self._fitting() if micro_batch_size == "auto" else None
-        """How the micro-batch size was found; None if it was given."""
-        self._make_loop(named, listening, stepping, events)
-
-    def _prepared_events(self, *, saves: bool) -> Events:
-        """Build the callbacks, and refuse state that a checkpoint cannot hold."""
-        events = Events(self.callbacks, self.run)
-        if saves:
-            check_texts(self.callbacks)
-        events.tell("on_build")  # before a search for what fits: a callback may allocate memory
-        check_states({**callback_parts(self.callbacks), "step": self.step})
-        transforms = events.listeners("transform_batch")
-        self.step.transforms = [partial(call, self.run) for call in transforms]
-        return events
-
-    def _fitting(self) -> Answer:
-        """Find the micro-batch size."""
-        answer = find_fitting(
-            self.step,
-            ranks=self._ranks,
-            loader=self.loader,
-            most=largest_share(self.plan, self.loader),
-            accumulates=True,
-            measures_noise=self._keeps_gradients_apart(self.loader.reads),
-        )
-        self.run.set_micro_batch_size(answer.size)
-        self._refusal = self._refused()
-        return answer
-
-    def _keeps_gradients_apart(self, reads: frozenset[str]) -> bool:
-        return keeps_gradients_apart(reads, map(type, self.callbacks))
-
-    def _bound(
-        self,
-        spec: DataSpec,
-        policy: BatchSizePolicy,
-        max_duration: TimeLike,
-        *,
-        schedules: Mapping[str, Any],
-        every: Mapping[str, Any],
-        loading: Loading,
-        rule: RuleLike | None,
-        micro_batch_size: MicroBatchSize,
-        idle_ranks: bool,
-    ) -> Run:
-        """Return the run, bound to its data, optimizers and ranks."""
-        self.found_maximum: FoundMaximum | None = None
-        """The size that was found for `max_batch_size="auto"`, and how; None if it was given."""
-        if awaits_maximum(policy):
-            policy, self.found_maximum = with_found_maximum(
-                policy,
-                spec,
-                max_duration,
-                partial(find_fitting, self.step, ranks=self._ranks),
-                ranks=self._ranks,
-                measures=self._keeps_gradients_apart,
-                collate_fn=loading.collate_fn,
-            )
-        bound = bind_run(
-            spec.horizon(max_duration, loading.last_batch),
-            policy,
-            schedules=read_schedules(self.optimizer, schedules),
-            triggers=every,
-            rule=rule,
-        )
-        run = Run(
-            spec,
-            bound,
-            loading,
+            every={name: one.every for name, one in due.items()},
             micro_batch_size=None if micro_batch_size == "auto" else micro_batch_size,
+            loading=loading,
             model=self.model,
             callbacks=self.callbacks,
             folder=self.folder,
             idle_ranks=idle_ranks,
         )
+        self.run = self._bound(prepared, sizes)
+        """What every event of a callback gets."""
+        self._make_loop(named, listening, stepping, self._built_events(micro_batch_size))
+
+    def _bound(self, prepared: Callable[..., Run], sizes: Any) -> Run:
+        """Return the run, bound to its optimizers, with the largest size if that is to be found."""
+        awaits = awaits_maximum(sizes)
+        run = prepared(with_maximum(sizes, NO_LIMIT) if awaits else sizes)
+        if self._ranks.world_size > 1:
+            self._describe(run)
+            compare_ranks(self._settings, self.step, self.callbacks, self._ranks)
+        if awaits:
+            self.found_maximum = find_maximum(self.step, run, self._ranks)
+            run = prepared(with_maximum(sizes, self.found_maximum.size))
         return run.bind(self.step.optimizers, strategy=self._strategy)
+
+    def _built_events(self, micro_batch_size: MicroBatchSize) -> Events:
+        """Build the callbacks, and find the micro-batch size beside what they allocate."""
+        events = Events(self.callbacks, self.run)
+        events.tell("on_build")
+        check_states({**callback_parts(self.callbacks), "step": self.step})
+        transforms = events.listeners("transform_batch")
+        self.step.transforms = [partial(call, self.run) for call in transforms]
+        self._refusal = self._refused()
+        if micro_batch_size == "auto":
+            self.fitting = find_micro_batch(self.step, self.run, self._ranks, self.plan)
+            self._refusal = self._refused()
+        return events
 
     def _make_loop(
         self,
@@ -472,37 +406,27 @@ class Trainer:
         )
         run.evaluate_with(self.evaluate)
 
-    def _describe(self, policy: BatchSizePolicy) -> None:
+    def _describe(self, run: Run) -> None:
         """Describe the run for ranks, checkpoints and loggers, before it changes anything."""
         if not self._settings:
             self._built.read()
-            self._settings |= self._described()
-        self._settings["batch_size"] = plain(policy)
-
-    @property
-    def loader(self) -> StepLoader:
-        """The loader of this rank's share of every batch."""
-        return self.run.loader
+            self._settings |= self._described(run)
+        self._settings["batch_size"] = plain(run.prepared.policy)
 
     @property
     def plan(self) -> Plan | None:
         """The run as it is planned.
 
         None if its batches are not known before the run, for example because their sizes follow
-        tokens that have to be counted: `horizon.batch_sizes` says why. `plan.is_exact` says whether
-        it is only a bound.
+        tokens that have to be counted: `run.horizon.batch_sizes` says why. `plan.is_exact` says
+        whether it is only a bound.
         """
         return None if self._refusal is not None else self.run.plan
 
     @property
-    def horizon(self) -> Horizon:
-        """The static facts of the run."""
-        return self.loader.horizon
-
-    @property
     def timer(self) -> Timer:
         """The clock."""
-        return self.loader.timer
+        return self.run.timer
 
     @property
     def stop_reason(self) -> str | None:
@@ -512,11 +436,6 @@ class Trainer:
         other ranks), else what was passed to `stop`.
         """
         return self.run.stop_reason
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were left out because something in them was not finite."""
-        return self.run.skipped_steps
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -530,14 +449,6 @@ class Trainer:
     def unsaved(self) -> str | None:
         """Why the last checkpoint, or its copy, could not be written; None where it could."""
         return self._loop.saver.unsaved
-
-    def get_elapsed_duration(self) -> float:
-        """Return the fraction of the run that has passed, in [0, 1]."""
-        return self.timer.get_elapsed_duration()
-
-    def stop(self, reason: str, *, is_final: bool = True) -> None:
-        """End the run after the batch that is being computed (see `Run.stop`)."""
-        self.run.stop(reason, is_final=is_final)
 
     @property
     def best(self) -> BestEvaluation | None:
@@ -578,7 +489,7 @@ class Trainer:
         """
         one_of("on_signal", on_signal, ("raise", "return"))
         self._check_outside("train", "fit()")
-        self._describe(self.run.prepared.policy)
+        self._describe(self.run)
         if resume is not None:
             self.resume(resume)
         if self._refusal is not None:
@@ -594,8 +505,8 @@ class Trainer:
         with ExitStack() as folder, ExitStack() as held:
             self._is_training = True
             folder.callback(self._leave)
-            if self.loader.spec.is_map_style:  # what is iterated would have to begin anew
-                held.callback(self.loader.close)
+            if self.run.loader.spec.is_map_style:  # what is iterated would have to begin anew
+                held.callback(self.run.loader.close)
             held.push(loop.recorder.close)
             held.callback(loop.saver.close)
             self.run.take_back()
@@ -635,7 +546,7 @@ class Trainer:
             why = f"the run has ended ({self.run.ended}); to train on, pass even_if_stopped=True "
             why += "to fit(), or --even-if-stopped to stretto train"
         elif self.run.is_done and self._setup.has_other_length:
-            at, length = self.timer.timestamp, self.horizon.max_duration
+            at, length = self.timer.timestamp, self.run.horizon.max_duration
             why = f"it was trained for {at.get('ba')} already, and max_duration is '{length}'"
         else:
             return
@@ -680,7 +591,7 @@ class Trainer:
                 writes to that; or a callback calls it while the run trains.
         """
         self._check_outside("resume", "resume()")
-        self._describe(self.run.prepared.policy)
+        self._describe(self.run)
         if unpickle:
             folder = local_path(path, "resume from", CheckpointError)
             unused = load_dcp_weights(self.model, folder)
@@ -724,7 +635,7 @@ class Trainer:
         except PlanError as refusal:
             if self._ranks.world_size > 1:
                 return refusal
-            if not self.loader.tracks_tokens:
+            if not self.run.loader.tracks_tokens:
                 raise
         return None
 

@@ -144,7 +144,7 @@ def test_scale_schedule_reaches_callbacks() -> None:
         "end": "80%",
     }
     trainer = build_trainer(config(callbacks=[freezing], scale_schedule=0.5))
-    assert trainer.horizon.max_duration == Time("1ep")
+    assert trainer.run.horizon.max_duration == Time("1ep")
     assert repr(trainer.callbacks[0]) == (
         "LayerFreezing(['first'], start='1ep', end='0.8dur', level=1.0)"
     )
@@ -294,13 +294,13 @@ def test_a_data_loader_that_drops_its_last_batch_is_refused_unless_the_file_says
             build(config(data=data))
     for last_batch, samples in (("drop", 6), ("keep", 8)):
         trainer = build_trainer(config(data=data, batch_size=3, last_batch=last_batch))
-        assert sum(step.num_samples for step in trainer.loader) == 2 * samples
+        assert sum(step.num_samples for step in trainer.run.loader) == 2 * samples
 
 
 def test_a_run_file_says_that_streams_are_sharded() -> None:
     data = {"target": "my_project:plain_batches", "num_samples": 8, "sharded": True}
     trainer = build_trainer(config(data=data, evaluate={"data": {"target": "my_project:Points"}}))
-    assert trainer.loader.spec.sharded
+    assert trainer.run.loader.spec.sharded
     trainer.fit()
     assert trainer.timer.sample == 16
 
@@ -308,8 +308,8 @@ def test_a_run_file_says_that_streams_are_sharded() -> None:
 def test_data_may_be_a_spec_of_which_the_file_states_more() -> None:
     spec = {"target": "my_project:spec_of_batches", "num_samples": 8}
     trainer = build_trainer(config(data=spec, batch_size=4))
-    assert trainer.loader.spec.known_num_samples == 8
-    assert trainer.loader.spec.tokens_per_sample == 3
+    assert trainer.run.loader.spec.known_num_samples == 8
+    assert trainer.run.loader.spec.tokens_per_sample == 3
 
 
 def test_stated_sizes_are_held_against_the_data() -> None:

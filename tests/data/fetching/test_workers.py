@@ -299,7 +299,7 @@ class Falling(BatchSizePolicy):
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
     ) -> tuple[int, PolicyState]:
-        size = min(12, int(state["size"]) + (signals.loss is not None))  # type: ignore[arg-type]
+        size = min(12, int(state["size"]) + (signals.loss is not None))
         return size, {"size": size}
 
 

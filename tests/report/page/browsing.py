@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from queue import Queue
 from typing import Any, final
 
 import pytest
@@ -83,37 +82,32 @@ class Seen:
 
 @final
 class LiveServer:
-    """Serves one page at `/`, and at `/events` what is put into `messages`."""
+    """Serves one page at `/`, and at `/runs` the runs that were put into `changed`."""
 
     def __init__(self, payload: dict[str, Any]) -> None:
         """Listen on a free port of this machine."""
-        self.messages: Queue[tuple[str, dict[str, Any]] | None] = Queue()
-        text, messages = build(payload).encode(), self.messages
+        self.changed: list[dict[str, Any]] = []
+        text, changed = build(payload | {"at": 0}).encode(), self.changed
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.send_response(200)
                 is_page = self.path == "/"
-                kind = "text/html; charset=utf-8" if is_page else "text/event-stream"
+                kind = "text/html; charset=utf-8" if is_page else "application/json"
                 self.send_header("content-type", kind)
                 self.end_headers()
-                if is_page:
-                    self.wfile.write(text)
-                    return
-                while (message := messages.get()) is not None:
-                    data = json.dumps(message[1], allow_nan=False)
-                    self.wfile.write(f"event: {message[0]}\ndata: {data}\n\n".encode())
+                after = int(self.path.partition("=")[2] or 0)
+                found = {"runs": changed[after:], "at": len(changed)}
+                self.wfile.write(text if is_page else json.dumps(found, allow_nan=False).encode())
 
             def log_message(self, *args: Any) -> None:
                 """Print nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
         self.address = f"http://127.0.0.1:{self._server.server_port}/"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
         """Stop."""
-        self.messages.put(None)
         self._server.shutdown()
         self._server.server_close()

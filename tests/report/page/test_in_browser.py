@@ -387,7 +387,7 @@ class TestLive:
         before = view(page)
         page.locator("#legend button").focus()
         n = page.evaluate("strettoPage.runs[0].n")
-        server.messages.put(("run", payloads.run("a", points=80)))
+        server.changed.append(payloads.run("a", points=80))
         seen.until(f"strettoPage.runs[0].n > {n}")
         assert view(page) == pytest.approx(before, rel=1e-12)
         assert page.evaluate("document.activeElement.parentElement.id") == "legend"
@@ -395,18 +395,8 @@ class TestLive:
         page.keyboard.press("Enter")
         assert page.locator("#legend button").get_attribute("aria-pressed") == "false"
         assert not page.evaluate("strettoPage.runs[0].shown")
-        asked = {url for url in seen.requests if not url.startswith("data:")}
-        assert asked == {server.address, server.address + "events"}
-
-    def test_a_run_that_was_not_read_is_asked_for_when_it_is_chosen(
-        self, seen: Seen, server: LiveServer
-    ) -> None:
-        page = seen.go(server.address)
-        server.messages.put(("others", {"names": ["old", "older"]}))
-        seen.until("!document.getElementById('others').hidden")
-        page.locator("#others").select_option("older")
-        page.wait_for_timeout(100)
-        assert seen.requests[-1] == server.address + "events?run=older"
+        asked = {url.partition("?")[0] for url in seen.requests if not url.startswith("data:")}
+        assert asked == {server.address, server.address + "runs"}
 
     def test_a_run_sent_again_replaces_its_rows_and_keeps_the_view(
         self, seen: Seen, server: LiveServer
@@ -415,8 +405,8 @@ class TestLive:
         page.evaluate("strettoPage.zoomTo(100, 300)")
         seen.frames()
         before = view(page)
-        server.messages.put(("run", payloads.run("a", points=30)))
-        server.messages.put(("run", payloads.run("b", points=30)))
+        server.changed.append(payloads.run("a", points=30))
+        server.changed.append(payloads.run("b", points=30))
         seen.until("strettoPage.runs.length === 2")
         assert view(page) == pytest.approx(before, rel=1e-12)
         assert page.locator("#legend button").all_text_contents() == ["a", "b"]

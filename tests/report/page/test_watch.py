@@ -7,13 +7,12 @@ import json
 import os
 import re
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import pytest
 from tests.report.page.test_reading import array, clock, measured, write_run
@@ -21,29 +20,21 @@ from tests.report.page.test_reading import array, clock, measured, write_run
 from stretto.planning import plan
 from stretto.planning.plan import plan_record
 from stretto.report.page import build, payload, read_or_problem
-from stretto.report.page.watch import MOST_READ, Feed, application
+from stretto.report.page.watch import MOST_READ, WatchedRuns, server
 from stretto.run_folder import event_line, json_line
 from stretto.timing import Horizon
-
-uvicorn = pytest.importorskip("uvicorn")
 
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
     """A server of the runs in a folder."""
     write_run(tmp_path / "runs" / "a")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        number = int(found.getsockname()[1])
-    settings = {"port": number, "log_level": "warning", "timeout_graceful_shutdown": 1}
-    server = uvicorn.Server(uvicorn.Config(application(tmp_path / "runs"), **settings))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield number
-    server.should_exit = True
-    thread.join(20)
+    with server(tmp_path / "runs", 0) as opened:
+        thread = threading.Thread(target=opened.serve_forever)
+        thread.start()
+        yield opened.server_port
+        opened.shutdown()
+        thread.join(20)
 
 
 class Answer(NamedTuple):
@@ -72,10 +63,11 @@ def test_who_may_ask(port: int) -> None:
     assert ask(port).status == 200
     assert ask(port, Host=f"localhost:{port}").status == 200
     assert ask(port, Host="runs.example").status == 400
-    assert ask(port, "GET", "/events", Host="runs.example").status == 400
+    assert ask(port, "GET", "/runs", Host="runs.example").status == 400
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
-        assert ask(port, method).status == 405
-        assert ask(port, method, "/events").status == 405
+        assert ask(port, method).status == 501
+        assert ask(port, method, "/runs").status == 501
+    assert ask(port, Host="[").status == 400
     assert ask(port, path="/runs/a/ledger.csv").status == 404
     assert ask(port, path="/../a/ledger.csv").status == 404
 
@@ -94,68 +86,69 @@ def test_the_page_may_run_its_own_script_and_ask_its_own_server_alone(port: int)
     assert (payload["live"], [run["name"] for run in payload["runs"]]) == (True, ["a"])
 
 
-def read_event(stream: Any) -> tuple[str, Any]:
-    name = ""
-    while True:
-        key, _, value = stream.readline().decode().rstrip().partition(": ")
-        if key == "event":
-            name = value
-        elif key == "data":
-            return name, json.loads(value)
+def test_a_page_is_told_what_changed_since_it_asked(port: int, tmp_path: Path) -> None:
+    first = json.loads(ask(port, path="/runs?after=0").text)
+    assert [run["name"] for run in first["runs"]] == ["a"]
+    assert json.loads(ask(port, path="/runs?after=x").text) == first
+    path = f"/runs?after={first['at']}"
+    assert json.loads(ask(port, path=path).text)["runs"] == []
+    add_batch(tmp_path / "runs" / "a", 8, 120)
+    (run,) = json.loads(ask(port, path=path).text)["runs"]
+    assert array(run["clock"]["sp"])[-1] == 152
+    write_run(tmp_path / "runs" / "b")
+    found = json.loads(ask(port, path=path).text)
+    assert [run["name"] for run in found["runs"]] == ["a", "b"]
+    assert found["at"] == first["at"] + 2, "each was read once"
+    assert found["at"] < 2**53, "JavaScript has no larger whole numbers"
 
 
-def test_new_rows_come_within_two_seconds(port: int, tmp_path: Path) -> None:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
-        connection.request("GET", "/events")
-        with connection.getresponse() as stream:
-            assert stream.headers["content-type"].startswith("text/event-stream")
-            kind, run = read_event(stream)
-            assert (kind, run["name"]) == ("run", "a")
-            add_batch(tmp_path / "runs" / "a", 8, 120)
-            start = time.monotonic()
-            while array(run["clock"]["sp"])[-1] != 152:
-                kind, run = read_event(stream)
-            assert time.monotonic() - start < 2
-            assert (kind, run["name"]) == ("run", "a")
-            write_run(tmp_path / "runs" / "b")
-            kind, run = read_event(stream)
-            assert (kind, run["name"]) == ("run", "b")
+@final
+class Page:
+    """A page that asks for what is new to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.watched, self.at = WatchedRuns(folder), 0
+
+    def new(self) -> list[dict[str, Any]]:
+        found = self.watched.payload(self.at)
+        self.at = found["at"]
+        return list(found["runs"])
 
 
 def test_a_run_is_sent_again_when_it_has_changed(tmp_path: Path) -> None:
     write_run(tmp_path)
-    feed = Feed(tmp_path)
-    assert [kind for kind, _ in feed.messages()] == ["run"]
+    page = Page(tmp_path)
+    assert len(page.new()) == 1
     for batch in range(8, 12):
-        assert list(feed.messages()) == []
+        assert page.new() == []
         add_batch(tmp_path, batch, 120 + 32 * (batch - 8))
         with (tmp_path / "events.jsonl").open("a") as file:  # of a position before the last row
             file.write(event_line("checkpoint", clock(4, 40), "saved", attempt=1, utc=1e9))
-        ((kind, run),) = feed.messages()
+        (run,) = page.new()
         batches = array(run["clock"]["ba"])
-        assert (kind, batches.max()) == ("run", batch + 1)
+        assert batches.max() == batch + 1
         assert batches[run["events"][-1]["row"]] == 4
     planned = plan(Horizon("2ep", dataset_num_samples=256), "0sp:8")
     (tmp_path / "plan.json").write_text(json.dumps(plan_record(planned)))
-    ((_, run),) = feed.messages()
+    (run,) = page.new()
     assert array(run["clock"]["ba"]).max() > 50
 
 
 def test_a_file_that_was_cut_sends_the_run_again(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    feed = Feed(tmp_path)
-    assert [kind for kind, _ in feed.messages()] == ["run"]
+    page = Page(tmp_path)
+    assert len(page.new()) == 1
     write_run(tmp_path / "a", batches=5)
-    ((kind, run),) = feed.messages()
-    assert (kind, array(run["clock"]["ba"]).max()) == ("run", 5)
+    (run,) = page.new()
+    assert array(run["clock"]["ba"]).max() == 5
     text = (tmp_path / "a" / "ledger.csv").read_text().replace(",2.0,16,", ",2.1,16,")
     (tmp_path / "a" / "ledger.csv").write_text(text + text.splitlines()[-1] + "\n")
-    assert [kind for kind, _ in feed.messages()] == ["run"]
+    assert len(page.new()) == 1
     shutil.rmtree(tmp_path / "a")
-    assert list(feed.messages()) == []
+    assert page.new() == []
     write_run(tmp_path / "a", batches=6)
-    ((kind, run),) = feed.messages()
-    assert (kind, array(run["clock"]["ba"]).max()) == ("run", 6)
+    (run,) = page.new()
+    assert array(run["clock"]["ba"]).max() == 6
 
 
 def spoil(folder: Path, how: str) -> None:
@@ -174,48 +167,35 @@ def test_a_run_that_cannot_be_read_says_why_and_hides_no_other(how: str, tmp_pat
         write_run(tmp_path / name)
     with (tmp_path / "bad" / "metrics.jsonl").open("a") as file:
         file.write(json_line({**clock(9, 90), "memory_peak_bytes": 1}))
-    feed = Feed(tmp_path)
-    assert [data["problem"] for _, data in feed.messages()] == ["", ""]
+    page = Page(tmp_path)
+    assert [run["problem"] for run in page.new()] == ["", ""]
     spoil(tmp_path / "bad", how)
     found = payload(map(read_or_problem, [tmp_path / "bad", tmp_path / "good"]))
     assert [run["name"] for run in found["runs"] if run["problem"]] == ["bad"]
     assert "problem" in build(found)
-    list(feed.messages())
-    assert list(feed.messages()) == []  # said once
-    messages = {data["name"]: data["problem"] for _, data in Feed(tmp_path).messages()}
+    page.new()
+    assert page.new() == []  # said once
+    messages = {run["name"]: run["problem"] for run in Page(tmp_path).new()}
     assert messages["good"] == ""
     assert messages.get("bad", "gone") != ""
     shutil.rmtree(tmp_path / "bad")
     write_run(tmp_path / "bad")
-    assert [data["problem"] for _, data in feed.messages()] == [""]
+    assert [run["problem"] for run in page.new()] == [""]
 
 
-def test_of_many_runs_those_that_are_looked_at_are_read(tmp_path: Path) -> None:
+def test_of_many_runs_those_that_changed_last_are_read(tmp_path: Path) -> None:
     for number in range(MOST_READ + 5):
         write_run(tmp_path / f"run{number:03}", batches=1)
         os.utime(tmp_path / f"run{number:03}", (number, number))
-    feed = Feed(tmp_path, ["run002"])
-    (kind, others), *runs = feed.messages()
-    assert (kind, others["names"]) == ("others", ["run000", "run001", "run003", "run004"])
-    assert {data["name"] for _, data in runs} == {
-        "run002",
-        *(f"run{number:03}" for number in range(5, MOST_READ + 5)),
-    }
+    page = Page(tmp_path)
+    names = {run["name"] for run in page.new()}
+    assert names == {f"run{number:03}" for number in range(5, MOST_READ + 5)}
     write_run(tmp_path / "new", batches=1)
-    assert [data.get("name") for kind, data in feed.messages() if kind == "run"] == ["new"]
+    assert [run["name"] for run in page.new()] == ["new"]
 
 
-def test_the_page_and_its_feed_read_no_more_than_they_show(port: int, tmp_path: Path) -> None:
-    for number in range(MOST_READ + 5):
-        write_run(tmp_path / "runs" / f"run{number:03}", batches=1)
-        os.utime(tmp_path / "runs" / f"run{number:03}", (number, number))
-    text = ask(port).text
-    found = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    assert len(found["runs"]) == MOST_READ
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
-        connection.request("GET", "/events?run=run001")
-        with connection.getresponse() as stream:
-            kind, others = read_event(stream)
-            assert kind == "others"
-            assert "run001" not in others["names"]
-            assert "run000" in others["names"]
+def test_a_server_that_starts_again_tells_an_open_page_everything(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    at = WatchedRuns(tmp_path).payload()["at"]
+    time.sleep(0.005)
+    assert [run["name"] for run in WatchedRuns(tmp_path).payload(at)["runs"]] == ["a"]

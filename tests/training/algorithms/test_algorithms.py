@@ -202,7 +202,7 @@ def test_stated_tokens_do_not_hold_where_sequences_are_cut(problem: Callable[...
         run.trainer(callbacks=[warmup], max_duration="100tok")
     run.data = DataSpec(run.data, tokens_per_sample=5)
     trainer = run.trainer(callbacks=[warmup])
-    assert trainer.horizon.tokens_per_sample is None
+    assert trainer.run.horizon.tokens_per_sample is None
 
 
 @pytest.mark.parametrize(

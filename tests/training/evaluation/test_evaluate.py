@@ -163,7 +163,7 @@ def test_every_sample_is_measured_where_training_drops_some(problem: Make) -> No
     run = problem()
     given: Any = DataLoader(run.data, batch_size=7, drop_last=True)
     trainer = run.trainer(train_data=given, batch_size=7, evaluate=Evaluation(given))
-    assert trainer.horizon.last_batch == "drop"
+    assert trainer.run.horizon.last_batch == "drop"
     with torch.no_grad():
         expected = nn.functional.mse_loss(run.model(run.data.tensors[0]), run.data.tensors[1])
     assert trainer.evaluate() == {"validation/loss": pytest.approx(expected.item(), rel=1e-6)}

@@ -117,14 +117,14 @@ def test_a_spoiled_step_is_skipped_and_counted(problem: Make, tmp_path: Path) ->
     trainer.fit()
     assert torch.isfinite(run.weights()).all()
     assert (trainer.timer.batch, trainer.timer.sample) == (8, 60)
-    assert trainer.skipped_steps == 2
+    assert trainer.run.skipped_steps == 2
     assert [record.get("skipped_steps") for record in records] == [1, 2]
     assert all(math.isfinite(record["loss"]) for record in records)
     again = problem().trainer(
         stepping=Stepping(non_finite="skip"), folder=tmp_path, checkpoint=Checkpointing("6ba")
     )
     again.resume()
-    assert again.skipped_steps == 2
+    assert again.run.skipped_steps == 2
 
 
 def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(problem: Make) -> None:
@@ -192,7 +192,7 @@ def test_overflow_under_loss_scaling_is_skipped_and_counted(problem: Make) -> No
         max_duration="6ba",
     )
     trainer.fit()
-    assert trainer.skipped_steps > 0
+    assert trainer.run.skipped_steps > 0
     assert torch.isfinite(run.weights()).all()
 
 

@@ -48,9 +48,9 @@ trainer = stretto.Trainer(
 )
 trainer.fit()
 print(json.dumps({
-    "found": trainer.loader.micro_batch_size,
+    "found": trainer.run.loader.micro_batch_size,
     "sizes": sorted({stage.size for stage in trainer.plan.stages}),
-    "policy": repr(trainer.loader.policy),
+    "policy": repr(trainer.run.loader.policy),
     "batches": trainer.timer.batch,
     "samples": trainer.timer.sample,
     "splits": trainer._loop.stepper.retry.splits,
@@ -82,7 +82,7 @@ def test_a_batch_grows_to_what_fits_into_a_real_limit(limited: Make) -> None:
 def test_where_there_is_room_the_share_is_taken_whole(problem: Make) -> None:
     run, plain = problem(), problem()
     trainer = run.trainer(micro_batch_size="auto", batch_size="0ep:8 1ep:12")
-    assert (trainer.loader.micro_batch_size, trainer.fitting.size) == (12, 12)
+    assert (trainer.run.loader.micro_batch_size, trainer.fitting.size) == (12, 12)
     assert trainer.plan.micro_batch_size == 12
     trainer.fit()
     plain.trainer(batch_size="0ep:8 1ep:12").fit()
@@ -154,11 +154,11 @@ def test_a_pass_that_is_cut_in_two_to_measure_it_fits_in_halves(
     grows = IncreaseFunction(lambda epoch, size: 1000, 4, "auto")
     if reads == "callback":
         trainer = problem().trainer(batch_size=grows, callbacks=[NoiseReport()])
-        found = trainer.loader.policy
+        found = trainer.run.loader.policy
     else:
         periods = PeriodSizes([("1ep", grows), ("rest", NoiseScale(4, 8))])
         trainer = problem().trainer(batch_size=periods, max_duration="2ep")
-        found = trainer.loader.policy.periods[0][1]
+        found = trainer.run.loader.policy.periods[0][1]
     assert found.max_batch_size == largest
     assert [step[:2] for step in asked.steps] == [(1, False), (2, True)]
     assert asked.steps[-1][2] == 16
@@ -196,10 +196,10 @@ def test_a_resumed_run_goes_on_with_the_size_that_was_found(problem: Make, tmp_p
     again = problem().trainer(
         micro_batch_size="auto", max_duration="8ba", batch_size="0sp:8 32sp:16", **settings
     )
-    assert again.loader.micro_batch_size == 16
+    assert again.run.loader.micro_batch_size == 16
     again.resume()
     net = again._loop.stepper.retry
-    assert (again.loader.micro_batch_size, net.size, net.splits) == (8, 4, 1)
+    assert (again.run.loader.micro_batch_size, net.size, net.splits) == (8, 4, 1)
     assert not any("micro_batch_size" in line for line in again.changes)
     again.fit()
     assert again.timer.batch == 8

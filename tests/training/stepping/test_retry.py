@@ -126,7 +126,7 @@ def test_the_gradient_is_that_of_the_whole_batch(problem: Make, reduction: Any) 
         trainer = run.trainer(
             loss=loss, callbacks=[Count(memory)], stepping=Stepping(loss_reduction=reduction)
         )
-        retry = Retry(run.model, trainer.loader.spec, trainer._ranks, size=8)
+        retry = Retry(run.model, trainer.run.loader.spec, trainer._ranks, size=8)
         trainer._loop.stepper.retry = retry
         trainer.fit()
         runs.append(run.weights())
@@ -190,7 +190,7 @@ def test_a_run_goes_on_with_the_size_it_came_to(problem: Make, tmp_path: Path) -
         again = problem().trainer(micro_batch_size=given, max_duration="8ba", **settings)
         again.resume()
         sizes.append(again._loop.stepper.retry.size)
-        assert again.loader.micro_batch_size == given
+        assert again.run.loader.micro_batch_size == given
     assert sizes == [2, 4]
 
 
@@ -217,7 +217,7 @@ def test_memory_that_runs_out_in_the_update_is_not_tried_again(problem: Make) ->
 def test_a_sample_that_does_not_fit_is_told(problem: Make) -> None:
     run, memory = problem(), Memory((0, 8), (1, 0))
     trainer = run.trainer(loss=memory, callbacks=[Count(memory)])
-    trainer._loop.stepper.retry = Retry(run.model, trainer.loader.spec, trainer._ranks, size=8)
+    trainer._loop.stepper.retry = Retry(run.model, trainer.run.loader.spec, trainer._ranks, size=8)
     with pytest.raises(TrainingError, match="CUDA"):
         trainer.fit()
 
@@ -229,7 +229,7 @@ def test_other_errors_pass(problem: Make) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     trainer = run.trainer(loss=loss)
-    trainer._loop.stepper.retry = Retry(run.model, trainer.loader.spec, trainer._ranks, size=8)
+    trainer._loop.stepper.retry = Retry(run.model, trainer.run.loader.spec, trainer._ranks, size=8)
     with pytest.raises(RuntimeError, match="device"):
         trainer.fit()
 
@@ -237,7 +237,7 @@ def test_other_errors_pass(problem: Make) -> None:
 def test_its_state_goes_on(problem: Make) -> None:
     run = problem()
     ranks = run.trainer()._ranks
-    spec = run.trainer().loader.spec
+    spec = run.trainer().run.loader.spec
     retry = Retry(run.model, spec, ranks, size=64, is_found=True)
     retry.size, retry.splits = 16, 2
     other = Retry(run.model, spec, ranks, size=8, is_found=True)
@@ -248,7 +248,7 @@ def test_its_state_goes_on(problem: Make) -> None:
 @pytest.mark.parametrize("size", [8, None])
 def test_a_size_that_was_given_anew_counts(problem: Make, size: int | None) -> None:
     run = problem()
-    spec, ranks = run.trainer().loader.spec, run.trainer()._ranks
+    spec, ranks = run.trainer().run.loader.spec, run.trainer()._ranks
     retry = Retry(run.model, spec, ranks, size=64)
     retry.size, retry.splits = 16, 2
     other = Retry(run.model, spec, ranks, size=size)

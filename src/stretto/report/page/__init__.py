@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ __all__ = [
     "read",
     "read_or_problem",
     "runs_in",
+    "runs_payload",
     "write",
 ]
 
@@ -45,16 +47,19 @@ _PARTS = {
 """The files for each place in `page.html`."""
 
 
-def payload(runs: Iterable[RunData], *, live: bool = False) -> dict[str, Any]:
+def payload(runs: Iterable[RunData]) -> dict[str, Any]:
     """Return runs and plans as the page reads them; equal names get a number."""
     shown, seen = [], Counter[str]()
     for run in runs:
-        record = encoded(run)
         seen[run.name] += 1
-        if seen[run.name] > 1:
-            record["name"] = f"{run.name} ({seen[run.name]})"
-        shown.append(record)
-    return {"version": VERSION, "live": live, "kind": "runs", "runs": shown}
+        number = seen[run.name]
+        shown.append(encoded(run if number == 1 else replace(run, name=f"{run.name} ({number})")))
+    return runs_payload(shown)
+
+
+def runs_payload(runs: Sequence[Mapping[str, Any]], *, live: bool = False) -> dict[str, Any]:
+    """Return encoded runs as the page reads them; a live page asks for changes."""
+    return {"version": VERSION, "live": live, "kind": "runs", "runs": [*runs]}
 
 
 def memory_payload(path: Path) -> dict[str, Any]:

@@ -774,30 +774,28 @@ function take(raw) {  // a run that is new, or has changed: what is pressed, scr
   if (!isSaid) layText();
 }
 
-function offer(names) {  // runs that were not read yet: one is read when it is chosen
-  const other = byId("others"), known = new Set(runs.map(run => run.name)), left = names.filter(name => !known.has(name));
-  other.hidden = !left.length;
-  other.replaceChildren(make("option", {value: ""}, `${left.length} more runs`), ...left.map(name => make("option", {value: name}, name)));
-}
-
-let source = null;
-const chosen = [];
-function listen() {
-  const sign = byId("live"), query = new URLSearchParams(chosen.map(name => ["run", name]));
-  source?.close();
-  source = new EventSource(chosen.length ? `events?${query}` : "events");
+let told = payload.at;
+async function ask() {  // for runs that have changed; it takes at most a third of the time of the server
+  const sign = byId("live");
   const say = (text, lost) => { sign.hidden = false; sign.textContent = text; sign.classList.toggle("lost", lost); };
-  const receive = handle => event => {
-    handle(JSON.parse(event.data));
-    layAxis();
-    layChooser();
-    layPanels();
-    renew(schedule);
-  };
-  source.addEventListener("open", () => say("live", false));
-  source.addEventListener("error", () => say("connection lost, trying again", true));
-  source.addEventListener("run", receive(take));
-  source.addEventListener("others", event => offer(JSON.parse(event.data).names));
+  const began = performance.now();
+  try {
+    const answer = await fetch(`runs?after=${told}`);
+    if (!answer.ok) throw new Error(answer.statusText);
+    const found = await answer.json();
+    told = found.at;
+    if (found.runs.length) {
+      found.runs.forEach(take);
+      layAxis();
+      layChooser();
+      layPanels();
+      renew(schedule);
+    }
+    say("live", false);
+  } catch {
+    say("connection lost, trying again", true);
+  }
+  setTimeout(ask, Math.max(1000, 2 * (performance.now() - began)));
 }
 
 recall(layAxis());
@@ -810,10 +808,9 @@ byId("theme").addEventListener("click", () => {
 system.addEventListener("change", setTheme);
 addEventListener("click", event => { if (!byId("chooser").contains(event.target)) byId("chooser").open = false; });
 addEventListener("keydown", event => { if (event.key === "Escape") { byId("chooser").open = false; tip(); } });
-byId("others").addEventListener("change", event => { if (event.target.value) { chosen.push(event.target.value); listen(); } });
 for (const lay of [setTheme, layLegend, layText, layChooser, layPanels]) lay();
 setAxis(state.axis);
-if (payload.live) listen();
+if (payload.live) ask();
 // For tests and for the browser's console; nothing else reads it.
 globalThis.strettoPage = {state, runs, panels, setAxis, zoomTo, view: () => [...range]};
 })();

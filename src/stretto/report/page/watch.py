@@ -2,73 +2,70 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Collection, Iterator
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from time import monotonic
-from typing import TYPE_CHECKING, Any, final
+from threading import Lock
+from typing import Any, NamedTuple, final
 
-from stretto._optional import import_optional
 from stretto.errors import ConfigError
-from stretto.report.page import build, payload
+from stretto.report.page import build, runs_payload
 from stretto.report.page.reading import newest, read_or_problem, runs_in, stamp
 from stretto.report.page.series import encoded
 
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
-
 HOST = "127.0.0.1"
 """The server listens here alone: there is no password."""
-HOSTS = ["127.0.0.1", "localhost"]
+HOSTS = (HOST, "localhost")
 """Names that a request may use; another one comes from a page that tries to read runs."""
-PORT = 8377
-POLL_SECONDS = 0.5
-"""How often sizes of files are read, which works on network file systems, too."""
-BEAT_SECONDS = 15.0
 MOST_READ = 30
-"""Of more runs, so many that changed last are read, and others when they are chosen."""
+"""Of more runs, so many that changed last are shown."""
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
+class _Read(NamedTuple):
+    """A run as the page reads it."""
+
+    stamp: object
+    """How its files were before they were read."""
+    at: int
+    """The number of this reading; runs that were read later have larger ones."""
+    record: dict[str, Any]
+
+
 @final
-class Feed:
-    """What one page has to be sent: each run, and again when its files have changed.
+class WatchedRuns:
+    """The runs in a folder. Each is read again when its files have changed, for all pages once.
 
     Args:
         folder: a run folder, or a folder of run folders. New ones are found.
-        chosen: names of runs to read besides the newest.
     """
 
-    def __init__(self, folder: Path, chosen: Collection[str] = ()) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._chosen = chosen
-        self._paths: list[Path] = []
-        self._left: set[Path] | None = None
-        """Runs that are not read; None before the first look."""
-        self._stamps: dict[Path, object] = {}
-        """How the files of each run were when it was sent."""
+        self._lock = Lock()
+        # A server that starts again goes on with larger numbers, so open pages are told everything.
+        self._count = time.time_ns() // 1_000_000
+        self._read: dict[Path, _Read] = {}
 
-    def messages(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name and data of each message that is due now."""
-        before, self._paths = self._paths, runs_in(self._folder, set(self._paths))
-        if self._left is None:
-            self._left = set(self._paths) - set(newest(self._paths, MOST_READ))
-            self._left -= {self._folder / name for name in self._chosen}
-        if self._left and self._paths != before:
-            yield "others", {"names": [path.name for path in self._paths if path in self._left]}
-        sent, self._stamps = self._stamps, {}
-        for path in self._paths:
-            if path not in self._left:
-                # Before it is read: what comes meanwhile is sent the next time.
-                self._stamps[path] = now = stamp(path)
-                if sent.get(path) != now:
-                    yield "run", encoded(read_or_problem(path))
+    def payload(self, after: int = 0) -> dict[str, Any]:
+        """Return the runs that were read after a number, and the last number as `at`."""
+        with self._lock:
+            before, self._read = self._read, {}
+            for path in newest(runs_in(self._folder, set(before)), MOST_READ):
+                # Before it is read: what comes meanwhile is read the next time.
+                now, known = stamp(path), before.get(path)
+                if known is None or known.stamp != now:
+                    self._count += 1
+                    known = _Read(now, self._count, encoded(read_or_problem(path)))
+                self._read[path] = known
+            found, at = self._read.values(), self._count
+            shown = [one.record for one in found if one.at > after]
+        return runs_payload(shown, live=True) | {"at": at}
 
 
 def security_policy(page: str) -> str:
@@ -87,82 +84,66 @@ def security_policy(page: str) -> str:
     return "; ".join(parts)
 
 
-def application(folder: Path) -> Starlette:
-    """Return the server: `/` is the page, `/events` sends what is new.
+def server(folder: Path, port: int) -> ThreadingHTTPServer:
+    """Return the server: `/` is the page, and `/runs?after=` what it asks for again and again.
 
     Raises:
-        MissingPackageError: starlette is not installed.
+        OSError: the port is taken.
     """
-    applications = import_optional("starlette.applications", "watch")
-    middleware = import_optional("starlette.middleware", "watch")
-    trusted = import_optional("starlette.middleware.trustedhost", "watch")
-    responses = import_optional("starlette.responses", "watch")
-    routing = import_optional("starlette.routing", "watch")
-    headers = {
-        "cache-control": "no-store",
-        "cross-origin-resource-policy": "same-origin",
-        "referrer-policy": "no-referrer",
-        "x-content-type-options": "nosniff",
-    }
+    watched = WatchedRuns(folder)
 
-    def page() -> str:
-        return build(payload(map(read_or_problem, newest(runs_in(folder), MOST_READ)), live=True))
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            host = self.headers.get("host", "")
+            if (host.rpartition(":")[0] or host) not in HOSTS:
+                self.send_error(400, "no such host")
+            elif path == "/":
+                text = build(watched.payload())
+                self._answer("text/html; charset=utf-8", text, security_policy(text))
+            elif path == "/runs":
+                after = query.removeprefix("after=")
+                found = watched.payload(int(after) if after.isdecimal() else 0)
+                self._answer("application/json", json.dumps(found, allow_nan=False))
+            else:
+                self.send_error(404)
 
-    async def index(_: Request) -> Response:
-        text = await asyncio.to_thread(page)
-        policy = {"content-security-policy": security_policy(text)}
-        found: Response = responses.HTMLResponse(text, headers=headers | policy)
-        return found
+        def _answer(self, kind: str, text: str, policy: str = "default-src 'none'") -> None:
+            content = text.encode()
+            self.send_response(200)
+            for name, value in (
+                ("content-type", kind),
+                ("content-length", str(len(content))),
+                ("content-security-policy", policy),
+                ("cache-control", "no-store"),
+                ("cross-origin-resource-policy", "same-origin"),
+                ("referrer-policy", "no-referrer"),
+                ("x-content-type-options", "nosniff"),
+            ):
+                self.send_header(name, value)
+            with suppress(ConnectionError):  # the page was closed meanwhile
+                self.end_headers()
+                self.wfile.write(content)
 
-    async def events(request: Request) -> Response:
-        kind = "text/event-stream"
-        feed = Feed(folder, request.query_params.getlist("run"))
-        found: Response = responses.StreamingResponse(
-            _stream(feed), headers=headers, media_type=kind
-        )
-        return found
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
 
-    app: Starlette = applications.Starlette(
-        routes=[
-            routing.Route("/", index, methods=["GET"]),
-            routing.Route("/events", events, methods=["GET"]),
-        ],
-        middleware=[
-            middleware.Middleware(
-                trusted.TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False
-            )
-        ],
-    )
-    return app
-
-
-async def _stream(feed: Feed) -> AsyncIterator[str]:
-    """Yield server-sent events as long as the page listens."""
-    quiet = 0.0
-    while True:
-        began = monotonic()
-        found = await asyncio.to_thread(lambda: list(feed.messages()))
-        for name, data in found:
-            yield f"event: {name}\ndata: {json.dumps(data, allow_nan=False)}\n\n"
-        quiet = 0.0 if found else quiet + POLL_SECONDS
-        if quiet >= BEAT_SECONDS:  # so that a page that was closed is noticed
-            quiet = 0.0
-            yield ": still here\n\n"
-        # Long runs take long to read: half of the time is left to others.
-        await asyncio.sleep(max(POLL_SECONDS, monotonic() - began))
+    return ThreadingHTTPServer((HOST, port), Handler)
 
 
 def serve(folder: Path, port: int) -> None:
     """Serve the page until the process is interrupted.
 
     Raises:
-        ConfigError: the folder does not exist.
-        MissingPackageError: starlette or uvicorn is not installed.
+        ConfigError: the folder does not exist, or the port is taken.
     """
-    uvicorn = import_optional("uvicorn", "watch")
     if not folder.is_dir():
         raise ConfigError.bad("folder", str(folder), "there is no such folder", "name one of runs")
-    build(payload([]))  # a part that is missing is an error here, not in the browser
-    uvicorn.run(
-        application(folder), host=HOST, port=port, log_level="warning", timeout_graceful_shutdown=1
-    )
+    build(runs_payload([]))  # a part that is missing is an error here, not in the browser
+    try:
+        opened = server(folder, port)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError.bad("--port", port, why, "choose another one") from None
+    with opened:
+        opened.serve_forever()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
-from stretto.batching.following import measured_value
+from stretto.batching.metrics import measured_value
 from stretto.run import Run
 from stretto.runtime.packing import number
 from stretto.settings import one_of

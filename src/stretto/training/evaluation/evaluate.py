@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from stretto.batching.following import check_monitored, measured_value, metrics_of
+from stretto.batching.metrics import check_monitored, measured_value, metrics_of
 from stretto.checkpoint import checkpoint_path
 from stretto.data import DataSpec, StepLoader, move_batch
 from stretto.data.spec import Collate

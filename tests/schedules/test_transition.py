@@ -1,4 +1,4 @@
-"""The ways from one factor to another."""
+"""The curves from one factor to another."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.schedules.schedule import cosine_left, glide, line
-from stretto.schedules.scope import Mark, RunScope, Span
+from stretto.schedules.schedule import cosine_left, linear, transition
+from stretto.schedules.scope import Mark, Scope
 from stretto.timing import Horizon, Timestamp
 
 FACTORS = st.floats(0, 10)
 
 
-def span_of(start: Fraction, end: Fraction) -> Span:
+def span_of(start: Fraction, end: Fraction) -> Scope:
     """Return a stretch of a run of 100 batches."""
-    run = RunScope(Horizon("100ba")).span()
+    run = Scope.of(Horizon("100ba"))
     return run.part(Mark(run.axis, start), Mark(run.axis, end))
 
 
@@ -26,8 +26,8 @@ def test_a_line_is_that_of_exact_arithmetic(
     start: float, end: float, begin: Fraction, length: Fraction, batch: int
 ) -> None:
     to = begin + length
-    bound = line(span_of(begin, Fraction(100)), to, start, end)
-    # A way of no length is at its end from the beginning; the span ends at 100.
+    bound = linear(span_of(begin, Fraction(100)), to, start, end)
+    # A curve of no length is at its end from the beginning; the span ends at 100.
     passed = min(Fraction(batch), Fraction(100)) - begin
     part = min(max(passed / length, Fraction(0)), Fraction(1)) if length else Fraction(1)
     exact = Fraction(start) + (Fraction(end) - Fraction(start)) * part
@@ -36,9 +36,9 @@ def test_a_line_is_that_of_exact_arithmetic(
 
 @given(FACTORS, FACTORS, st.integers(0, 10**6))
 def test_rounding_steps_over_no_end(start: float, end: float, batch: int) -> None:
-    span = RunScope(Horizon("1_000_003ba")).span()
+    span = Scope.of(Horizon("1_000_003ba"))
     assert span.end is not None
     low, high = min(start, end), max(start, end)
-    assert low <= line(span, span.end, start, end)(Timestamp(batch=batch)) <= high
-    bound = glide(span, span.end, start, end, lambda x: end + (start - end) * cosine_left(x))
+    assert low <= linear(span, span.end, start, end)(Timestamp(batch=batch)) <= high
+    bound = transition(span, span.end, start, end, lambda x: end + (start - end) * cosine_left(x))
     assert low <= bound(Timestamp(batch=batch)) <= high

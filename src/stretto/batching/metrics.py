@@ -1,0 +1,79 @@
+"""Names of what evaluations measure, for batch sizes and checkpoints that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stretto.errors import Argument, Text, TrainingError
+
+LOSS, NOISE = "loss", "noise"
+"""What every step can measure; any other signal is a metric of an evaluation."""
+
+
+def metrics_of(evaluations: Iterable[Any]) -> list[str]:
+    """Return the names of everything that evaluations measure, such as `validation/loss`.
+
+    Each evaluation has a `name` and `metrics` by name. A metric may be a dict of several; their
+    names are its name, a slash and the key.
+    """
+    return [f"{one.name}/{name}" for one in evaluations for name in (LOSS, *one.metrics)]
+
+
+def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | None:
+    """Return the metric that a policy reads, or None.
+
+    >>> followed_metric(frozenset({"loss", "test/loss"}), ["test/loss", "test/accuracy"])
+    'test/loss'
+
+    Raises:
+        TrainingError: no evaluation measures it, or there is more than one.
+    """
+    metrics = sorted(reads - {LOSS, NOISE})
+    if len(metrics) > 1:
+        what = f"follow {' and '.join(map(repr, metrics))} with the batch size"
+        instead = f"follow {metrics[0]!r} alone"
+        raise TrainingError.cannot(what, why="a policy reads one metric", instead=instead)
+    for name in metrics:
+        check_monitored(name, measured, f"follow {name!r} with the batch size")
+    return metrics[0] if metrics else None
+
+
+def measured_value(name: str | None, named: Mapping[str, float]) -> float | None:
+    """Return the value of a metric if it was just measured, else None.
+
+    >>> measured_value("test/loss", {"test/loss": 0.5}), measured_value("a/loss", {"b/loss": 0.5})
+    (0.5, None)
+
+    Raises:
+        TrainingError: the metric is a dict without this key, or is no dict.
+    """
+    if name is None or name in named:
+        return None if name is None else named[name]
+    parent, _, _ = name.rpartition("/")
+    keys = [one for one in named if one == parent or one.startswith(f"{parent}/")]
+    if keys:
+        raise _unmeasured(f"follow {name!r}", keys)
+    return None
+
+
+def check_monitored(name: str, measured: Sequence[str], what: str | None = None) -> None:
+    """Refuse a metric that no evaluation measures.
+
+    Args:
+        name: the metric.
+        measured: what the evaluations measure.
+        what: what cannot be done without it; by default, to monitor it.
+
+    Raises:
+        TrainingError: it is not measured.
+    """
+    if name not in measured and not any(name.startswith(f"{one}/") for one in measured):
+        raise _unmeasured(what or f"monitor {name!r}", measured)
+
+
+def _unmeasured(what: str, measured: Sequence[str]) -> TrainingError:
+    instead: Text = ("set ", Argument("evaluate", "{every: 10%}", python="evaluate=..."))
+    if measured:
+        instead = f"write one of {', '.join(map(repr, measured))}"
+    return TrainingError.cannot(what, why="no evaluation measures it", instead=instead)
