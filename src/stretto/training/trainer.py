@@ -35,13 +35,13 @@ from stretto.run import Run, prepare
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
+from stretto.schedules.fields import one_of
 from stretto.settings import (
     Checkpointing,
     Computing,
     Loading,
     Precision,
     Stepping,
-    one_of,
     read_settings,
 )
 from stretto.timing import Time, TimeLike, Timer, Trigger, parse_trigger
@@ -51,35 +51,31 @@ from stretto.training.checkpointing.resuming import find_checkpoint, open_run
 from stretto.training.checkpointing.saver import Saver
 from stretto.training.checkpointing.state import (
     Part,
-    Setup,
     callback_parts,
     check_states,
     check_texts,
     parts_of,
     share_random_state,
 )
-from stretto.training.checks import (
-    check_listeners,
-    check_parts,
-    check_ratio,
-    given_size,
-    read_evaluations,
-)
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
-from stretto.training.describe import BuiltWith, Plain, compare_ranks, describe, plain
-from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluations, Evaluator
-from stretto.training.evaluation.metrics import check_merging
-from stretto.training.evaluation.weights import TrainingWeights
+from stretto.training.describe import Setup, compare_ranks, describe
+from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
 from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.console import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import Recorder
 from stretto.training.loop import Loop, Stops, raise_for
+from stretto.training.metrics import check_merging
 from stretto.training.settings import (
     Evaluation,
     Logging,
     LossFunction,
+    check_listeners,
+    check_parts,
+    check_ratio,
+    given_size,
     named_callbacks,
     named_settings,
+    read_evaluations,
     scaled,
 )
 from stretto.training.stepper import Stepper
@@ -91,8 +87,6 @@ if TYPE_CHECKING:
 
 MicroBatchSize: TypeAlias = int | Literal["auto"] | None
 """None: the whole share of a rank; `"auto"`: what fits into memory."""
-_EVALUATION_BATCH = 64
-"""Samples of a forward pass in evaluation if there is no micro-batch size."""
 
 
 @final
@@ -179,11 +173,11 @@ class Trainer:
         clip_norm: float | None = None,
         compile: bool = False,  # noqa: A002  as torch calls it
         device: str | None = None,
-        loading: Loading | Mapping[str, Any] = Loading(),  # noqa: B008  a frozen value
-        stepping: Stepping | Mapping[str, Any] = Stepping(),  # noqa: B008
+        loading: Loading | Mapping[str, Any] = Loading(),
+        stepping: Stepping | Mapping[str, Any] = Stepping(),
         evaluate: Any = None,
         checkpoint: Checkpointing | Mapping[str, Any] | TimeLike | Trigger | None = None,
-        log: Logging | Mapping[str, Any] | TimeLike | Trigger = Logging(),  # noqa: B008
+        log: Logging | Mapping[str, Any] | TimeLike | Trigger = Logging(),
         callbacks: Sequence[Callback] = (),
         strategy: Strategy | None = None,
         mesh: DeviceMesh | Mesh | None = None,
@@ -221,8 +215,6 @@ class Trainer:
         self.fitting: Answer | None = None
         """How the micro-batch size was found; None if it was given."""
         self._is_training = self._is_resumed = False
-        self._settings: dict[str, Plain] = {}
-        """The description of the run, which `_describe` fills."""
         self.changes: tuple[str, ...] = ()
         """The settings that differ from those of the checkpoint that was resumed, a line each."""
         self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
@@ -242,10 +234,9 @@ class Trainer:
         self.optimizer = joined(self.step.optimizers)
         """The optimizer; of several one that has the parameter groups of all, in order."""
         varies = any(one.changes_tokens for one in self.callbacks)
-        self._built = BuiltWith(self.optimizer)
         listening = named_callbacks(self.callbacks, named)
         due: dict[str, Any] = {**named, **listening}
-        self._described = partial(
+        described = partial(
             describe,
             self.step,
             named,
@@ -256,6 +247,7 @@ class Trainer:
             micro_batch_size=micro_batch_size,
             mesh=self._strategy.mesh,
         )
+        self._setup = Setup(self.optimizer, described)
         prepared = partial(
             prepare,
             DataSpec.of(train_data, tokens_vary=True if varies else None),
@@ -279,8 +271,8 @@ class Trainer:
         awaits = awaits_maximum(sizes)
         run = prepared(with_maximum(sizes, NO_LIMIT) if awaits else sizes)
         if self._ranks.world_size > 1:
-            self._describe(run)
-            compare_ranks(self._settings, self.step, self.callbacks, self._ranks)
+            self._setup.read(run)
+            compare_ranks(self._setup.settings, self.step, self.callbacks, self._ranks)
         if awaits:
             self.found_maximum = find_maximum(self.step, run, self._ranks)
             run = prepared(with_maximum(sizes, self.found_maximum.size))
@@ -326,7 +318,7 @@ class Trainer:
         )
         is_shown = ranks.is_first and (has_terminal() if log.console is None else log.console)
         folder = None if self.folder is None else str(self.folder)
-        given = self._settings if log.config is None else dict(log.config)
+        given = self._setup.settings if log.config is None else dict(log.config)
         recorder = Recorder(
             run,
             log.loggers,
@@ -343,17 +335,7 @@ class Trainer:
         measuring = Evaluations(
             run,
             [
-                Evaluator(
-                    one,
-                    self.model,
-                    loss=step.loss,
-                    loss_is_sum=step.loss_reduction == "sum",
-                    count=stepper.count,
-                    autocast=step.autocast,
-                    batch_size=run.loader.micro_batch_size or _EVALUATION_BATCH,
-                    collate_fn=run.loading.collate_fn,
-                    strategy=self._strategy,
-                )
+                Evaluator(one, step, run, count=stepper.count, strategy=self._strategy)
                 for one in evaluations
             ],
             best=Best(checkpoint, evaluations),
@@ -362,7 +344,6 @@ class Trainer:
             events=events,
             recorder=recorder,
         )
-        self._setup = Setup(run, self._settings, self._built)
         parts = parts_of(
             step,
             run,
@@ -405,13 +386,6 @@ class Trainer:
             ranks=ranks,
         )
         run.evaluate_with(self.evaluate)
-
-    def _describe(self, run: Run) -> None:
-        """Describe the run for ranks, checkpoints and loggers, before it changes anything."""
-        if not self._settings:
-            self._built.read()
-            self._settings |= self._described(run)
-        self._settings["batch_size"] = plain(run.prepared.policy)
 
     @property
     def plan(self) -> Plan | None:
@@ -487,9 +461,9 @@ class Trainer:
                 written to; or a loss or gradient is not finite (see `Stepping.non_finite`).
             PlanError: a stage that is still to come has fewer samples than there are ranks.
         """
-        one_of("on_signal", on_signal, ("raise", "return"))
+        one_of(on_signal, "on_signal", ("raise", "return"), TrainingError)
         self._check_outside("train", "fit()")
-        self._describe(self.run)
+        self._setup.read(self.run)
         if resume is not None:
             self.resume(resume)
         if self._refusal is not None:
@@ -591,7 +565,7 @@ class Trainer:
                 writes to that; or a callback calls it while the run trains.
         """
         self._check_outside("resume", "resume()")
-        self._describe(self.run)
+        self._setup.read(self.run)
         if unpickle:
             folder = local_path(path, "resume from", CheckpointError)
             unused = load_dcp_weights(self.model, folder)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,14 +26,44 @@ from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import RandomState
 from stretto.runtime.ranks import Ranks
 from stretto.training.callback import Callback, overrides, unique
-from stretto.training.checkpointing.records import section
-from stretto.training.describe import BuiltWith, as_text, changes, samples_mark
+from stretto.training.describe import as_text
 
 if TYPE_CHECKING:
-    from stretto.training.evaluation.evaluate import Evaluations
-    from stretto.training.evaluation.weights import TrainingWeights
+    from stretto.training.evaluate import Evaluations, TrainingWeights
     from stretto.training.logs.recorder import Recorder
     from stretto.training.stepper import Retry
+
+
+UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""Exceptions that a state from another run, model or version causes."""
+
+
+@contextmanager
+def section(where: object, name: str) -> Iterator[None]:
+    """Add the checkpoint and the part of it to errors raised inside.
+
+    Raises:
+        StrettoError: the error raised inside, with the place added.
+        CheckpointError: the part does not fit.
+    """
+    try:
+        yield
+    except StrettoError as error:
+        raise error.recast(type(error), where=f"{name!r} in {where}") from error
+    except (*UNFIT, RuntimeError) as error:
+        why = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+        why = f"its {name!r} does not fit this run ({why})"
+        instead = "build the run as it was then, or start from another checkpoint"
+        raise CheckpointError.cannot(f"resume from {where}", why=why, instead=instead) from error
+
+
+def unfit(path: Path, name: str, error: Exception) -> CheckpointError:
+    """Return the error for an optimizer that fails in its first update after a resume."""
+    return CheckpointError.cannot(
+        f"update the weights with {name}",
+        why=f"it cannot compute with its state from {path} ({type(error).__name__}: {error})",
+        instead=f"resume with {name} built as it was then, or from another checkpoint",
+    )
 
 
 CALLBACKS = "callbacks"
@@ -400,55 +432,3 @@ def check_replicas(model: nn.Module, ranks: Ranks) -> None:
                 why = f"the weights of rank {first} and rank {rank} differ"
                 instead = "resume from an earlier one with a step that updates all ranks alike"
                 raise TrainingError.cannot("write a checkpoint", why=why, instead=instead)
-
-
-@final
-class Setup:
-    """The settings of a run and a fingerprint of its data, to see what changes on resume.
-
-    Args:
-        run: the run.
-        described: its settings.
-        built: the hyperparameters that the optimizers were built with.
-    """
-
-    def __init__(self, run: Run, described: Mapping[str, Any], built: BuiltWith) -> None:
-        self.changes: list[str] = []
-        """A line for each setting that is not as in the checkpoint that was loaded."""
-        self.has_other_length = False
-        """Whether the checkpoint that was loaded is of a run of another `max_duration`."""
-        self.run_id = secrets.token_hex(8)
-        """Of which run the checkpoints are: that of the checkpoint that was loaded."""
-        self._run = run
-        self._described = described
-        self._built = built
-
-    @cached_property
-    def _samples(self) -> str | None:
-        return samples_mark(self._run.spec)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the settings and the fingerprint."""
-        return {**self._described, "samples": self._samples, "run": self.run_id}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare with saved settings; keep hyperparameters that changed since.
-
-        Raises:
-            CheckpointError: the data are others.
-        """
-        saved, size = dict(state), "micro_batch_size"
-        self.run_id = saved.pop("run", self.run_id)
-        samples = saved.pop("samples")
-        if "auto" in (saved.get(size), self._described.get(size)):
-            saved[size] = self._described.get(size)  # it was found, or is found again
-        if None not in (samples, self._samples) and samples != self._samples:
-            why = "the first, middle or last sample is another one, so some would come twice"
-            instead = "pass the same data in the same order, or start a new run from its weights"
-            raise CheckpointError.cannot("continue with these data", why=why, instead=instead)
-        length = "max_duration"
-        self.has_other_length = saved.get(length) != self._described.get(length)
-        self._built.keep_changed(saved)
-        self.changes = list(changes(saved, self._described))
-        if self._run.loader.has_dropped_state:
-            self.changes.append("batch_size: begins afresh, and its former state is dropped")

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from stretto.batching.metrics import check_monitored, measured_value, metrics_of
 from stretto.checkpoint import checkpoint_path
 from stretto.data import DataSpec, StepLoader, move_batch
-from stretto.data.spec import Collate
 from stretto.distributed.strategy import Strategy, reshard
 from stretto.errors import TrainingError
 from stretto.ordering import evenly
 from stretto.run import Run
+from stretto.runtime import TrainStep
+from stretto.runtime.compiled import plain_naming, plain_state
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.packing import count, count_or_none, number
 from stretto.runtime.random_state import RandomState
@@ -28,10 +31,12 @@ from stretto.runtime.ranks import all_same, marks
 from stretto.settings import Checkpointing, Loading
 from stretto.training.callback import Events
 from stretto.training.criterion import CriterionLoss
-from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
-from stretto.training.evaluation.weights import TrainingWeights
 from stretto.training.logs.recorder import Recorder
+from stretto.training.metrics import MetricObjects, check_predictable, is_object
 from stretto.training.settings import Evaluation, LossFunction
+
+BATCH_SIZE = 64
+"""Samples of a forward pass in evaluation if there is no micro-batch size."""
 
 
 @final
@@ -42,35 +47,28 @@ class Evaluator:
 
     Args:
         settings: the data and the metrics.
-        model: the model without DDP, because ranks may have different numbers of batches.
-        loss: the training loss, used if the evaluation has no loss.
-        loss_is_sum: whether the training loss returns sums.
+        step: the training step: its model without DDP, because ranks may have different numbers of
+            batches, its loss for an evaluation that has none, and its precision.
+        run: the run.
         count: counts the units over which the loss is averaged; None: samples.
-        autocast: returns the context in which the model runs.
-        batch_size: the default number of samples per forward pass.
-        collate_fn: the collate function of the training data, also used here for plain samples.
         strategy: how the model is spread over ranks.
     """
 
     def __init__(
         self,
         settings: Evaluation,
-        model: nn.Module,
+        step: TrainStep,
+        run: Run,
         *,
-        loss: LossFunction | None,
-        loss_is_sum: bool,
         count: Callable[[Any], float] | None,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        batch_size: int,
-        collate_fn: Collate | None,
         strategy: Strategy,
     ) -> None:
         self.name, ranks = settings.name, strategy.ranks
-        self._model = model
-        chosen = loss if settings.loss is None else settings.loss
-        assert chosen is not None, "checked when the trainer was built"
-        self._loss = chosen
-        self._loss_is_sum = loss_is_sum and settings.loss is None
+        self._model = step.model
+        loss = step.loss if settings.loss is None else settings.loss
+        assert loss is not None, "checked when the trainer was built"
+        self._loss = loss
+        self._loss_is_sum = step.loss_reduction == "sum" and settings.loss is None
         self._metrics: dict[str, LossFunction] = {
             name: cast(LossFunction, metric)
             for name, metric in settings.metrics.items()
@@ -81,11 +79,12 @@ class Evaluator:
         if isinstance(settings.loss, CriterionLoss):
             settings.loss.to(ranks.device)
             self._count = settings.loss.count if settings.loss.is_over_targets else None
-        self._autocast = autocast
+        self._autocast = step.autocast
         self._strategy, self._ranks = strategy, ranks
         self._spec = DataSpec.of(settings.data)
-        self._batch_size = batch_size if settings.batch_size is None else settings.batch_size
+        self._batch_size = settings.batch_size or run.loader.micro_batch_size or BATCH_SIZE
         are_samples = self._spec.is_map_style and not isinstance(self._spec.data, DataLoader)
+        collate_fn = run.loading.collate_fn
         self._collate_fn = collate_fn if are_samples and self._spec.get_batch is None else None
         self._most = self._batch_size
         # Fail now, not at the first evaluation, if data cannot be read or predictions not made.
@@ -367,3 +366,80 @@ class Best:
     def start_over(self) -> None:
         """Reset the best value."""
         self.value, self.sample, self._kept = math.inf * self._sign, None, None
+
+
+@final
+class TrainingWeights:
+    """Switches optimizers that have the methods `train()` and `eval()`.
+
+    That is the protocol of `schedulefree` and of optimizers like it: a step needs one point, an
+    evaluation another. `train()` is called here, so that a search for what fits may take steps.
+
+    Args:
+        model: the model.
+        optimizers: those of the run.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers: list[Any] = [one for one in optimizers if is_switched(one)]
+        """Those that are switched."""
+        self.model = model
+        self.train()
+
+    def train(self) -> None:
+        """Put the weights for training into the model."""
+        self._are_in = True
+        for one in self.optimizers:
+            one.train()
+
+    def eval(self) -> None:
+        """Put the weights for evaluation into the model."""
+        self._are_in = False
+        for one in self.optimizers:
+            one.eval()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Give the model the weights for evaluation within a `with` block."""
+        if not (self.optimizers and self._are_in):
+            self.eval()
+            yield
+            return
+        self.train()  # a callback of the user's may have switched them before
+        # There and back, `schedulefree` rounds twice: a look would change the training.
+        kept = {name: one.detach().clone() for name, one in self.state_dict().items()}
+        try:
+            self.eval()
+            yield
+        finally:
+            self.train()
+            self.load_state_dict(kept)
+
+    def for_inference(self) -> dict[str, Any]:
+        """Return the state of the model with copies of the weights for evaluation."""
+        with self.evaluating():
+            return {
+                name: one.detach().clone() if isinstance(one, Tensor) else one
+                for name, one in plain_state(self.model).items()
+            }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weights that are in the model."""
+        plain = plain_naming(self.model)
+        return {plain(name): one for name, one in self.model.named_parameters()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put weights into the model."""
+        with torch.no_grad():
+            for name, one in self.state_dict().items():
+                one.copy_(state[name])
+
+
+def is_switched(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has `train()` and `eval()`, both without arguments."""
+    try:
+        for name in ("train", "eval"):
+            inspect.signature(getattr(optimizer, name)).bind()
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
