@@ -30,8 +30,6 @@ from stretto.errors import (
     BatchSizeError,
     ConversionError,
     PlanError,
-    ScheduleError,
-    TimeError,
 )
 from stretto.planning import bind_run, check_least, plan, walk
 from stretto.report import plan_table
@@ -288,28 +286,6 @@ def test_tokens_that_nobody_counts_are_refused(
     known = Horizon(horizon.max_duration, dataset_num_samples=1000, dataset_num_tokens=4000)
     with pytest.raises(PlanError, match=match):
         plan(known, tracks_tokens=False, **arguments)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("error", "policy", "options"),
-    [
-        (BatchSizeError, 0, {}),
-        (BatchSizeError, 8, {"world_size": 0}),
-        (BatchSizeError, 8, {"micro_batch_size": 0}),
-        (TimeError, 8, {"triggers": {"evaluate": "3epoch"}}),
-        (
-            ConversionError,
-            8,
-            {"schedules": {"lr": Linear(warmup="9tok")}},
-        ),
-        (ScheduleError, 8, {"schedules": {"lr": Periods([("3ep", 1.0), ("rest", 0.5)])}}),
-    ],
-)
-def test_what_others_refuse_is_refused(
-    error: type[Exception], policy: object, options: dict[str, object]
-) -> None:
-    with pytest.raises(error, match="cannot"):
-        plan(HORIZON, policy, **options)  # type: ignore[arg-type]
 
 
 def test_what_only_the_run_knows_is_left_out_of_the_plan() -> None:
