@@ -136,7 +136,7 @@ def test_plan_as_json(stated: Path, stretto: Stretto) -> None:
         ("nowhere.yaml", "cannot read 'nowhere.yaml': no such file"),
         ("stated.yaml max_duration", "key=value"),
         ("stated.yaml max_duratoin=1ep", "did you mean 'max_duration'? (max_duratoin on the"),
-        ("stated.yaml batch_size=5000 last_batch=drop", "write at_most: 1000"),
+        ("stated.yaml batch_size=5000 last_batch=drop", "write AtMost(policy, 1000)"),
         ("stated.yaml data.num_samples=null", "No module named 'no'"),
         ("stated.yaml --html plan.gif", "end it in .html"),
         ("stated.yaml --against runs/none", "cannot read runs/none/ledger.csv"),
