@@ -72,7 +72,9 @@ class Message:
 
     def __str__(self) -> str:
         places = "".join(f" ({place})" for place in self.where)
-        return without_credentials(f"cannot {self.what}: {self.why}; {self.instead}") + places
+        # Each on its own: an address in one of them may end with the sign that follows it.
+        what, why, instead = map(without_credentials, (self.what, self.why, self.instead))
+        return f"cannot {what}: {why}; {instead}{places}"
 
     def at(self, where: Place | None) -> Message:
         """Return the message with one more place."""

@@ -83,13 +83,13 @@ def test_plans_are_laid_over_each_other_on_a_page(stated: Path, stretto: Stretto
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("0.1dur --to ba --max-duration 90ep --batch-size 8", "set --samples"),
-        ("0.1dur --to ba", "set --max-duration"),
-        ("1ep --to ba --samples 100", "set --batch-size"),
-        ("1ep --to tok --samples 100", "set --tokens"),
+        ("0.1dur --to ba --max-duration 90ep --batch-size 8", "set dataset_num_samples"),
+        ("0.1dur --to ba", "set max_training_duration"),
+        ("1ep --to ba --samples 100", "set batch_size"),
+        ("1ep --to tok --samples 100", "set dataset_num_tokens"),
         (
             "1ep --to ba --samples 100 --batch-size 0",
-            "cannot use --batch-size=0",
+            "cannot use batch_size=0",
         ),
         ("1epoch --to ba", "write '1ep'"),
         ("1ep --to epoch", "there is no such unit"),

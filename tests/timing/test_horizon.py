@@ -190,7 +190,7 @@ class TestAxes:
                 "2ep",
                 {},
                 ["1ep", "5sp"],
-                "num_samples=...), or write all of them in one",
+                "of the data), or write all of them in one",
             ),
             ("2ep", {"dataset_num_samples": 9}, ["1ep", "5ba", "2sp"], "1ep, 5ba and 2sp to one"),
             ("2ep", {"dataset_num_samples": 9}, ["1ep", "5ba"], "the batch size is not known in"),
