@@ -69,7 +69,10 @@ def test_an_error_has_the_fields_of_its_message() -> None:
 @pytest.mark.parametrize(
     ("word", "instead"),
     [
-        (None, "set dataset_num_samples or write AtMost(policy, 8)"),
+        (
+            None,
+            "set dataset_num_samples or DataSpec(data, num_samples=...) or write AtMost(policy, 8)",
+        ),
         (as_key, "set data.num_samples or write at_most: 8"),
         (as_option, "set --samples or write AtMost(policy, 8)"),
     ],

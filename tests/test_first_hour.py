@@ -50,7 +50,7 @@ def test_the_first_hour(clone: Path) -> None:
 
     text = (clone / "src/stretto/examples/default.yaml").read_text()
     line = next(line for line in text.splitlines() if line.startswith("batch_size:"))
-    changed = text.replace(line, "batch_size: {ramp: double, start: 16, end: 128, over: 50%}")
+    changed = text.replace(line, "batch_size: {DoublingRamp: {start: 16, end: 128, over: 50%}}")
     (clone / "run.yaml").write_text(changed)
     shorter = ("run.yaml", "scale_schedule=0.25", "checkpoint.every=10ba")
     planned = stretto("plan", *shorter)

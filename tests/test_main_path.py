@@ -1,7 +1,7 @@
 """The main path as a stranger takes it: train from a run file, then hold the run against its plan.
 
-The comparison is made here, between what two commands wrote, and not by the code that trains: what
-`stretto plan --json --batches` says, and the ledger that `stretto train` leaves.
+The comparison is made here, and not by the code that trains: between the batches of a plan, and the
+ledger that `stretto train` leaves.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from stretto.cli.planning import read_arguments
+from stretto.config import build_plan
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = """
@@ -29,10 +32,10 @@ STATED = "num_samples: 5120, tokens_per_sample: 64"
 RUNS = {
     "mixed units": """
 max_duration: 5000sp
-batch_size: {ramp: linear, start: 16, end: 160, over: 120_000tok}
+batch_size: {LinearRamp: {start: 16, end: 160, over: 120_000tok}}
 schedules:
-  lr: [{cosine: {end: 0.1, warmup: 10ba}}, {step: {every: 1000sp, gamma: 0.9}}]
-  weight_decay: {linear: {start: 1.0, end: 0.0, over: 0.1ep}}
+  lr: [{Cosine: {end: 0.1, warmup: 10ba}}, {StepDecay: {every: 1000sp, gamma: 0.9}}]
+  weight_decay: {Linear: {start: 1.0, end: 0.0, over: 0.1ep}}
 evaluate: {every: 160_000tok}
 log: {every: 7ba, flush: 1s}
 """,
@@ -44,14 +47,14 @@ micro_batch_size: 64
 rule: {sqrt: 96}
 schedules:
   lr:
-    periods: [{duration: 20ba, linear: {start: 0.1}}, {duration: rest, wsd: {decay: 30%}}]
+    Periods: [[20ba, {Linear: {start: 0.1}}], [rest, {WSD: {decay: 30%}}]]
 log: {every: 10%}
 """,
     "two ranks": """
 max_duration: 60ba
-batch_size: {ramp: stages, sizes: [9, 15, 33], over: 30ba}
+batch_size: {StagedRamp: {sizes: [9, 15, 33], over: 30ba}}
 micro_batch_size: 6
-schedules: {lr: {linear: {start: 1.0, end: 0.0}}}
+schedules: {lr: {Linear: {start: 1.0, end: 0.0}}}
 checkpoint: {every: 20ba, keep: 1}
 log: {every: 5ba}
 """,
@@ -81,8 +84,13 @@ def compare(run_file: list[str], folder: Path, *, ranks: int = 1) -> list[dict[s
     """Hold every line of the ledger against the plan that was made of the run file."""
     planned_as = [*run_file, f"world_size={ranks}"] if ranks > 1 else run_file
     planned = [
-        json.loads(line)
-        for line in command_line("plan", *planned_as, "--json", "--batches").splitlines()
+        {
+            **batch.timestamp.to_state(),
+            "size": batch.size,
+            "micro_batches": batch.accumulation,
+            **batch.values,
+        }
+        for batch in build_plan(read_arguments(planned_as)).batches()
     ]
     with (folder / "ledger.csv").open() as file:
         done = list(csv.DictReader(file))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar
 
-from stretto.errors import Argument, ConfigError, Message, StrettoError, Text
+from stretto.errors import ConfigError
 
 _TORCHRUN = "leave it out, and start a process for each device with torchrun"
 _UNITS = "leave it out: fractions of the run and periods are exact in any unit of max_duration"
@@ -21,15 +20,15 @@ _ANSWERS = {
     "T_max total_iters num_training_steps":
         ("write over='80%' (by default a schedule lasts for the whole run)",
          "write schedules={'lr': Cosine(over='80%')}",
-         "write schedules: {lr: {cosine: {over: 80%}}}"),
+         "write schedules: {lr: {Cosine: {over: 80%}}}"),
     "eta_min": ("write end=0.1 (a factor of the learning rate)",
                 "write schedules={'lr': Cosine(end=0.1)}",
-                "write schedules: {lr: {cosine: {end: 0.1}}} (a factor of the learning rate)"),
+                "write schedules: {lr: {Cosine: {end: 0.1}}} (a factor of the learning rate)"),
     "T_0": ("write t_0='1ep'", "write schedules={'lr': CosineRestarts('1ep')}",
-            "write schedules: {lr: {cosine_restarts: {t_0: 1ep}}}"),
+            "write schedules: {lr: {CosineRestarts: {t_0: 1ep}}}"),
     "warmup_ratio warmup_steps num_warmup_steps warmup_iters":
         ("write warmup='5%'", "write schedules={'lr': Cosine(warmup='5%')}",
-         "write schedules: {lr: {cosine: {warmup: 5%}}}"),
+         "write schedules: {lr: {Cosine: {warmup: 5%}}}"),
     "validate_frequency validate_every_n_batches validate_every_n_epochs eval_interval eval_steps "
     "eval_strategy val_check_interval check_val_every_n_epoch val_data eval_dataset "
     "val_dataloaders":
@@ -44,20 +43,21 @@ _ANSWERS = {
     "device_train_microbatch_size": ("write micro_batch_size=8", "write micro_batch_size: 8"),
     "lr_scheduler scheduler lr_schedule get_factor":
         ("write schedules={'lr': Cosine(warmup='5%')}",
-         "write schedules: {lr: {cosine: {warmup: 5%}}}"),
+         "write schedules: {lr: {Cosine: {warmup: 5%}}}"),
     "learning_rate lr": ("write optimizer=SGD(model.parameters(), lr=0.1)",
                          "write optimizer: {target: 'torch.optim:SGD', lr: 0.1}"),
     "global_train_batch_size": ("write batch_size=256", "write batch_size: 256"),
     "batch_rampup inital_global_train_batch_size initial_global_train_batch_size":
         ("write batch_size=DoublingRamp(32, 256, '10%')",
-         "write batch_size: {ramp: double, start: 32, end: 256, over: 10%}"),
+         "write batch_size: {DoublingRamp: {start: 32, end: 256, over: 10%}}"),
     "batch_increase_function max_batch_size":
         ("write batch_size=IncreaseFunction(function, 32, max_batch_size=256)",
-         "write batch_size: {increase: {target: 'my:grow'}, start: 32, max_batch_size: 256}"),
+         ("write batch_size: {IncreaseFunction: {function: {target: 'my:grow'}, start: 32, "
+          "max_batch_size: 256}}")),
     "use_maximum_batch_size": ("write micro_batch_size='auto' in Trainer",
                                "write micro_batch_size: auto"),
     "periods": ("write schedules={'lr': Periods([('5%', Linear(0, 1)), ('rest', Cosine())])}",
-                "write schedules: {lr: {periods: [{duration: 5%, linear: {start: 0, end: 1}}]}}"),
+                "write schedules: {lr: {Periods: [[5%, {Linear: {}}], [rest, {Cosine: {}}]]}}"),
     "max_duration_base_units": (_UNITS, _UNITS),
     "gpus devices accelerator": (_TORCHRUN, _TORCHRUN),
     "train_dataloader train_dataloaders train_dataset":
@@ -67,6 +67,16 @@ _ANSWERS = {
 """Names, and what to write: the argument of Python, or several of which the first that a function
 has is named; then the key of a run file. Schedules are in `stretto.schedules`."""
 FOREIGN = {name: answers for names, answers in _ANSWERS.items() for name in names.split()}
+OLD_WORDS = {
+    "even": "{MultipleOf: {policy: {...}, factor: 32}} with world_size * micro_batch_size",
+    "ramp": "{DoublingRamp: {start: 8, end: 64, over: 40%}}, or a LinearRamp or a StagedRamp",
+    "size": "the number alone, or a wrapper around it: {PowerOfTwo: {policy: 64}}",
+    "steps": "the times and sizes alone: '0ep:8 1ep:16'",
+    "periods": "{Periods: [[15%, {...}], [rest, {...}]]}, or PeriodSizes for batch sizes",
+    "increase": "{IncreaseFunction: {function: {target: 'my:grow'}, start: 8, max_batch_size: 64}}",
+    "step": "{StepDecay: {every: 30ep, gamma: 0.1}}",
+}
+"""Words of earlier run files inside a schedule or a batch size, and what to write."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -88,41 +98,12 @@ def check_foreign(given: Iterable[str], own: Collection[str] = ()) -> None:
 
 
 def knows_foreign(function: F) -> F:
-    """Decorate a function so that an argument of another library is answered by what to write.
-
-    Errors that name a fact of the data name the field of `DataSpec` that states it.
-    """
+    """Decorate a function so that an argument of another library is answered by what to write."""
     own = inspect.signature(function).parameters
 
     @wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         check_foreign(named, own)
-        try:
-            return function(*given, **named)
-        except StrettoError as error:
-            error.args = tuple(map(_of_data, error.args))
-            raise
+        return function(*given, **named)
 
     return call  # type: ignore[return-value]
-
-
-_FIELDS = {
-    "dataset_num_samples": "num_samples",
-    "dataset_num_tokens": "num_tokens",
-    "tokens_per_sample": "tokens_per_sample",
-}
-
-
-def _of_data(message: Any) -> Any:
-    def field(part: str | Argument) -> str | Argument:
-        if isinstance(part, Argument) and part.name in _FIELDS:
-            return replace(part, python=f"DataSpec(data, {_FIELDS[part.name]}=...)")
-        return part
-
-    def named(text: Text) -> Text:
-        return text if isinstance(text, str) else tuple(map(field, text))
-
-    if not isinstance(message, Message):  # of somebody's callback
-        return message
-    what, why, instead = map(named, (message.what, message.why, message.instead))
-    return Message(what, why, instead, message.where)

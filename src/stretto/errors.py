@@ -50,8 +50,9 @@ class Argument:
     """How it is written in Python, if not as `name=value`."""
 
     def __str__(self) -> str:
-        given = self.name if self.value is None else f"{self.name}={self.value!r}"
-        return self.python or given
+        field = self.name.removeprefix("dataset_")
+        name = self.name if field == self.name else f"{self.name} or DataSpec(data, {field}=...)"
+        return self.python or (name if self.value is None else f"{self.name}={self.value!r}")
 
 
 @final

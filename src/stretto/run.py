@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
@@ -40,7 +39,8 @@ from stretto.planning.stages import mistakes_of, single_sample
 from stretto.runtime.packing import PackingError, count, pack, unpack
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.rewind import kept_buffers
-from stretto.settings import Loading, one_of, read_settings
+from stretto.schedules.fields import one_of
+from stretto.settings import Loading, read_settings
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
 from stretto.timing.timestamp import NANOSECONDS
 
@@ -50,6 +50,11 @@ if TYPE_CHECKING:
 _VERSION = 1
 _NOTHING: frozenset[str] = frozenset()
 _NAN = float("nan")
+BATCH_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
+)
+"""Layers that normalize by the statistics of a micro-batch."""
 MOST_IN_A_ROW = 20
 """Skipped steps in a row after which the run ends with an error."""
 
@@ -303,7 +308,7 @@ class Run:
         bound = self.hyperparameters.bound if self.prepared.refused is None else {}
         lines = [*mistakes_of(self.prepared.facts, sizes, stages, bound)]
         modules = () if self._model is None else self._model.modules()
-        norm = next((one for one in modules if isinstance(one, _BatchNorm)), None)
+        norm = next((one for one in modules if isinstance(one, BATCH_NORMS)), None)
         if norm is not None and not isinstance(norm, nn.SyncBatchNorm):
             size = single_sample(stages, self.world_size, micro)
             if size is not None:
@@ -699,7 +704,7 @@ class Run:
         Raises:
             TrainingError: there is no such reduction, or another rank has ended.
         """
-        one_of("reduce", reduce, ("sum", "mean", "max", "min"))
+        one_of(reduce, "reduce", ("sum", "mean", "max", "min"), TrainingError)
         operation = "sum" if reduce == "mean" else reduce
         divisor = self.world_size if reduce == "mean" else 1
         is_left_out = operation == "sum" and not self.ranks.is_loss_rank

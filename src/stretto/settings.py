@@ -6,11 +6,11 @@ classes, so this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias, TypeVar, final
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, final
 
 from stretto._foreign import check_foreign
 from stretto.errors import ConfigError, TrainingError, nearest, shown
@@ -18,11 +18,13 @@ from stretto.schedules import fields
 from stretto.timing import LastBatch, Time, TimeLike, Trigger, read_wall_clock
 from stretto.timing.grammar import checked_whole
 
-__all__ = ["Checkpointing", "Loading", "Precision", "Stepping", "one_of"]
+__all__ = ["Checkpointing", "Loading", "Precision", "Stepping"]
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp")
 """Names of dimensions of a mesh that are data-parallel unless something else is said."""
+WallClock: TypeAlias = Annotated[TimeLike, fields.Check(lambda value, *_: read_wall_clock(value))]
+"""A time on the wall clock that is longer than nothing."""
 Kind = TypeVar("Kind")
 
 
@@ -93,7 +95,7 @@ class Computing:
     """Where to compute; by default this rank's CUDA device if there is one, else the CPU."""
 
     def __post_init__(self) -> None:
-        _choice("precision", self.precision, ("fp32", "bf16", "fp16"))
+        fields.one_of(self.precision, "precision", ("fp32", "bf16", "fp16"), ConfigError)
         norm: object = self.clip_norm
         if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
             raise ConfigError.bad("clip_norm", norm, "it is not positive", "write 1.0")
@@ -129,19 +131,19 @@ class Stepping:
     measure_noise: Literal["auto"] | int | None = "auto"
     """How often the noise of the gradient is measured where a policy or a callback reads it: once
     in so many steps; `"auto"`: in each; None: never."""
-    rank_timeout: TimeLike | None = None
+    rank_timeout: WallClock | None = None
     """How long a rank waits for the others before the run ends with an error that names those that
     did not come, such as `"10m"`; by default as long as the process group does (torch: 10 minutes
     with NCCL, 30 with gloo)."""
 
     def __post_init__(self) -> None:
         if not callable(self.loss_weight):
-            _choice("loss_weight", self.loss_weight, ("samples", "tokens"))
+            fields.one_of(self.loss_weight, "loss_weight", ("samples", "tokens"), ConfigError)
         if self.shifts_labels is not None and self.loss_weight != "tokens":
             why = "the loss is not weighed by target tokens"
             raise ConfigError.bad("shifts_labels", self.shifts_labels, why, "leave it out")
-        _choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        _choice("non_finite", self.non_finite, ("stop", "skip", "ignore"))
+        fields.one_of(self.loss_reduction, "loss_reduction", ("mean", "sum"), ConfigError)
+        fields.one_of(self.non_finite, "non_finite", ("stop", "skip", "ignore"), ConfigError)
         steps: object = self.measure_noise
         if steps not in ("auto", None):
             what = f"measure the noise of the gradient in one of {shown(steps)} steps"
@@ -206,7 +208,7 @@ class Checkpointing:
     those of fsspec, such as `FSSPEC_S3='{"endpoint_url": ...}'`."""
 
     def __post_init__(self) -> None:
-        _choice("mode", self.mode, ("min", "max"))
+        fields.one_of(self.mode, "mode", ("min", "max"), ConfigError)
         what = f"keep {self.keep!r} checkpoints"
         instead = "write how many of the newest to keep, such as 3"
         checked_whole(self.keep, ConfigError, what, instead)
@@ -245,16 +247,3 @@ def read_settings(kind: type[Kind], given: Any, name: str) -> Kind:
         why=f"it is a {type(given).__name__}",
         instead=f"write {example}, or {name}={kind.__name__}(...)",
     )
-
-
-def _choice(name: str, value: object, choices: Sequence[str]) -> None:
-    fields.one_of(value, name, choices, ConfigError)
-
-
-def one_of(name: str, value: object, choices: Sequence[str]) -> None:
-    """Check that a value is one of those that exist.
-
-    Raises:
-        TrainingError: it is not.
-    """
-    fields.one_of(value, name, choices, TrainingError)

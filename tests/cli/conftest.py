@@ -49,8 +49,8 @@ max_duration: 2ep
 model: {target: cli_project:Line}
 data: {target: cli_project:Points}
 optimizer: {target: torch.optim:SGD, lr: 0.01}
-schedules: {lr: {cosine: {warmup: 10%}}}
-batch_size: {ramp: double, start: 4, end: 16, over: 50%}
+schedules: {lr: {Cosine: {warmup: 10%}}}
+batch_size: {DoublingRamp: {start: 4, end: 16, over: 50%}}
 evaluate: {every: 1ep, metrics: {entropy: {target: cli_project:entropy}}}
 checkpoint: {every: 1ep}
 log: {every: 10sp, loggers: []}

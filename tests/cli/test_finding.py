@@ -106,11 +106,10 @@ class Noisy(BatchSizePolicy):
 @pytest.mark.parametrize(
     "measured",
     [
-        RUN.replace("batch_size: 8", "batch_size: {noise_scale: 1, start: 8, maximum: 64}"),
+        RUN.replace("batch_size: 8", "batch_size: {NoiseScale: {start: 8, maximum: 64}}"),
         RUN.replace(
             "batch_size: 8",
-            "batch_size: {periods: [{duration: 1ep, size: 8}, "
-            "{duration: rest, norm_test: 0.5, start: 8, maximum: 64}]}",
+            "batch_size: {PeriodSizes: [[1ep, 8], [rest, {NormTest: {start: 8, maximum: 64}}]]}",
         ),
         RUN + "callbacks: [{target: stretto.training.algorithms:NoiseReport}]",
         RUN.replace("batch_size: 8", "batch_size: {target: cli_wide:Noisy}"),

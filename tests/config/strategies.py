@@ -40,36 +40,45 @@ PLAIN = st.recursive(
     max_leaves=6,
 )
 
+
+def _made(name: str, required: Any = None, **optional: Any) -> st.SearchStrategy[dict[str, Any]]:
+    """A value with a name: `{name: {argument: value}}`."""
+    arguments = st.fixed_dictionaries(required or {}, optional=optional)
+    return st.fixed_dictionaries({name: arguments})
+
+
 _CURVES = st.one_of(
-    st.fixed_dictionaries({"cosine": st.fixed_dictionaries({}, optional={"end": FACTORS})}),
-    st.fixed_dictionaries({"linear": st.fixed_dictionaries({"start": FACTORS, "end": FACTORS})}),
-    st.fixed_dictionaries(
-        {"step": st.fixed_dictionaries({"every": TIMES}, optional={"gamma": FACTORS})}
-    ),
-    st.fixed_dictionaries({"constant": st.fixed_dictionaries({}, optional={"warmup": TIMES})}),
+    _made("Cosine", end=FACTORS),
+    _made("Linear", {"start": FACTORS, "end": FACTORS}),
+    _made("StepDecay", {"every": TIMES}, gamma=FACTORS),
+    _made("Constant", warmup=TIMES),
     st.fixed_dictionaries({"target": st.just("my.module:curve")}, optional={"width": PLAIN}),
 )
 _PERIODS = st.builds(
-    lambda first, rest, duration: {
-        "periods": [{"duration": duration, **first}, {"duration": "rest", **rest}]
-    },
+    lambda first, rest, duration: {"Periods": [[duration, first], ["rest", rest]]},
     _CURVES,
     _CURVES,
     TIMES,
 )
 SCHEDULES = st.one_of(FACTORS, _CURVES, _PERIODS, st.lists(_CURVES, min_size=1, max_size=3))
-_BOUNDS = {"at_most": st.just(16_384), "monotone": st.booleans(), "even": st.booleans()}
-BATCH_SIZES = st.one_of(
+_POLICIES = st.one_of(
     SIZES,
     st.just("0tok:768 250Btok:1536"),
     st.just({"0ep": 8, "10%": 16}),
-    st.fixed_dictionaries({"size": SIZES}, optional=_BOUNDS),
-    st.fixed_dictionaries(
-        {"ramp": st.just("double"), "start": st.integers(1, 64), "end": SIZES.map(lambda n: n + 64)}
-        | {"over": TIMES},
-        optional=_BOUNDS,
+    _made(
+        "DoublingRamp",
+        {"start": st.integers(1, 64), "end": SIZES.map(lambda n: n + 64), "over": TIMES},
     ),
     st.fixed_dictionaries({"target": st.just("my.module:grow")}, optional={"every": TIMES}),
+)
+BATCH_SIZES = st.recursive(
+    _POLICIES,
+    lambda inner: st.one_of(
+        _made("AtMost", {"policy": inner, "size": st.just(16_384)}),
+        _made("Monotone", {"policy": inner}),
+        st.fixed_dictionaries({"PowerOfTwo": inner}),
+    ),
+    max_leaves=2,
 )
 _TARGETS = st.builds(
     lambda arguments: arguments | {"target": "my.module:make"}, st.dictionaries(WORDS, PLAIN)
@@ -86,7 +95,6 @@ CONFIGS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "model": _TARGETS,
         "optimizer": st.fixed_dictionaries({"target": st.just("t:A")}, optional={"lr": FACTORS}),
         "schedules": st.dictionaries(st.sampled_from(["lr", "lr@head", "momentum"]), SCHEDULES),
-        # Divisors of `at_most`: with `even`, others would round it.
         "micro_batch_size": st.sampled_from([1, 2, 8, 64]),
         "last_batch": st.sampled_from(["keep", "drop", "carry"]),
         "rule": st.sampled_from([{"linear": 8}, {"sqrt": 64}]),

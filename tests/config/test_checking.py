@@ -71,8 +71,8 @@ FILE: dict[str, Any] = {
     "model": {"target": "strict_project:Line"},
     "data": {"target": "strict_project:Points"},
     "optimizer": {"target": "torch.optim:SGD", "lr": 0.01},
-    "schedules": {"lr": {"cosine": {"warmup": "10%"}}},
-    "batch_size": {"ramp": "double", "start": 4, "end": 16, "over": "50%"},
+    "schedules": {"lr": {"Cosine": {"warmup": "10%"}}},
+    "batch_size": {"DoublingRamp": {"start": 4, "end": 16, "over": "50%"}},
     "evaluate": {"every": "1ep", "metrics": {"entropy": {"target": "strict_project:entropy"}}},
     "checkpoint": {"every": "1ep"},
     "log": {"every": "10sp", "loggers": []},
@@ -161,16 +161,18 @@ CASES = {
     "shifts": with_(stepping__shifts_labels=True),
     "step": with_(step={"target": "strict_project:nope"}),
     "step2": with_(step={"target": "strict_project:Line"}),
-    "schedule tok": with_(schedules={"lr": {"cosine": {"warmup": "10tok"}}}),
-    "schedule long": with_(schedules={"lr": {"cosine": {"warmup": "50ep"}}}),
-    "plateau": with_(batch_size={"plateau": "validation/acc", "start": 4, "maximum": 16}),
+    "schedule tok": with_(schedules={"lr": {"Cosine": {"warmup": "10tok"}}}),
+    "schedule long": with_(schedules={"lr": {"Cosine": {"warmup": "50ep"}}}),
+    "plateau": with_(
+        batch_size={"Plateau": {"metric": "validation/acc", "start": 4, "maximum": 16}}
+    ),
     "noise never": with_(
-        batch_size={"noise_scale": 1.0, "start": 4, "maximum": 16}, stepping__measure_noise=None
+        batch_size={"NoiseScale": {"start": 4, "maximum": 16}}, stepping__measure_noise=None
     ),
     "max tok": with_(max_duration="100tok"),
     "dataset": with_(data={"target": "strict_project:Stream"}),
     "dataset ep": with_(
-        data={"target": "strict_project:Stream"}, schedules={"lr": {"cosine": {"warmup": "10ba"}}}
+        data={"target": "strict_project:Stream"}, schedules={"lr": {"Cosine": {"warmup": "10ba"}}}
     ),
     "batch big": with_(batch_size=1000),
     "rule": with_(rule={"sqrt": 256}),

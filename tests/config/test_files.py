@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import random
 from pathlib import Path
@@ -37,10 +38,10 @@ optimizer:
   lr: 3.0e-3
 schedules:
   lr:
-    periods:
-      - {duration: 5%, linear: {start: 0.05, end: 1.0}}
-      - {duration: rest, cosine: {end: 0.1}}
-batch_size: {ramp: double, start: 8, end: 64, over: 40%}
+    Periods:
+      - [5%, {Linear: {start: 0.05, end: 1.0}}]
+      - [rest, {Cosine: {end: 0.1}}]
+batch_size: {DoublingRamp: {start: 8, end: 64, over: 40%}}
 evaluate: {every: 10%}
 """
 
@@ -48,10 +49,11 @@ evaluate: {every: 10%}
 def test_reads_a_file_with_overrides(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(GOOD)
-    config = read_run_file(path, ["optimizer.lr=1e-4", "schedules.lr.periods.0.duration=1%"])
+    config = read_run_file(path, ["optimizer.lr=1e-4", "schedules.lr.Periods.0.0=1%"])
     assert config.optimizer is not None
     assert config.optimizer.arguments == {"lr": 1e-4}
-    assert str(config.source.where(("batch_size", "end"))) == "batch_size.end in run.yaml, line 12"
+    where = config.source.where(("batch_size", "DoublingRamp", "end"))
+    assert str(where) == "batch_size.DoublingRamp.end in run.yaml, line 12"
     assert str(config.source.where(("optimizer", "lr"))) == "optimizer.lr on the command line"
 
 
@@ -96,8 +98,6 @@ def check_refusal(text: str) -> None:
     except ConfigError as error:
         said = str(error)
     assert all(line.startswith(("cannot ", "and ")) for line in said.splitlines()), said
-    for word in ("pydantic", "validation error"):
-        assert word not in said
 
 
 @given(st.text())
@@ -116,8 +116,12 @@ def test_damaged_files_fail_only_with_our_error(chance: random.Random) -> None:
     check_refusal("".join(text))
 
 
+def names(kind: type) -> list[str]:
+    return [one.name for one in dataclasses.fields(kind)]
+
+
 NEARLY = st.one_of(strategies.PLAIN, strategies.BATCH_SIZES, strategies.SCHEDULES)
-KEYS = st.sampled_from([*RunConfig.model_fields, "duration", "target", "every", "periods", "x"])
+KEYS = st.sampled_from([*names(RunConfig), "target", "every", "Periods", "Cosine", "x"])
 
 
 @given(strategies.CONFIGS, st.dictionaries(KEYS, NEARLY | st.dictionaries(KEYS, NEARLY)))

@@ -49,7 +49,7 @@ TEXTS = {
     "long": ("x" * MAX_BYTES, "bytes"),
     "long key": ("k" * 90_000 + ": 1\n", "expected"),
     "long seed": ("seed: " + "9" * 5_000 + "\n", "integer"),
-    "large seed": (f"seed: {NINES}\n", "less"),
+    "large seed": (f"seed: {NINES}\n", "2.63"),
     "infinite": ("scale_schedule: .inf\n", "number"),
     "not a number": ("clip_norm: .nan\n", "number"),
     "overflow": ("clip_norm: 1e999\n", "number"),
@@ -161,15 +161,15 @@ def test_hostile_overrides(override: str, message: str) -> None:
         parse_run_file(GOOD + "evaluate: [{}]\n", overrides=[override])
 
 
-RAMP = "batch_size={ramp: linear, start: 1, end: 100000000, over: "
+RAMP = "batch_size={LinearRamp: {start: 1, end: 100000000, over: "
 ABSURD = {
     "short": ("max_duration=1e-150ep",),
     "long": ("max_duration=1e150ep", "log.every=1sp"),
     "long in batches": ("max_duration=1e150ba", "batch_size=" + NINES),
     "large batches": ("batch_size=" + NINES, "micro_batch_size=1"),
     "many samples": ("data.num_samples=" + NINES, "evaluate.every=1e-190dur"),
-    "steep ramp": (RAMP.replace("100000000", NINES) + "1ep}", "data.num_samples=" + NINES),
-    "tiny steps": ("schedules.lr={step: {every: 1e-100ep, gamma: 0.5}}",),
+    "steep ramp": (RAMP.replace("100000000", NINES) + "1ep}}", "data.num_samples=" + NINES),
+    "tiny steps": ("schedules.lr={StepDecay: {every: 1e-100ep, gamma: 0.5}}",),
     "tiny epochs": ("data.num_samples=1", "max_duration=1e15ep", "last_batch=carry"),
     "rate": ("schedules.lr=1e308", "optimizer={target: 'torch.optim:SGD', lr: 1e308}"),
 }
@@ -198,13 +198,13 @@ REFUSED = {
         r"more than 200 digits; .* \(log\.every on the command line\)",
     ),
     "ranks": (("world_size=" + NINES,), "each rank needs at least one sample"),
-    "growth": (("schedules.lr={exponential: {gamma: 1e308, every: 1ba}}",), "beyond all floats"),
+    "growth": (("schedules.lr={Exponential: {gamma: 1e308, every: 1ba}}",), "beyond all floats"),
     "endless ramp": (
-        (RAMP + "1e50ep}", "max_duration=1e60ep"),
+        (RAMP + "1e50ep}}", "max_duration=1e60ep"),
         "its batch size changes more than 100,000 times; write a larger 'increment'",
     ),
     "endless ramp in batches": (
-        (RAMP + "1e50ba}", "max_duration=1e60ba"),
+        (RAMP + "1e50ba}}", "max_duration=1e60ba"),
         "its batch size changes more than 100,000 times",
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ def test_three_keys_are_enough() -> None:
     config = RunConfig.parse(LEAST)
     assert config.max_duration == Time("2ep")
     assert config.data.target == "a:b"
-    assert config.batch_size.value == Fixed(8)
-    assert (config.seed, config.last_batch, config.micro_batch_size) == (0, "keep", None)
-    assert config.loading.num_workers == 0
+    assert config.batch_size == Fixed(8)
+    assert (config.seed, config.last_batch, config.micro_batch_size) == (0, None, None)
+    assert config.loading.num_workers is None
     assert config.precision == "fp32"
     assert config.evaluate == []
     assert config.checkpoint is None
@@ -94,13 +95,13 @@ def test_a_plan_is_for_the_ranks_that_share_out_the_samples() -> None:
     config = RunConfig.parse(LEAST | mesh | sizes | {"idle_ranks": True})
     assert build_plan(config).stages[0].world_size == 4
     with pytest.raises(PlanError):
-        build_plan(config.changed(idle_ranks=False))
+        build_plan(replace(config, idle_ranks=False))
 
 
 def test_a_config_cannot_be_changed() -> None:
     config = RunConfig.parse(LEAST)
-    with pytest.raises(ValueError, match="frozen"):
-        config.seed = 3
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 3  # type: ignore[misc]
 
 
 def test_every_mistake_is_listed_with_its_line() -> None:
@@ -143,39 +144,36 @@ def test_thousands_of_mistakes_are_counted() -> None:
     [
         ("max_duration", "10%", "it is a fraction of itself"),
         ("max_duration", "0ep", "not positive"),
-        ("max_duration", True, "it has no unit"),
-        ("max_duration", ["2ep"], r"cannot read \['2ep'\] as a time"),
-        ("micro_batch_size", "all", "write a number such as 8, or auto"),
-        ("micro_batch_size", 0, "greater"),
+        ("max_duration", True, "begin with a number"),
+        ("max_duration", ["2ep"], r"cannot use \['2ep'\].*a time such as 90ep"),
+        ("micro_batch_size", "all", "write 'auto'"),
+        ("micro_batch_size", 0, "at least 1"),
         ("batch_size", True, "example"),
         ("batch_size", 8.0, "example"),
         ("schedules", {"l r": 1}, "not the name of a hyper-parameter"),
         ("schedules", {"lr@": 1}, "not the name of a hyper-parameter"),
-        ("schedules", [1], "dictionary"),
-        ("rule", {}, "not exactly one of"),
-        ("rule", {"linear": 8, "sqrt": 8}, "not exactly one of"),
-        ("rule", "sqrt", "{'sqrt': 256}"),
-        ("scale_schedule", 0, "greater"),
+        ("schedules", [1], "mapping"),
+        ("scale_schedule", 0, "above 0"),
         ("scale_schedule", "2", "number"),
-        ("seed", -1, "greater"),
-        ("seed", 2**63, "less"),
+        ("seed", -1, "from 0"),
+        ("seed", 2**63, "from 0"),
         ("evaluate", {"name": "a/b"}, "name"),
         (
             "optimizer",
             {"target": "a:b", "groups": {"g": {"parameters": "("}}},
             "regular expression",
         ),
-        ("optimizer", {"target": "a:b", "groups": {"g": {"lr": 1}}}, "parameters: embedding"),
-        ("loading", {"shuffle": "off"}, "boolean"),
-        ("loading", {"shuffle": 1}, "boolean"),
+        ("optimizer", {"target": "a:b", "groups": {"g": {"lr": 1}}}, "parameters"),
+        ("loading", {"shuffle": "off"}, "true or false"),
+        ("loading", {"shuffle": 1}, "true or false"),
         ("precision", "bf61", "did you mean 'bf16'?"),
         ("stepping", {"loss_weight": "token"}, "did you mean 'tokens'?"),
         ("stepping", {"loss_weight": {"targt": "a:b"}}, "omit 'target'"),
-        ("precision", "int4", "write 'fp32', 'bf16' or 'fp16'"),
+        ("precision", "int4", "write 'fp32' or 'bf16' or 'fp16'"),
         ("log", {"loggers": "wandb"}, "list"),
         ("log", {"every": None, "evry": "1ep"}, "did you mean 'every'?"),
-        ("folder", 3, "string"),
-        ("world_size", 0, "greater"),
+        ("folder", 3, "a text"),
+        ("world_size", 0, "at least 1"),
     ],
 )
 def test_what_is_refused(key: str, value: object, message: str) -> None:

@@ -159,12 +159,13 @@ def test_the_run_file_that_a_run_keeps_builds_the_same_run(title: str) -> None:
     assert list(read_ledger(Path("run"))) == list(read_ledger(Path("repeated")))
 
 
-def test_a_policy_gets_every_key_that_is_not_a_bound() -> None:
+def test_a_policy_gets_every_key_beside_its_target() -> None:
+    own = policy()["MultipleOf"]["policy"]
     with pytest.raises(ConfigError, match="DoubleWhenLossHalves"):
-        trainer("A batch size policy", batch_size={**policy(), "every": "1ep"})
+        trainer("A batch size policy", batch_size={**own, "every": "1ep"})
     with pytest.raises(ConfigError, match="larges"):
-        trainer("A batch size policy", batch_size={"target": policy()["target"], "larges": 3})
-    small = trainer("A batch size policy", batch_size={**policy(), "at_most": 8})
+        trainer("A batch size policy", batch_size={"target": own["target"], "larges": 3})
+    small = trainer("A batch size policy", batch_size={"AtMost": {"policy": policy(), "size": 8}})
     small.fit()
     assert max(map(int, ledger("size"))) == 8
 

@@ -76,10 +76,10 @@ def written(name: str, text: str, read: Callable[[], object]) -> Callable[[], ob
 
 def target(text: str, **arguments: Any) -> Target:
     """A section that names something of Python's."""
-    return Target.model_validate({"target": text, **arguments})
+    return Target(target=text, arguments=arguments)
 
 
-RAMP = {"ramp": "double", "start": 8, "end": 64, "over": "40%"}
+RAMP = {"start": 8, "end": 64, "over": "40%"}
 LEDGER = "batch,epoch,sample,token,size,tokens,micro_batches,lr\n"
 CASES: list[tuple[str, Callable[[], object]]] = [
     # what is not YAML, or not a run file
@@ -95,7 +95,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-target-number", key("model", {"target": 3})),
     # batch sizes and schedules
     ("config-batch-size-zero", key("batch_size", 0)),
-    ("config-ramp-equal", key("batch_size", {**RAMP, "equal": "steps"})),
+    ("config-ramp-equal", key("batch_size", {"DoublingRamp": {**RAMP, "equal": "steps"}})),
+    ("config-ramp-old", key("batch_size", {**RAMP, "ramp": "double"})),
     # overrides
     ("config-override-deep", file(GOOD, ".".join("a" * 31) + "=1")),
     ("config-override-index", file(GOOD + "evaluate: [{}]", "evaluate.1.every=1ep")),

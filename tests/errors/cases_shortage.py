@@ -41,7 +41,7 @@ def trainer(kind: type[torch.optim.SGD] = torch.optim.SGD, loss: Any = mean) -> 
 
 def together(samples: int) -> None:
     """Ranks that meet in each pass."""
-    loader = trainer().loader
+    loader = trainer().run.loader
     retry = Retry(
         nn.SyncBatchNorm(3),
         loader.spec,

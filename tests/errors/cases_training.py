@@ -24,8 +24,8 @@ from stretto.training.algorithms import (
     LayerFreezing,
     StochasticDepth,
 )
-from stretto.training.checkpointing.records import LOCK, locked
-from stretto.training.evaluation.metrics import check_merging, default_predict
+from stretto.training.checkpointing.lock import LOCK, locked
+from stretto.training.metrics import check_merging, default_predict
 
 DATA = TensorDataset(torch.zeros(20, 3))
 RUN = Horizon("10ba")

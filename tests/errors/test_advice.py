@@ -63,9 +63,9 @@ PLACES: dict[str, Call] = {
     "evaluate.every": key("evaluate", lambda given: {"every": given}),
     "checkpoint.every": key("checkpoint", lambda given: {"every": given}),
     "log.every": key("log", lambda given: {"every": given}),
-    "schedules.lr": key("schedules", lambda given: {"lr": {"cosine": {"warmup": given}}}),
+    "schedules.lr": key("schedules", lambda given: {"lr": {"Cosine": {"warmup": given}}}),
     "batch_size.over": key(
-        "batch_size", lambda given: {"ramp": "double", "start": 8, "end": 64, "over": given}
+        "batch_size", lambda given: {"DoublingRamp": {"start": 8, "end": 64, "over": given}}
     ),
 }
 WORDS = ["", "ep", "ba", "sp", "tok", "dur", "sec", "%", "s", "h", "m", "K", "M", "B", "Msp"]
@@ -119,9 +119,9 @@ def test_minus_one_is_the_rest(value: Any) -> None:
     for place in (PLACES["period"], PLACES["period of sizes"]):
         with pytest.raises(StrettoError, match="write 'rest'"):
             place(value)
-    periods = [{"duration": "5%", "linear": {}}, {"duration": value, "cosine": {}}]
+    periods = [["5%", {"Linear": {}}], [value, {"Cosine": {}}]]
     with pytest.raises(ConfigError, match="write 'rest'"):
-        RunConfig.parse({**FILE, "schedules": {"lr": {"periods": periods}}})
+        RunConfig.parse({**FILE, "schedules": {"lr": {"Periods": periods}}})
 
 
 def settings_of(text: str) -> dict[str, Any]:

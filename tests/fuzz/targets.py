@@ -29,8 +29,8 @@ max_duration: 2ep
 model: {target: "my.models:Model", layers: 4}
 data: {target: "my.data:make", num_samples: 1000}
 optimizer: {target: "torch.optim:AdamW", lr: 3.0e-3}
-schedules: {lr: {periods: [{duration: 5%, linear: {}}, {duration: rest, cosine: {}}]}}
-batch_size: {ramp: double, start: 8, end: 64, over: 40%}
+schedules: {lr: {Periods: [[5%, {Linear: {}}], [rest, {Cosine: {}}]]}}
+batch_size: {DoublingRamp: {start: 8, end: 64, over: 40%}}
 evaluate: [{every: 10%}]
 """
 

@@ -122,7 +122,7 @@ class Trained:
     @property
     def clocks(self) -> list[tuple[int, int, int, int]]:
         """Epoch, batch, sample and batch in the epoch: of Composer, and of the run."""
-        theirs, ours = self.trainer.state.timestamp, self.run.timer
+        theirs, ours = self.trainer.state.timestamp, self.run.timer.timestamp
         return [
             (int(one.epoch), int(one.batch), int(one.sample), int(one.batch_in_epoch))
             for one in (theirs, ours)

@@ -71,19 +71,14 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
         for step in run.steps():
             if step.timestamp.batch == stop:
                 break
-            micros = meter.micro_batches(step)
-            cut = replace(step, micro_batches=list(micros))
-            units, total = units_of(cut, targets, run.loader.ranks)
-            if len(micros) == len(step):
-                assert run.weights(step, targets) == [
-                    one * run.loader.world_size / total for one in units
-                ]
-            for number, (micro, count) in enumerate(zip(micros, units, strict=True)):
-                is_last = number == len(micros) - 1
-                apart = nullcontext() if is_last or parallel is model else parallel.no_sync()  # type: ignore[operator]
-                with apart, meter.watch(micro, is_last=is_last, units=count, divisor=total):
-                    loss = mean_loss(parallel, micro.batch)
-                    (loss * count * run.loader.world_size / total).backward()
+            passes = meter.passes(step, targets)
+            assert run.weights(step, targets) == [each.weight for each in passes]
+            for each in passes:
+                is_joined = each.is_last or parallel is model
+                apart = nullcontext() if is_joined else parallel.no_sync()  # type: ignore[operator]
+                with apart, each.watch:
+                    (each.weight * mean_loss(parallel, each.batch)).backward()
+            _, total = units_of(step, targets, run.loader.ranks)
             signals = meter.signals()
             optimizer.step()
             optimizer.zero_grad()

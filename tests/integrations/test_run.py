@@ -335,17 +335,17 @@ def test_a_meter_measures_the_noise_of_a_step(size: int) -> None:
     run = make(batch_size=NoiseScale(size, 64)).bind(optimizer)
     meter, step = StepMeter(run, model), run.begin()
     assert step is not None
-    micros = meter.micro_batches(step)
+    passes = meter.passes(step)
     squares = []
-    for number, micro in enumerate(micros):
-        with meter.watch(micro, is_last=number == len(micros) - 1):
+    for micro in passes:
+        with micro.watch:
             loss = functional.mse_loss(model(micro.batch[0]), micro.batch[1])
             (micro.weight * loss).backward()
         alone = copy.deepcopy(model)
         alone.zero_grad()
         functional.mse_loss(alone(micro.batch[0]), micro.batch[1]).backward()
         squares.append(square(alone))
-    sizes = [micro.num_samples for micro in micros]
+    sizes = [micro.num_samples for micro in passes]
     expected = NoiseSums.of(squares, sizes, square(model)).signals()
     signals = meter.signals()
     assert signals.noise_numerator == pytest.approx(expected.noise_numerator, rel=1e-9)

@@ -25,8 +25,10 @@ FACTS: dict[str, Any] = {
     "run": {"max_training_duration": "20ep"},
 }
 WHY = {
-    "samples": "the number of samples in the data set is not known; set dataset_num_samples, or ",
-    "tokens": "the number of tokens in the data set is not known; set dataset_num_tokens, or ",
+    "samples": "the number of samples in the data set is not known; "
+    "set dataset_num_samples or DataSpec(data, num_samples=...), or ",
+    "tokens": "the number of tokens in the data set is not known; "
+    "set dataset_num_tokens or DataSpec(data, num_tokens=...), or ",
     "batch": "the batch size is not known in advance; set batch_size, or ",
     "run": "the length of the run is not known; set max_training_duration, or ",
     "clock": "how long a batch will take is not known before the run; ",

@@ -186,7 +186,12 @@ class TestAxes:
         ("run", "facts", "times", "message"),
         [
             ("2ep", {}, ["1ep", "5sp"], "1ep and 5sp to one unit: the number of samples in the"),
-            ("2ep", {}, ["1ep", "5sp"], "set dataset_num_samples, or write all of them in one"),
+            (
+                "2ep",
+                {},
+                ["1ep", "5sp"],
+                "num_samples=...), or write all of them in one",
+            ),
             ("2ep", {"dataset_num_samples": 9}, ["1ep", "5ba", "2sp"], "1ep, 5ba and 2sp to one"),
             ("2ep", {"dataset_num_samples": 9}, ["1ep", "5ba"], "the batch size is not known in"),
             ("2ep", {"dataset_num_samples": 9}, ["1ep", "5ba"], "set batch_size, or write all of"),

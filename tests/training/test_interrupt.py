@@ -13,7 +13,7 @@ import torch
 from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation
 from stretto.training.algorithms import LayerFreezing, StochasticDepth
-from stretto.training.checkpointing.records import locked
+from stretto.training.checkpointing.lock import locked
 from stretto.training.loop import Stops
 
 Make = Callable[..., Any]

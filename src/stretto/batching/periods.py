@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
@@ -16,7 +16,7 @@ from stretto.batching.policy import (
     PolicyState,
     Signals,
 )
-from stretto.batching.steps import as_policy, sample_axis
+from stretto.batching.steps import PolicyLike, as_policy, sample_axis
 from stretto.errors import BatchSizeError
 from stretto.schedules import Rest
 from stretto.schedules.fields import checked_interval, fill
@@ -129,7 +129,7 @@ def _since(horizon: Horizon, timestamp: Timestamp, state: PolicyState) -> Timest
     )
 
 
-SizePeriods: TypeAlias = Iterable[tuple[TimeLike | Rest, Any]]
+SizePeriods: TypeAlias = Iterable[tuple[TimeLike | Rest, PolicyLike]]
 """Durations, each with a policy or its written form."""
 
 

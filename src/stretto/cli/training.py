@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -18,10 +19,9 @@ from stretto._location import local_path
 from stretto.cli.planning import (
     add_working_folder,
     packaged_run_file,
-    print_json,
     split_arguments,
 )
-from stretto.cli.terminal import progress
+from stretto.cli.terminal import print_json, progress
 from stretto.config.run import RunConfig, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override
@@ -30,7 +30,7 @@ from stretto.planning import UnknownSizes, bound_of
 from stretto.run_folder import LEDGER, RUN_FILE, replace_file
 from stretto.timing import TimeUnit
 from stretto.training import Callback
-from stretto.training.checkpointing.records import unwritable
+from stretto.training.checkpointing.lock import unwritable
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
 from stretto.training.logs.console import show_metrics, show_position, show_seconds
 from stretto.training.loop import exit_code
@@ -76,7 +76,7 @@ def _train(
     console = Console(highlight=False)
     notes = Notes(config)
     if config.log.console is None:
-        config = config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
+        config = replace(config, log=replace(config.log, console=True))
     folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
     with progress("building the run"), warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)  # notes of the introduction

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
 from stretto._optional import missing
 from stretto.config.run import Optimizer, RunConfig
 from stretto.config.signatures import describe_target
@@ -63,9 +61,7 @@ def _targets(value: Any, path: Keys) -> Iterator[tuple[Keys, Target]]:
     if isinstance(value, Target):
         yield path, value
     inner: dict[Any, Any] = {}
-    if isinstance(value, BaseModel):
-        inner = dict(value)
-    elif is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value) and not isinstance(value, type):
         inner = {one.name: getattr(value, one.name) for one in fields(value)}
     elif isinstance(value, (dict, list)):
         inner = dict(value if isinstance(value, dict) else enumerate(value))
@@ -99,8 +95,10 @@ def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
         signature = describe_target(section.target, where=where).signature
         assert signature is not None, "optimizers of torch are written in Python"
         defaults = {name: one.default for name, one in signature.parameters.items()}
-        with config.source.at("optimizer"):
+        try:
             check_values(section.target, defaults, tuples(section.arguments))
+        except ConfigError as error:
+            raise error.recast(ConfigError, where=where) from error
         given = defaults | tuples(section.arguments)
         groups = [{**given, **group} for group in groups] if section.groups else [given]
     else:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any, cast, final
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, final
 
-from stretto.batching import BatchSizePolicy, LearningRateRule, Pair, as_rule
+from stretto.batching import BatchSizePolicy, LearningRateRule, as_rule
 from stretto.batching.metrics import check_monitored, followed_metric, metrics_of
-from stretto.config.forms import imported
+from stretto.batching.seesaw import paired
 from stretto.config.run import RunConfig
 from stretto.config.targets import Target, bound_target, call_target
 from stretto.config.yaml import Path, as_key
@@ -18,9 +17,9 @@ from stretto.errors import ConfigError, PlanError
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.bind import check_tokens
 from stretto.planning.plan import plan_prepared
-from stretto.schedules import Constant, Product, Schedule
-from stretto.schedules.fields import Name, parse_name
-from stretto.timing import Every, Horizon, Time, Trigger
+from stretto.schedules import Constant, Custom, Product, Schedule, as_schedule
+from stretto.schedules.fields import Name, Timed, parse_name
+from stretto.timing import Horizon, TimeLike, Trigger, parse_trigger
 
 if TYPE_CHECKING:
     from stretto.data import DataSpec
@@ -44,30 +43,58 @@ def make_spec(config: RunConfig) -> DataSpec:
             tokens_per_sample=data.tokens_per_sample,
             sharded=data.sharded,
         )
-    if spec.last_batch != config.last_batch and "last_batch" not in config.model_fields_set:
+    if spec.last_batch != "keep" and config.last_batch is None:
         raise ConfigError.cannot(
             "train on a DataLoader with drop_last=True",
-            why=f"last_batch is {config.last_batch!r} by default",
-            instead=f"write last_batch: {spec.last_batch}, or last_batch: {config.last_batch}",
+            why="last_batch is 'keep' by default",
+            instead=f"write last_batch: {spec.last_batch}, or last_batch: keep",
             where=config.source.where(("data",)),
         )
     return spec
 
 
+def imported(config: RunConfig, value: Any, *path: str | int) -> Any:
+    """Return a value of a run file with the functions and objects that its targets name.
+
+    Raises:
+        ConfigError: a target cannot be imported or called.
+    """
+
+    def change(found: object) -> Any:
+        if isinstance(found, Target):
+            return bound_target(found, source=config.source, path=path)
+        if not isinstance(found, Timed):
+            return found
+        function = getattr(found, "function", None)
+        if not isinstance(function, Target):
+            return found.replaced(change)
+        made = change(function)
+        if isinstance(found, Custom):
+            return as_schedule(made)
+        return made if isinstance(made, BatchSizePolicy) else replace(found, function=made)  # type: ignore[type-var]
+
+    if isinstance(value, dict):
+        return {name: imported(config, one, *path, name) for name, one in value.items()}
+    with config.source.at(*path):
+        if is_dataclass(value) and not isinstance(value, (Timed, Target)):
+            own = {one.name: getattr(value, one.name) for one in fields(value)}
+            return replace(value, **imported(config, own, *path))  # type: ignore[type-var]
+        return change(value)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class TimesAndSizes:
-    """The times and sizes of a run file, stretched by `scale_schedule`."""
+    """The times and sizes of a run file, with its targets imported."""
 
     horizon: Horizon
     policy: BatchSizePolicy
     schedules: Mapping[str, Schedule]
-    triggers: Mapping[str, Trigger]
     rule: LearningRateRule | None
 
 
 def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
-    """Return the times and sizes of a run file.
+    """Return the times and sizes of a run file, before `scale_schedule` stretches them.
 
     Args:
         config: the run file.
@@ -76,7 +103,7 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
     Raises:
         ConfigError: something cannot be built; the message says where it was written.
     """
-    ratio, data, source = scale_of(config), config.data, config.source
+    data, source = config.data, config.source
     counts: dict[str, int | None] = {
         "dataset_num_samples": data.num_samples,
         "dataset_num_tokens": data.num_tokens,
@@ -85,47 +112,26 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
     if spec is not None or data.num_samples is None:
         counts = (spec or make_spec(config)).counts
     with source.at("max_duration"):
-        run = Horizon(config.max_duration, **counts, last_batch=config.last_batch).scaled(ratio)
-    schedules = {
-        name: imported(read.value, source, ("schedules", name))
-        for name, read in config.schedules.items()
-    }
-
-    def scaled(value: Any, *path: str | int) -> Any:
-        with source.at(*path):
-            return value.scaled(ratio)
-
-    sizes = imported(config.batch_size.value, source, ("batch_size",))
-    intervals, rule = _intervals(config), config.rule
-    if isinstance(sizes, Pair):
-        schedules["lr"], rule, sizes = sizes.schedule, sizes.rule, sizes.policy
+        run = Horizon(config.max_duration, **counts, last_batch=config.last_batch or "keep")
+    schedules = imported(config, config.schedules, "schedules")
+    sizes = imported(config, config.batch_size, "batch_size")
+    rule = None if config.rule is None else imported(config, config.rule, "rule")
+    with source.at("batch_size"):
+        sizes, schedules, rule = paired(sizes, schedules, rule)
     with source.at("rule"):
-        if isinstance(rule, Target):
-            rule = bound_target(rule, source=source, path=("rule",))
         rule = None if rule is None else as_rule(rule)
-    return TimesAndSizes(
-        run,
-        scaled(sizes, "batch_size"),
-        {name: scaled(one, "schedules", name) for name, one in schedules.items()},
-        {name: scaled(Every(every), *path) for name, (path, every) in intervals.items()},
-        rule,
-    )
+    return TimesAndSizes(run, sizes, schedules, rule)
 
 
-def scale_of(config: RunConfig) -> Fraction:
-    """Return the factor by which `scale_schedule` stretches the run."""
-    return Fraction(repr(config.scale_schedule or 1))
-
-
-def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
-    """Return the path and the interval of everything that recurs in a run."""
-    found: dict[str, tuple[Path, Time]] = {}
-    for number, one in enumerate(config.evaluate):
-        found[f"evaluate {one.name}"] = (("evaluate", number, "every"), one.every)
+def _intervals(config: RunConfig) -> dict[str, Path]:
+    """Return the path of each interval in a run file, by the name of its event."""
+    found: dict[str, Path] = {
+        f"evaluate {one.name}": ("evaluate", number, "every")
+        for number, one in enumerate(config.evaluate)
+    }
     if config.checkpoint is not None:
-        found["checkpoint"] = (("checkpoint", "every"), cast(Time, config.checkpoint.every))
-    found["log"] = (("log", "every"), config.log.every)
-    return found
+        found["checkpoint"] = ("checkpoint", "every")
+    return {**found, "log": ("log", "every")}
 
 
 def base_values(config: RunConfig) -> dict[str, float]:
@@ -150,7 +156,7 @@ def _stated(config: RunConfig, text: str) -> tuple[Name, object]:
     if optimizer is None:
         return name, None
     group = optimizer.groups.get(name.group or "")
-    stated = optimizer.arguments | ({} if group is None else group.arguments)
+    stated = {**optimizer.arguments, **({} if group is None else group.arguments)}
     name = name.of(stated)
     return name, stated.get(name.key)
 
@@ -193,7 +199,7 @@ def build_plan(config: RunConfig) -> Plan:
     >>> config = RunConfig.parse({
     ...     "max_duration": "2ep",
     ...     "data": {"target": "my.data:make", "num_samples": 1000},
-    ...     "batch_size": {"ramp": "double", "start": 8, "end": 32, "over": "50%"},
+    ...     "batch_size": {"DoublingRamp": {"start": 8, "end": 32, "over": "50%"}},
     ... })
     >>> [(stage.size, stage.batches) for stage in build_plan(config).stages]
     [(8, 63), (16, 31), (32, 32)]
@@ -261,14 +267,28 @@ def prepare_run(config: RunConfig, run: TimesAndSizes, *, resumes: bool = False)
 
     def at(kind: str, name: str = "") -> Any:
         if kind == "triggers":
-            return config.source.at(*_intervals(config)[name][0])
+            return config.source.at(*paths[name])
         return config.source.at(kind, name) if name else config.source.at(kind)
 
+    def scaled(value: Any, kind: str, name: str = "") -> Any:
+        with at(kind, name):
+            return value.scaled(config.scale_schedule or 1)
+
+    paths = _intervals(config)
+    triggers: dict[str, TimeLike | Trigger] = {
+        f"evaluate {one.name}": one.every for one in config.evaluate
+    }
+    if config.checkpoint is not None:
+        triggers["checkpoint"] = config.checkpoint.every
+    triggers["log"] = config.log.every
+    schedules = {name: scaled(one, "schedules", name) for name, one in run.schedules.items()}
     prepared = bind_run(
-        run.horizon,
-        run.policy,
-        schedules=effective(run.schedules, config),
-        triggers=run.triggers,
+        scaled(run.horizon, "max_duration"),
+        scaled(run.policy, "batch_size"),
+        schedules=effective(schedules, config),
+        triggers={
+            name: scaled(parse_trigger(every), "triggers", name) for name, every in triggers.items()
+        },
         rule=run.rule,
         most_stages=MAX_STAGES,
         at=at,

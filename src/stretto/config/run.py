@@ -2,227 +2,167 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, final
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetPydanticSchema,
-    PlainValidator,
-    PrivateAttr,
-    Tag,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
 
 from stretto._location import local_path, open_plain, public
-from stretto.batching import Pair, as_rule
-from stretto.batching.split import RULES
-from stretto.config.fields import (
-    Count,
-    CountOrAuto,
-    Interval,
-    Natural,
-    RunLength,
-    Section,
-    WallClock,
-    read_as,
-    shape_of,
-    without_nulls,
-)
-from stretto.config.forms import AnySchedule, BatchSize, data_ranks, settings_form
-from stretto.config.targets import TARGET_PATTERN, Target
+from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareRootRule
+from stretto.batching.policy import PositiveInt
+from stretto.batching.split import RuleLike
+from stretto.batching.steps import PolicyLike
+from stretto.config.kinds import Mistakes, Without, section
+from stretto.config.targets import Target
 from stretto.config.yaml import (
     MAX_BYTES,
     NO_SOURCE,
     Dumper,
     Source,
     apply_overrides,
-    as_key,
     parse_yaml,
-    show_path,
 )
-from stretto.errors import ConfigError, Message, StrettoError, cannot, nearest, shown
-from stretto.schedules.fields import parse_name
+from stretto.errors import ConfigError, StrettoError
+from stretto.schedules import Custom, Product, ScheduleLike
+from stretto.schedules.fields import Check, Interval, Positive, Timed, parse_name
 from stretto.settings import DATA_DIMENSIONS, Checkpointing, Loading, Precision, Stepping
-from stretto.timing import LastBatch, Time
+from stretto.timing import LastBatch, Time, TimeLike
+from stretto.timing.time import read_run
 
 
+def _seed(value: int, name: str, error: type[StrettoError]) -> int:
+    if not 0 <= value < 2**63:
+        raise error.bad(name, value, "it is not from 0 to 2^63 - 1", "write a number such as 7")
+    return value
+
+
+def _pattern(value: str, name: str, error: type[StrettoError]) -> str:
+    try:
+        re.compile(value)
+    except (re.error, OverflowError) as wrong:
+        why = f"it is not a regular expression: {wrong}"
+        raise error.bad(name, value, why, "write for example embedding") from None
+    return value
+
+
+def _name(value: str, name: str, error: type[StrettoError]) -> str:
+    if not re.fullmatch(r"[\w.-]+", value):
+        raise error.bad(name, value, "it is not of letters, digits, '.' and '-'", "write one word")
+    return value
+
+
+def _folder(value: str, *_: object) -> str:
+    local_path(value, "keep a run in", ConfigError)
+    return value
+
+
+def _hyperparameter(value: str, *_: object) -> str:
+    parse_name(value)
+    return value
+
+
+RunLength: TypeAlias = Annotated[TimeLike, Check(lambda value, *_: read_run(value))]
+Seed: TypeAlias = Annotated[int, Check(_seed)]
+Folder: TypeAlias = Annotated[str, Check(_folder)]
+HyperparameterName: TypeAlias = Annotated[str, Check(_hyperparameter)]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Data(Target):
     """Where samples come from, and how many there are."""
 
-    num_samples: Count | None = None
+    num_samples: PositiveInt | None = None
     """Samples in an epoch. With it, a plan does not open the data."""
-    num_tokens: Count | None = None
+    num_tokens: PositiveInt | None = None
     """Tokens in an epoch."""
-    tokens_per_sample: Count | None = None
+    tokens_per_sample: PositiveInt | None = None
     """Tokens of a sample, if all have equally many."""
     sharded: bool | None = None
     """Whether the iterable of each rank has only its share of the samples; by default no, and the
     first batches are compared over the ranks."""
 
 
-class Group(Section):
+@final
+@dataclass(frozen=True, kw_only=True)
+class Group:
     """Parameters with settings of their own; all other keys are the optimizer's."""
 
-    model_config = ConfigDict(extra="allow")
-
-    parameters: Annotated[re.Pattern[str], Field(examples=["embedding"])]
+    parameters: Annotated[str, Check(_pattern)]
     """A regular expression, found anywhere in a parameter's name."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
 class Optimizer(Target):
     """The optimizer: called with the model's parameters and its other keys."""
 
-    groups: dict[str, Group] = Field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
     """Groups by name, for `lr@name`; a parameter belongs to the first whose pattern it matches."""
 
 
-def _checked_rule(value: Any) -> Any:
-    if isinstance(value, dict) and "target" in value:
-        return Target.model_validate(value)
-    as_rule(value)
-    return value
-
-
-_SIZE = {"type": "integer", "minimum": 1, "description": "The size that the rate is meant for."}
-_TARGET = {"type": "string", "pattern": TARGET_PATTERN}
-AnyRule: TypeAlias = Annotated[
-    Any,
-    PlainValidator(_checked_rule),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "properties": {**dict.fromkeys(RULES, _SIZE), "target": _TARGET},
-            "minProperties": 1,
-        }
-    ),
-]
-"""How the learning rate follows the batch size: a rule, or a function of yours from the size to a
-factor."""
-
-
-def _or_target(word: Any, instead: str) -> GetPydanticSchema:
-    """Return a reader of a word or a target."""
-    tagged = Annotated[word, Tag("<word>")] | Annotated[Target, Tag("<target>")]
-
-    def shape(value: object) -> str:
-        return "<target>" if isinstance(value, (dict, Target)) else "<word>"
-
-    return read_as(Annotated[tagged, shape_of(shape, instead)])
-
-
-LossWeight: TypeAlias = Annotated[
-    Any,
-    _or_target(Literal["samples", "tokens"], "write samples, tokens, or {target: my.module:count}"),
-]
-AnyStore: TypeAlias = Annotated[
-    Any, _or_target(str, "write s3://bucket/run, or {target: my.module:Store}")
-]
-AnyLogger: TypeAlias = Annotated[
-    str | Target,
-    _or_target(
-        Literal["tensorboard", "wandb", "mlflow"],
-        "write tensorboard, wandb, mlflow, or {target: my.module:Logger}",
-    ),
-]
-Parallel: TypeAlias = Annotated[
-    str | Target,
-    _or_target(Literal["ddp", "fsdp"], "write ddp, fsdp, or {target: my.models:spread}"),
-]
-LoadingSection: TypeAlias = Annotated[
-    Loading,
-    settings_form(
-        Loading,
-        "seed",
-        "last_batch",
-        types={"num_workers": Natural},
-        shuffle=True,
-        num_workers=0,
-    ),
-]
-SteppingSection: TypeAlias = Annotated[
-    Stepping,
-    settings_form(
-        Stepping,
-        "rule",
-        types={
-            "measure_noise": CountOrAuto,
-            "loss_weight": LossWeight,
-            "rank_timeout": WallClock | None,
-        },
-    ),
-]
-Checkpoint: TypeAlias = Annotated[
-    Checkpointing,
-    settings_form(Checkpointing, types={"upload": AnyStore | None}, every=Time("1ep")),
-]
-
-
-class Evaluate(Section):
+@final
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
     """What is measured during the run, and always at its end."""
 
     every: Interval = Time("1ep")
     """How often."""
     data: Target | None = None
     """What to measure on; by default the run's data with `split: validation`."""
-    metrics: dict[str, Target] = Field(default_factory=dict)
+    metrics: dict[str, Target] = field(default_factory=dict)
     """By name: functions `function(model, batch) -> mean over the batch`, or classes whose objects
     have update, compute and reset, such as those of torchmetrics."""
     predict: Target | None = None
     """A function `(model, batch) -> (outputs, targets)` for the `update` of such objects; by
     default both are read from the batch."""
-    batch_size: Count | None = None
+    batch_size: PositiveInt | None = None
     """Samples of one forward pass; by default the training micro-batch."""
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "validation"
+    name: Annotated[str, Check(_name)] = "validation"
     """What its lines in the metrics begin with."""
     loss: Target | None = None
     """By default the training loss."""
 
 
-class Log(Section):
+@final
+@dataclass(frozen=True, kw_only=True)
+class Log:
     """When metrics are written, and where they go besides the run folder."""
 
     every: Interval = Time("10ba")
     """How often a line of metrics is written."""
     flush: Interval = Time("30s")
     """How often written lines are flushed to the disk."""
-    loggers: list[AnyLogger] | None = None
+    loggers: list[Literal["tensorboard", "wandb", "mlflow"] | Target] | None = None
     """Where metrics go besides metrics.jsonl; by default TensorBoard if it is installed."""
     console: bool | None = None
     """Whether the console shows the progress of the run; by default with `stretto train`, and on a
     terminal."""
 
 
-def _local(folder: str) -> str:
-    local_path(folder, "keep a run in", ConfigError)
-    return folder
-
-
-class RunConfig(Section):
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
     """A run file: its length, data, model, batch sizes, schedules and settings.
 
     >>> config = RunConfig.parse(
     ...     {"max_duration": "2ep", "data": {"target": "my.data:make"}, "batch_size": 64}
     ... )
-    >>> config.max_duration, config.last_batch
-    (Time('2ep'), 'keep')
+    >>> config.max_duration, config.batch_size
+    (Time('2ep'), Fixed(64))
     """
 
     max_duration: RunLength
     """The length of the run, in any unit but `dur`."""
     model: Target | None = None
     """Makes the model. A plan needs none."""
-    data: Annotated[Data, Field(examples=["{target: my.data:make}"])]
+    data: Data
     """Makes the training data."""
     optimizer: Optimizer | None = None
     """Makes the optimizer. A plan needs none."""
@@ -231,71 +171,60 @@ class RunConfig(Section):
     step: Target | None = None
     """Makes a `stretto.TrainStep` of yours: called with `model`, with `optimizer` if the file has
     one, and with `loss` if it takes one."""
-    micro_batch_size: CountOrAuto | None = None
+    micro_batch_size: PositiveInt | Literal["auto"] | None = None
     """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
     memory; by default all its share."""
-    world_size: Count | None = None
+    world_size: PositiveInt | None = None
     """How many ranks a plan is for; by default one. Training has those that torchrun starts."""
-    schedules: Annotated[
-        dict[
-            Annotated[str, AfterValidator(lambda text: parse_name(text) and text)],
-            AnySchedule,
-        ],
-        BeforeValidator(lambda value: without_nulls(value) if isinstance(value, dict) else value),
-    ] = Field(default_factory=dict)
+    schedules: dict[HyperparameterName, ScheduleLike] = field(default_factory=dict)
     """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `betas.0`,
     `lr@group`."""
-    batch_size: Annotated[BatchSize, Field(examples=[64])]  # after what it depends on
+    batch_size: PolicyLike | Pair
     """Samples of one optimizer step, over all ranks."""
-    rule: AnyRule = None
+    rule: RuleLike | None = None
     """How the learning rate follows the batch size, a rule or a function of yours; by default not
     at all."""
-    last_batch: LastBatch = "keep"
-    """What happens if an epoch ends inside a batch: `keep` a smaller one, `drop` it, or `carry`
-    on."""
+    last_batch: LastBatch | None = None
+    """What happens if an epoch ends inside a batch: `keep` a smaller one (the default), `drop` it,
+    or `carry` on."""
     precision: Precision = "fp32"
     """The type that autocast computes in; weights stay as they are."""
-    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    clip_norm: Positive | None = None
     """The largest norm of the whole step's gradient."""
     compile: bool = False
     """Whether the model runs through `torch.compile`."""
     device: str | None = None
     """Where to compute; by default this rank's CUDA device if there is one, else the CPU."""
-    loading: LoadingSection = Loading(shuffle=True, num_workers=0)
+    loading: Annotated[Loading, Without(("seed", "last_batch"))] = Loading()
     """How samples are ordered and fetched."""
-    stepping: SteppingSection = Stepping()
+    stepping: Stepping = Stepping()
     """How a step is computed."""
-    evaluate: Annotated[
-        list[Evaluate],
-        BeforeValidator(
-            lambda value: [value] if isinstance(value, dict) else value,
-            json_schema_input_type=Evaluate | list[Evaluate],
-        ),
-    ] = Field(default_factory=list)
+    evaluate: list[Evaluate] = field(default_factory=list)
     """What is measured during the run; one mapping or a list of them."""
-    checkpoint: Checkpoint | None = None
+    checkpoint: Checkpointing | None = None
     """When checkpoints are written; by default never."""
     log: Log = Log()
     """When metrics are written."""
-    callbacks: list[Target] = Field(default_factory=list)
+    callbacks: list[Target] = field(default_factory=list)
     """Listeners and algorithms: each makes a `stretto.training.Callback`."""
-    folder: Annotated[str, AfterValidator(_local)] | None = None
+    folder: Folder | None = None
     """Where the run is kept; by default a new folder in `runs`."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     """Seed of the order of samples, and of all chance in building and training the model."""
-    parallel: Parallel = "ddp"
+    parallel: Literal["ddp", "fsdp"] | Target = "ddp"
     """How several ranks share the model: each has all of it, or a part of each block (FSDP2); or a
     function of yours, `function(model, mesh) -> model`."""
-    mesh: Annotated[dict[str, Count], Field(min_length=1)] | None = None
+    mesh: dict[str, PositiveInt] | None = None
     """The sizes of a device mesh of all ranks, by the names of its dimensions, such as
     `{dp_replicate: 2, dp_shard: 4}`. Those that `stretto.distributed.Mesh` knows share out the
     samples, all others the model."""
     idle_ranks: bool = False
     """Whether a batch may have fewer samples than there are ranks; the others then run dummies."""
-    scale_schedule: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    scale_schedule: Positive | None = None
     """Makes the run this many times as long, with every time that is not a fraction of it. The
     number of samples in the data stays."""
-    _source: Source = PrivateAttr(default=NO_SOURCE)
+    source: Source = field(default=NO_SOURCE, repr=False)
+    """Where the values were written, for messages."""
 
     @classmethod
     def parse(cls, values: object, source: Source = NO_SOURCE) -> Self:
@@ -304,24 +233,12 @@ class RunConfig(Section):
         Raises:
             ConfigError: some are wrong; every mistake is listed.
         """
-        try:
-            config = cls.model_validate(values)
-        except ValidationError as error:
-            raise explain(error, source) from None
-        config._source = source
-        return config
+        mistakes = Mistakes(source)
+        found: Self = mistakes.read(section(RunConfig), of_seeds(values), ())
+        mistakes.check()
+        return replace(found, source=source)
 
-    def changed(self, **values: Any) -> Self:
-        """Return this configuration with other plain values of some keys."""
-        return self.parse(self.model_dump(mode="json") | values, self.source)
-
-    @property
-    def source(self) -> Source:
-        """Where the values were written, for messages."""
-        return self._source
-
-    @model_validator(mode="after")
-    def _check_whole(self) -> Self:
+    def __post_init__(self) -> None:
         # The first two are events of a plan.
         names = ["checkpoint", "log", *(evaluation.name for evaluation in self.evaluate)]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -332,20 +249,6 @@ class RunConfig(Section):
                 instead="give each evaluation another 'name'",
             )
         self._check_mesh()
-        is_coupled = isinstance(self.batch_size.value, Pair)
-        if is_coupled and "lr" not in self.schedules:
-            raise ConfigError.cannot(
-                "grow the batch as the learning rate decays",
-                why="there is no 'schedules.lr'",
-                instead="write for example 'schedules: {lr: {cosine: {warmup: 5%}}}'",
-            )
-        if is_coupled and self.rule is not None:
-            raise ConfigError.cannot(
-                "follow the batch size by a 'rule'",
-                why="the batch size itself determines the learning rate",
-                instead="leave the rule out",
-            )
-        return self
 
     def _check_mesh(self) -> None:
         """Refuse a mesh that the file contradicts."""
@@ -372,7 +275,30 @@ class RunConfig(Section):
     @property
     def num_data_ranks(self) -> int | None:
         """How many ranks share out the samples, as far as the file says."""
-        return data_ranks(self.mesh, self.world_size)
+        if self.mesh is None:
+            return self.world_size
+        return math.prod(size for name, size in self.mesh.items() if name in DATA_DIMENSIONS)
+
+
+def of_seeds(values: Any) -> Any:
+    """Return values with the keys of torchtune's adaptive batching (its RFC 2199) as ours.
+
+    >>> of_seeds({"batch_size": 8, "use_maximum_batch_size": True})
+    {'batch_size': 8, 'micro_batch_size': 'auto'}
+    """
+    if not isinstance(values, dict):
+        return values
+    found = dict(values)
+    if found.get("use_maximum_batch_size") is False:
+        del found["use_maximum_batch_size"]
+    if found.get("use_maximum_batch_size") is True and "micro_batch_size" not in found:
+        del found["use_maximum_batch_size"]
+        found["micro_batch_size"] = "auto"
+    function = found.get("batch_increase_function")
+    if type(found.get("batch_size")) is int and isinstance(function, dict):
+        grow = {"function": found.pop("batch_increase_function"), "start": found["batch_size"]}
+        found["batch_size"] = {"IncreaseFunction": {**grow, "max_batch_size": "auto"}}
+    return found
 
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -397,7 +323,7 @@ def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] =
     r"""Read the text of a run file, with `key=value` overrides.
 
     >>> text = "max_duration: 2ep\ndata: {target: my.data:make}\nbatch_size: 64"
-    >>> parse_run_file(text, overrides=["batch_size=32"]).batch_size.value
+    >>> parse_run_file(text, overrides=["batch_size=32"]).batch_size
     Fixed(32)
 
     Raises:
@@ -417,48 +343,51 @@ def dump_run_file(config: RunConfig) -> str:
     >>> parse_run_file(dump_run_file(config)) == config
     True
     """
-    values = public(config.model_dump(mode="json"))
-    for section in (values, values.get("optimizer", {})):
-        for key in ("callbacks", "evaluate", "groups"):
-            if section.get(key) in ([], {}):
-                del section[key]
+    values = public(written(config))
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=90)
 
 
-MAX_ERRORS = 20
-"""Most errors that one message lists."""
+def written(value: Any) -> Any:
+    """Return the plain values that a run file has for a value: what it is read from.
+
+    >>> from stretto import Cosine
+    >>> written({"lr": Cosine(end=0.1, warmup="5%")})
+    {'lr': {'Cosine': {'end': 0.1, 'warmup': '0.05dur'}}}
+    """
+    if isinstance(value, (Time, PiecewiseConstant)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [written(one) for one in value]
+    if isinstance(value, dict):
+        return {name: written(one) for name, one in value.items()}
+    if isinstance(value, Fixed):
+        return value.size
+    if isinstance(value, Product):
+        return written(value.schedules)
+    if isinstance(value, Custom):
+        return written(value.function)
+    if isinstance(value, (Timed, LinearRule, SquareRootRule)):
+        own = _arguments(value)
+        function = own.get("function")
+        is_plain = [*own] == ["function"] and isinstance(function, Target)
+        return written(function) if is_plain else {type(value).__name__: written(own)}
+    if not is_dataclass(value):
+        return value
+    hidden = {"arguments", "source"} | ({"seed", "last_batch"} if type(value) is Loading else set())
+    # No logger is not the same as not saying which; no callback is.
+    found = {
+        one.name: written(getattr(value, one.name))
+        for one in fields(value)
+        if one.name not in hidden and (getattr(value, one.name) or one.default_factory is MISSING)
+    }
+    kept = {name: one for name, one in found.items() if one is not None}
+    return kept | written(getattr(value, "arguments", {}))
 
 
-def explain(error: ValidationError, source: Source) -> ConfigError:
-    """Return all that pydantic found in a run file, one message each."""
-    found = error.errors(include_url=False)
-    messages = list(dict.fromkeys(_message(details, source) for details in found))
-    explained = ConfigError(*messages[:MAX_ERRORS])
-    if len(messages) > MAX_ERRORS:
-        explained.add_note(f"and {len(messages) - MAX_ERRORS} more")
-    return explained
-
-
-def _message(details: ErrorDetails, source: Source) -> Message:
-    # Names of shapes, and the mark of a key's own error, are pydantic's and not the file's.
-    path = tuple(
-        part for part in details["loc"] if part != "[key]" and not str(part).startswith("<")
-    )
-    where, context = source.where(path), details.get("ctx", {})
-    if details["type"] == "value_error":
-        error: StrettoError = context["error"]
-        return error.message.recast(where, as_key)
-    said = details["msg"]
-    asked = said.removeprefix("Input should be ")
-    number = "a value " if asked.startswith(("greater", "less")) else ""
-    instead = said[:1].lower() + said[1:] if said == asked else f"write {number}{asked}"
-    if details["type"] == "literal_error":
-        choices = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        near = nearest(details["input"], choices)
-        instead = f"did you mean '{near}'?" if near else instead
-    return cannot(
-        f"use {shown(details['input'])} as {show_path(path)}",
-        why="it is not valid here",
-        instead=instead,
-        where=where,
-    )
+def _arguments(value: object) -> dict[str, Any]:
+    """Return the arguments of a value that differ from their defaults."""
+    return {
+        name: getattr(value, name)
+        for name, one in inspect.signature(type(value)).parameters.items()
+        if one.default is one.empty or getattr(value, name) != one.default
+    }

@@ -1,4 +1,4 @@
-"""Objects that a run file names."""
+"""Objects of yours that a run file names."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Field
-
-from stretto.config.fields import Section
 from stretto.config.yaml import NO_SOURCE, Path, Source
 from stretto.errors import ConfigError, Place, StrettoError, first_line, nearest, shown
+from stretto.schedules.fields import Check
 
 TARGET_PATTERN = r"^[^\W0-9]\w*(\.[^\W0-9]\w*)*:[^\W0-9]\w*(\.[^\W0-9]\w*)*$"
 
@@ -42,31 +41,26 @@ def read_target(value: object) -> str:
     )
 
 
-TargetText: TypeAlias = Annotated[
-    str,
-    BeforeValidator(read_target),
-    Field(json_schema_extra={"pattern": TARGET_PATTERN}, examples=["torch.optim:AdamW"]),
-]
+TargetText: TypeAlias = Annotated[str, Check(lambda value, *_: read_target(value))]
 """`package.module:attribute`."""
 
 
-class Target(Section):
+@dataclass(frozen=True, kw_only=True)
+class Target:
     """A Python object: `target` names it, all other keys are its arguments.
 
     A target of a function can be called, which imports it.
 
-    >>> target = Target.model_validate({"target": "operator:itemgetter", "item": 1})
-    >>> target.arguments
-    {'item': 1}
+    >>> Target(target="operator:mul")(6, 7)
+    42
     """
-
-    model_config = ConfigDict(extra="allow")
 
     target: TargetText
     """`package.module:attribute`, imported when the run is built."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, *positional: Any) -> Any:
-        """Call the function with the section's arguments and these."""
+        """Call the function with the arguments of the file and these."""
         return bound_target(self)(*positional)
 
 
@@ -156,7 +150,7 @@ def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()
     return called(bound, section, source.where(path))
 
 
-def tuples(options: dict[str, Any]) -> dict[str, Any]:
+def tuples(options: Mapping[str, Any]) -> dict[str, Any]:
     """Lists as tuples: optimizers take `betas` as one, which YAML does not have."""
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
@@ -18,8 +19,8 @@ from torch.optim import Optimizer
 
 from stretto._location import public
 from stretto.batching import awaits_maximum, with_maximum
-from stretto.config.plans import TimesAndSizes, build_run, make_spec, prepare_run, scale_of
-from stretto.config.run import Evaluate, RunConfig
+from stretto.config.plans import TimesAndSizes, build_run, imported, make_spec, prepare_run
+from stretto.config.run import Evaluate, RunConfig, written
 from stretto.config.targets import Target, accepts, bound_target, call_target, import_target, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
@@ -30,7 +31,6 @@ from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.ranks import Ranks, find_device
 from stretto.runtime.sharded import is_fully_sharded
-from stretto.timing import Every
 from stretto.training import (
     Callback,
     Evaluation,
@@ -43,7 +43,7 @@ from stretto.training import (
     WandbLogger,
 )
 from stretto.training.criterion import as_loss
-from stretto.training.fitting import FoundMaximum, keeps_gradients_apart
+from stretto.training.fitting import keeps_gradients_apart
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -94,17 +94,13 @@ def build_trainer(
     # What we have sharded casts for itself.
     casts = config.parallel == "fsdp" and is_fully_sharded(model) and config.precision == "bf16"
     step = make_step(config, model)
-    evaluations = [make_evaluation(config, number, run) for number in range(len(config.evaluate))]
-    checkpoint = config.checkpoint
-    if checkpoint is not None:
-        every = run.triggers["checkpoint"]
-        checkpoint = _settings(config, checkpoint, "checkpoint", every=every)
+    evaluations = [make_evaluation(config, number) for number in range(len(config.evaluate))]
     trainer = Trainer(
         model if step is None else step,
         spec,
         optimizer=make_optimizer(config, model) if step is None else None,
         loss=make_loss(config, model) if step is None else None,
-        max_duration=run.horizon.max_duration,
+        max_duration=config.max_duration,
         batch_size=run.policy,
         micro_batch_size=config.micro_batch_size,
         schedules=run.schedules,
@@ -114,13 +110,14 @@ def build_trainer(
         compile=config.compile,
         device=config.device,
         loading=make_loading(config),
-        stepping=_settings(config, config.stepping, "stepping"),
+        stepping=imported(config, config.stepping, "stepping"),
         evaluate=evaluations,
-        checkpoint=checkpoint,
-        log=make_logging(config, run),
+        checkpoint=imported(config, config.checkpoint, "checkpoint"),
+        log=make_logging(config),
         callbacks=[*make_callbacks(config), *callbacks],
         mesh=mesh,
         idle_ranks=config.idle_ranks,
+        scale_schedule=config.scale_schedule,
         folder=folder if folder is not None else config.folder,
     )
     # From here on random numbers differ between ranks, as their samples do.
@@ -151,41 +148,28 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
     optimizer, and the run's folder.
     """
     horizon, optimizer, sizes = trainer.run.horizon, config.optimizer, config.batch_size
-    counts = {
-        "num_samples": horizon.dataset_num_samples,
-        "num_tokens": None if horizon.tokens_per_sample else horizon.dataset_num_tokens,
-        "tokens_per_sample": horizon.tokens_per_sample,
-    }
+    if trainer.found_maximum is not None:
+        sizes = with_maximum(sizes, trainer.found_maximum.size)  # type: ignore[arg-type]
     if optimizer is not None:
         defaults: dict[str, Any] = getattr(trainer.optimizer, "defaults", {})
         target = import_target(optimizer.target)
         scheduled = [name for name in ("lr", *config.schedules) if accepts(target, name)]
         stated = {name: defaults.get(name) for name in scheduled}
         numbers = {key: value for key, value in stated.items() if isinstance(value, (int, float))}
-        optimizer = type(optimizer).model_validate(numbers | optimizer.model_dump())
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(update=counts),
-            "optimizer": optimizer,
-            "folder": None if trainer.folder is None else str(trainer.folder),
-            "micro_batch_size": trainer.run.loader.micro_batch_size,
-            "batch_size": replace(
-                sizes, written=_with_maximum(sizes.written, trainer.found_maximum)
-            ),
-        }
+        optimizer = replace(optimizer, arguments={**numbers, **optimizer.arguments})
+    return replace(
+        config,
+        data=replace(
+            config.data,
+            num_samples=horizon.dataset_num_samples,
+            num_tokens=None if horizon.tokens_per_sample else horizon.dataset_num_tokens,
+            tokens_per_sample=horizon.tokens_per_sample,
+        ),
+        optimizer=optimizer,
+        folder=None if trainer.folder is None else str(trainer.folder),
+        micro_batch_size=trainer.run.loader.micro_batch_size,
+        batch_size=sizes,
     )
-
-
-def _with_maximum(written: Any, found: FoundMaximum | None) -> Any:
-    """Replace each `max_batch_size: auto` by the size that was found."""
-    if found is None or not isinstance(written, dict):
-        return written
-    changed = dict(written)
-    if "periods" in written:
-        changed["periods"] = [_with_maximum(period, found) for period in written["periods"]]
-    if written.get("max_batch_size") == "auto":
-        changed["max_batch_size"] = found.size
-    return changed
 
 
 def check_complete(config: RunConfig) -> None:
@@ -260,11 +244,11 @@ def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
     rest = {name: value for name, value in model.named_parameters() if value.requires_grad}
     groups: list[dict[str, Any]] = []
     for name, group in section.groups.items():
-        taken = [key for key in rest if group.parameters.search(key)]
+        taken = [key for key in rest if re.search(group.parameters, key)]
         if not taken:
             raise ConfigError.cannot(
                 f"make the parameter group {name!r}",
-                why=f"no parameter left has a name with {group.parameters.pattern!r} in it",
+                why=f"no parameter left has a name with {group.parameters!r} in it",
                 instead=f"write a pattern of names such as {next(iter(rest), '')!r}",
                 where=config.source.where(("optimizer", "groups", name, "parameters")),
             )
@@ -274,7 +258,7 @@ def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
         # First, so that the ledger shows the general values without a group's name.
         groups.insert(0, {"params": list(rest.values()), "name": "rest"})
     parameters = groups if section.groups else list(rest.values())
-    tupled = Target(target=section.target, **tuples(section.arguments))
+    tupled = Target(target=section.target, arguments=tuples(section.arguments))
     return _made(config, tupled, Optimizer, ("optimizer",), parameters)
 
 
@@ -296,37 +280,19 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep | None:
     return _made(config, section, TrainStep, ("step",), **given)  # type: ignore[type-abstract]
 
 
-def _with_targets(config: RunConfig, value: Any, path: Keys) -> Any:
-    """Return a value, or the values of a mapping, with targets as the functions they name."""
-    if isinstance(value, Target):
-        return bound_target(value, source=config.source, path=path)
-    if isinstance(value, dict):
-        return {name: _with_targets(config, item, (*path, name)) for name, item in value.items()}
-    return value
-
-
-def _settings(config: RunConfig, settings: S, key: str, **more: Any) -> S:
-    """Return settings of the file with its targets imported, and some more."""
-    names = [one.name for one in fields(settings) if one.name not in more]  # type: ignore[arg-type]
-    made = {name: _with_targets(config, getattr(settings, name), (key, name)) for name in names}
-    with config.source.at(key):
-        return replace(settings, **made, **more)  # type: ignore[type-var]
-
-
 def make_loading(config: RunConfig) -> Loading:
     """Return how samples are ordered and fetched."""
-    last_batch = config.last_batch
-    return _settings(config, config.loading, "loading", seed=config.seed, last_batch=last_batch)
+    loading: Loading = imported(config, config.loading, "loading")
+    return replace(loading, seed=config.seed, last_batch=config.last_batch)
 
 
-def make_evaluation(config: RunConfig, number: int, run: TimesAndSizes) -> Evaluation:
+def make_evaluation(config: RunConfig, number: int) -> Evaluation:
     """Return an evaluation: its data, metrics and interval."""
     section, path = config.evaluate[number], ("evaluate", number)
     data = _evaluation_data(config, section, path)
-    names = ("metrics", "batch_size", "name", "loss", "predict")
-    made = {name: _with_targets(config, getattr(section, name), (*path, name)) for name in names}
+    own = {one.name: getattr(section, one.name) for one in fields(section) if one.name != "data"}
     with config.source.at(*path):
-        return Evaluation(data, run.triggers[f"evaluate {section.name}"], **made)
+        return Evaluation(data, **imported(config, own, *path))
 
 
 def _evaluation_data(config: RunConfig, section: Evaluate, path: Keys) -> Any:
@@ -342,21 +308,17 @@ def _evaluation_data(config: RunConfig, section: Evaluate, path: Keys) -> Any:
             instead="write for example 'data: {target: my.data:make_validation}' in it",
             where=config.source.where(path),
         )
-    validation = Target(target=target, **arguments | {"split": VALIDATION})
+    validation = Target(target=target, arguments={**arguments, "split": VALIDATION})
     data = call_target(validation, source=config.source, path=("data",))
     return DataSpec.of(data, sharded=config.data.sharded)
 
 
-def make_logging(config: RunConfig, run: TimesAndSizes) -> Logging:
+def make_logging(config: RunConfig) -> Logging:
     """Return when metrics are logged, and where they go."""
+    log = config.log
     with config.source.at("log", "loggers"):
-        return Logging(
-            run.triggers["log"],
-            Every(config.log.flush).scaled(scale_of(config)),
-            make_loggers(config),
-            config.log.console,
-            public(config.model_dump(mode="json")),
-        )
+        settings = public(written(config))
+        return Logging(log.every, log.flush, make_loggers(config), log.console, settings)
 
 
 def make_loggers(config: RunConfig) -> list[Logger]:
@@ -375,13 +337,11 @@ def make_loggers(config: RunConfig) -> list[Logger]:
 
 
 def make_callbacks(config: RunConfig) -> list[Callback]:
-    """Return the callbacks that the file names, with times for a run of its length."""
-    made = []
-    for number, section in enumerate(config.callbacks):
-        callback = _made(config, section, Callback, ("callbacks", number))
-        with config.source.at("callbacks", number):
-            made.append(callback.scaled(scale_of(config)))
-    return made
+    """Return the callbacks that the file names."""
+    return [
+        _made(config, section, Callback, ("callbacks", number))
+        for number, section in enumerate(config.callbacks)
+    ]
 
 
 def _made(

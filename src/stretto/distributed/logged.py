@@ -12,7 +12,7 @@ from torch import Tensor
 from stretto.errors import TrainingError, shown
 from stretto.runtime.packing import number
 from stretto.runtime.ranks import Ranks
-from stretto.settings import one_of
+from stretto.schedules.fields import one_of
 
 Reduce: TypeAlias = Literal["mean", "sum", "last"]
 
@@ -59,7 +59,7 @@ class Logged:
         """
         known = self._values.get(name)
         if known is None:
-            one_of("reduce", reduce, ("mean", "sum", "last"))
+            one_of(reduce, "reduce", ("mean", "sum", "last"), TrainingError)
             known = Sums(reduce)
         _check_same(name, known.reduce, reduce)
         if isinstance(value, Tensor):
@@ -178,7 +178,7 @@ class Sums:
 def _read(state: Mapping[str, Any]) -> dict[str, Sums]:
     found = {}
     for name, (reduce, total, weight) in state.items():
-        one_of("reduce", reduce, ("mean", "sum", "last"))
+        one_of(reduce, "reduce", ("mean", "sum", "last"), TrainingError)
         numbers = {"total": total, "weight": weight}
         found[name] = Sums(reduce, number(numbers, "total"), number(numbers, "weight"))
     return found

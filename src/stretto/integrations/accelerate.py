@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, final
 
 from accelerate import Accelerator, DistributedType
@@ -26,13 +26,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
-from stretto.data import MicroBatch, Step, count_target_tokens, move_batch
-from stretto.data.weights import Units, check_units, units_of
+from stretto.data import Step, count_target_tokens, move_batch
+from stretto.data.weights import Units, check_units
 from stretto.errors import DataError
-from stretto.integrations.contract import FirstStep, has_gradient, warn_of_batch_norm
+from stretto.integrations.loss_checks import FirstStep, has_gradient, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
+    Pass,
     StepMeter,
     counted_as_collated,
     refuse,
@@ -56,7 +57,7 @@ def attach(
     micro_batch_size: int | None = None,
     loading: Loading | None = None,
     model: nn.Module | None = None,
-) -> tuple[MicroBatches, ClockScheduler]:
+) -> tuple[AccelerateLoader, ClockScheduler]:
     """Return a loader of micro-batches and a scheduler, for a loop that accumulates gradients.
 
     The loader is registered for `accelerator.save_state()` and `load_state()`.
@@ -80,28 +81,20 @@ def attach(
         StrettoError: the arguments do not fit; the message says what to write instead.
     """
     each: Any = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    is_other = not isinstance(each, Sequence) or not all(isinstance(one, Optimizer) for one in each)
-    host, what = type(accelerator).__name__, f"follow optimizer={type(optimizer).__name__}"
+    is_list = isinstance(each, Sequence) and all(isinstance(item, Optimizer) for item in each)
+    what, attached = f"follow optimizer={type(optimizer).__name__}", type(accelerator).__name__
+    is_other = not isinstance(accelerator, Accelerator)
     refuse(
-        (
-            not isinstance(accelerator, Accelerator),
-            f"attach to {host}",
-            "it is none",
-            "pass an Accelerator",
-        ),
-        (is_other, what, "it is no optimizer", "pass what accelerator.prepare returned"),
+        (is_other, f"attach to {attached}", "it is none", "pass an Accelerator"),
+        (not is_list, what, "it is no optimizer", "pass what accelerator.prepare returned"),
     )
     steps, kind = accelerator.gradient_accumulation_steps, accelerator.distributed_type
+    is_own = steps != 1 and type(steps) is not _Share
     engines = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     prepared = isinstance(data, (DataLoaderShard, DataLoaderDispatcher))
     refuse(
         (kind in engines, f"use {kind.value}", "it accumulates by itself", "use DDP or FSDP2"),
-        (
-            steps != 1 and type(steps) is not _Share,
-            f"use gradient_accumulation_steps={steps}",
-            BY_SIZE,
-            "leave it out",
-        ),
+        (is_own, f"use gradient_accumulation_steps={steps}", BY_SIZE, "leave it out"),
         (prepared, f"read {type(data).__name__}", "it is cut for ranks", "do not prepare the data"),
     )
     check_units("samples" if units is None else units)
@@ -118,7 +111,7 @@ def attach(
         loading=loading,
     )
     run.bind(each, rank=accelerator.process_index, world_size=accelerator.num_processes)
-    loader = MicroBatches(accelerator, run, units, model)
+    loader = AccelerateLoader(accelerator, run, units, model)
     last = each[-1]
     inner: Any = last.optimizer if isinstance(last, AcceleratedOptimizer) else last
     inner.register_step_post_hook(lambda *_: loader.note_update())
@@ -153,7 +146,7 @@ class _Share(float):
 
 
 @final
-class MicroBatches:
+class AccelerateLoader:
     """The micro-batches of an epoch, on the device; made by `attach`."""
 
     def __init__(
@@ -163,18 +156,15 @@ class MicroBatches:
         self._accelerator, self._units = accelerator, units
         self._meter = StepMeter(run, model)
         self._backward: Callable[..., None] = accelerator.backward
-        self._watch: AbstractContextManager[None] = nullcontext()
         self._loss: Tensor | float = 0.0
         self._signals = NO_SIGNALS
-        self._is_last = True
-        """Whether the present micro-batch is the last of its step."""
         self._has_stepped = False
         """Whether the optimizer has stepped before, so the loop trains."""
         self._is_checked = False
         """Whether a step had several micro-batches before."""
         self._checks: FirstStep | None = None
         """Checks the first step of several micro-batches."""
-        self._micro: MicroBatch | None = None
+        self._pass: Pass | None = None
         """The present micro-batch."""
         accelerator.backward = self._measured
         if self._meter.averages_each:
@@ -197,35 +187,35 @@ class MicroBatches:
         return self.run.due
 
     def __iter__(self) -> Iterator[Any]:
-        accelerator, world_size = self._accelerator, self.run.loader.world_size
-        is_left, why = not self._is_last and has_gradient(self.run), "the loop left it inside"
+        accelerator = self._accelerator
+        is_left, why = self._is_inside and has_gradient(self.run), "the loop left it inside"
         instead = "break 'if accelerator.sync_gradients:', or call model.zero_grad()"
         refuse((is_left, "begin a step anew", f"{why}, and its gradient is kept", instead))
         for step in self.run.steps():
-            step.micro_batches = list(self._meter.micro_batches(step))
-            units = "samples" if self._units is None else self._units
-            own, total = units_of(step, units, self.run.loader.ranks)
+            units: Units = "samples" if self._units is None else self._units
+            passes = self._meter.passes(step, units)
             if self._units is None:
                 _check_targets(step)
             self._checks = None
-            if len(own) > 1 and not self._is_checked:
-                self._checks = FirstStep(self.run, is_counted=callable(units))
+            if len(passes) > 1 and not self._is_checked:
+                self._checks = FirstStep(self.run, is_counted=callable(self._units))
                 warn_of_batch_norm(*accelerator._models)
             self._loss, self._signals = 0.0, NO_SIGNALS
-            for number, (micro, count) in enumerate(zip(step, own, strict=True), 1):
-                self._micro, self._is_last = micro, number == len(own)
-                is_last = self._is_last
+            for one_pass in passes:
+                self._pass, weight = one_pass, one_pass.weight
                 # accumulate() adds 1 and looks for a multiple of the steps; nan never is one.
-                accelerator.step = _NotAdded(-1 if is_last else math.nan)
-                accelerator.gradient_accumulation_steps = _Share(
-                    total / (count * world_size) if count else math.inf
-                )
-                self._watch = self._meter.watch(micro, is_last=is_last, units=count, divisor=total)
-                yield move_batch(micro.batch, accelerator.device)
+                accelerator.step = _NotAdded(-1 if one_pass.is_last else math.nan)
+                accelerator.gradient_accumulation_steps = _Share(1 / weight if weight else math.inf)
+                yield move_batch(one_pass.batch, accelerator.device)
             if self.run.is_open:  # the optimizer has not stepped, as after an overflow
                 is_outside = type(accelerator.step) is _NotAdded and accelerator.scaler is None
                 self._check(self._has_stepped and is_outside, "no optimizer step after some")
                 self._finish()
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether the step has more micro-batches."""
+        return self._pass is not None and not self._pass.is_last
 
     def _finish(self) -> None:
         if self._checks is not None:
@@ -239,7 +229,7 @@ class MicroBatches:
         Raises:
             TrainingError: the step has more micro-batches.
         """
-        self._check(self.run.is_open and not self._is_last, "an optimizer step inside a step")
+        self._check(self.run.is_open and self._is_inside, "an optimizer step inside a step")
         self._has_stepped = True
         if self.run.is_open:
             self._finish()
@@ -250,10 +240,10 @@ class MicroBatches:
 
     def _measured(self, loss: Tensor, **options: Any) -> None:
         """Replace `accelerator.backward`: check it, and measure what the policy reads."""
-        accelerator, checks = self._accelerator, self._checks
-        if checks is not None and self._micro is not None:
-            checks.before_pass(loss, self._micro.num_samples)
-        with self._watch:
+        accelerator, checks, present = self._accelerator, self._checks, self._pass
+        if checks is not None and present is not None:
+            checks.before_pass(loss, present.num_samples)
+        with nullcontext() if present is None else present.watch:
             self._backward(loss, **options)
         if checks is not None:
             checks.after_pass()

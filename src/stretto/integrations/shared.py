@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from stretto.batching import NO_SIGNALS, Signals
-from stretto.data import DataSpec, MicroBatch, Step
+from stretto.data import DataSpec, Step
+from stretto.data.weights import Units, units_of
 from stretto.errors import DataError, TrainingError
 from stretto.noise import NoiseMeter
 from stretto.planning.bind import steps_between
@@ -85,15 +86,32 @@ class ClockScheduler(LRScheduler):
         """Do nothing."""
 
 
+class Pass(NamedTuple):
+    """One forward and backward pass of a step."""
+
+    batch: Any
+    """The collated samples."""
+    weight: float
+    """The factor of its mean loss; 0 for a dummy."""
+    is_first: bool
+    """Whether a step begins with it."""
+    is_last: bool
+    """Whether the optimizer steps after it."""
+    num_samples: int
+    """0 for a dummy."""
+    watch: AbstractContextManager[None]
+    """Measures the backward pass inside, if the batch size policy reads the noise."""
+
+
 @final
 class StepMeter:
     """Measures the loss and the gradient noise of a step, if the batch size policy reads them.
 
     Each step, in this order:
 
-    1. `micro_batches(step)` returns what to compute. To measure noise, a step of one micro-batch
-       on one rank is cut into two.
-    2. Each backward pass runs in `watch`.
+    1. `passes(step)` returns what to compute. To measure noise, a step of one micro-batch on one
+       rank is cut into two.
+    2. Each backward pass runs in its `watch`.
     3. `signals()` returns what `Run.finish` takes. Call it before gradients are clipped.
 
     Args:
@@ -118,13 +136,33 @@ class StepMeter:
         """Whether ranks must average gradients in each pass, not only in the last (FSDP2)."""
         return self._noise is not None and self._noise.averages_each
 
-    def micro_batches(self, step: Step) -> Sequence[MicroBatch]:
-        """Begin a step; return the micro-batches to compute."""
-        return step.micro_batches if self._noise is None else self._noise.begin(step)
+    def passes(self, step: Step, units: Units = "samples") -> list[Pass]:
+        """Begin a step; return its passes. All ranks must call it.
 
-    def watch(self, micro: MicroBatch, **how: Any) -> AbstractContextManager[None]:
-        """Measure the backward pass inside; see `NoiseMeter.watch`."""
-        return nullcontext() if self._noise is None else self._noise.watch(micro, **how)
+        Args:
+            step: the step, whose micro-batches may be cut again.
+            units: what the loss is a mean over; see `weights_of`.
+
+        Raises:
+            TrainingError: the batch has no unit.
+        """
+        if self._noise is not None:
+            step.micro_batches = list(self._noise.begin(step))
+        ranks, last = self._run.loader.ranks, len(step) - 1
+        counts, total = units_of(step, units, ranks)
+        return [
+            Pass(
+                micro.batch,
+                count * ranks.dp_world_size / total,
+                number == 0,
+                number == last,
+                micro.num_samples,
+                nullcontext()
+                if self._noise is None
+                else self._noise.watch(micro, is_last=number == last, units=count, divisor=total),
+            )
+            for number, (micro, count) in enumerate(zip(step, counts, strict=True))
+        ]
 
     def signals(self, loss: Tensor | float | None = None, scaler: Any = None) -> Signals:
         """Return what the step measured, from all ranks, which must all call it.
@@ -178,6 +216,13 @@ def is_over(run: Run) -> bool:
     return run.is_done or (run.loading.last_batch == "drop" and run.steps_left.most == 0)
 
 
+def note_metrics(run: Run, metrics: Mapping[str, Any]) -> None:
+    """Give the policy the metric of an evaluation that it follows; none before a fit."""
+    if run.is_bound:
+        for name in run.loader.reads & metrics.keys():
+            run.loader.note_metric(float(metrics[name]))
+
+
 def warn_of_end(run: Run, framework: str, resume: str) -> None:
     """Warn if a framework ends a run before its own end, as early stopping does.
 
@@ -196,7 +241,7 @@ def warn_of_end(run: Run, framework: str, resume: str) -> None:
         )
 
 
-def is_shuffled(dataloader: Any) -> bool:
+def has_random_order(dataloader: Any) -> bool:
     """Return whether a dataloader over map-style data has a random order.
 
     Raises:

@@ -6,8 +6,7 @@ import math
 import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, final
 
 import torch
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from stretto.errors import ScheduleError, first_line
 from stretto.optim.hyperparameters import INITIAL, plain
 from stretto.schedules import BoundSchedule, Schedule
-from stretto.schedules.fields import fill
+from stretto.schedules.fields import Interval, check_fields
 from stretto.schedules.schedule import Base, Column
 from stretto.schedules.scope import Scope, over_common_denominator
 from stretto.timing import Time, TimeLike, Timestamp
@@ -28,28 +27,21 @@ Cell: TypeAlias = tuple[int, Column]
 
 
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class TorchSchedule(Schedule):
     """A torch scheduler as a function of time; made by `from_torch`."""
 
     factory: Factory
-    every: Time
-    _read: Callable[[int], float] | None = field(default=None, compare=False)
+    every: Interval = "1ba"
+    _read: Callable[[int], float] | None = field(default=None, compare=False, kw_only=True)
     """Returns the factor after so many steps; None: no optimizer is known."""
 
-    def __init__(self, factory: Factory, *, every: TimeLike = "1ba") -> None:
-        interval = Time(every)
+    def __post_init__(self) -> None:
+        check_fields(self)
+        factory: object = self.factory
         if not callable(factory):  # a scheduler itself is not
-            raise ScheduleError.bad(
-                "factory", factory, "it is not a function", "pass a function optimizer -> scheduler"
-            )
-        if interval.amount <= 0:
-            raise ScheduleError.bad("every", str(interval), "it is not positive", "write '1ba'")
-        fill(self, factory=factory, every=interval, _read=None)
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the interval between steps."""
-        return (self.every,)
+            instead = "pass a function optimizer -> scheduler"
+            raise ScheduleError.bad("factory", factory, "it is not a function", instead)
 
     def on(self, base: Base) -> Schedule:
         """Return the schedule that steps the scheduler on a copy of these groups.
@@ -68,9 +60,7 @@ class TorchSchedule(Schedule):
             both = f"{{'lr': schedule, {name!r}: schedule}} with one schedule = from_torch(...)"
             instead = f"write {both}, or cycle_momentum=False in OneCycleLR and CyclicLR"
             raise _refused(f"follow {steps.name} for 'lr' alone", f"it sets {name!r}, too", instead)
-        found = TorchSchedule(self.factory, every=self.every)
-        fill(found, _read=lambda step: steps.factor(step, cell))
-        return found
+        return replace(self, _read=lambda step: steps.factor(step, cell))
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor over `scope` as a function of the timestamp.
@@ -78,8 +68,9 @@ class TorchSchedule(Schedule):
         Raises:
             ScheduleError: the scheduler cannot be stepped.
         """
-        own = scope.along(self.every.unit)
-        scale, start, interval = over_common_denominator(own.start, own.length(self.every))
+        every = Time(self.every)
+        own = scope.along(every.unit)
+        scale, start, interval = over_common_denominator(own.start, own.length(every))
         read = own.axis.read
         factor = self._read or _relative(self.factory)
 
@@ -156,6 +147,9 @@ class _Steps:
         optimizer = self._optimizer = _Shadow(groups)
         self._rate = rate  # what the learning rate stands for
         self._base = _numbers(optimizer)
+        self._values = {cell: array("d") for cell in self._base if cell[1] == _RATE}
+        """What the scheduler sets, after each number of steps."""
+        self._count = 0
         try:
             self._scheduler = factory(optimizer)
             self._scheduler.step  # noqa: B018  what is not a scheduler is refused here
@@ -170,18 +164,12 @@ class _Steps:
             instead = "let the batch size follow it: Plateau('validation/loss', ...)"
             what = "read ReduceLROnPlateau as a function of time"
             raise _refused(what, "it follows a metric", instead)
-        seen = [_numbers(optimizer)]
-        with suppress(ScheduleError):  # one step may be more than it has
-            seen.append(self._next(0))
-        self._values = {
-            cell: array("d", [now[cell] for now in seen])
-            for cell, base in self._base.items()
-            if cell[1] == _RATE or any(now[cell] != base for now in seen)
-        }
-        """What the scheduler sets, after each number of steps."""
-        for cell in self._values:
-            for step in range(len(seen)):
-                self.factor(step, cell)
+        self._record()
+        try:
+            self._step()
+        except ScheduleError:
+            return  # one step may be more than it has
+        self._record()
 
     def sets(self, number: int) -> frozenset[Column]:
         """Return what the scheduler sets in a group."""
@@ -189,23 +177,33 @@ class _Steps:
 
     def factor(self, step: int, cell: Cell) -> float:
         """Return a value after `step` steps, relative to the initial one."""
-        kept, base, name = self._values[cell], self._base[cell], cell[1][0]
-        while step >= len(kept):
-            for other, value in self._next(len(kept) - 1).items():
-                if other in self._values:
-                    self._values[other].append(value)
-                elif value != self._base.get(other, value):
-                    what = f"follow {self.name} beyond {len(kept) - 2} steps"
-                    why = f"it begins to set {other[1][0]!r}, which is not scheduled"
-                    raise _refused(what, why, "give that a schedule of its own, not this one's")
-        if base == 0 != kept[step]:
-            why = "a schedule multiplies the value that the optimizer is built with"
-            name = self._rate if cell[1] == _RATE else name
-            instead = f"build the optimizer with another {name}, such as {kept[step]:g}"
-            raise _refused(f"follow {self.name} from {name}=0 to {kept[step]:g}", why, instead)
-        return kept[step] / base if base else 1.0
+        while step >= self._count:
+            self._step()
+            self._record()
+        base = self._base[cell]
+        return self._values[cell][step] / base if base else 1.0
 
-    def _next(self, done: int) -> dict[Cell, float]:
+    def _record(self) -> None:
+        """Keep the present values; what is set from the first step on counts as scheduled."""
+        for cell, value in _numbers(self._optimizer).items():
+            base, (key, _) = self._base.get(cell, value), cell[1]
+            if cell not in self._values and value != base:
+                if self._count > 1:
+                    what = f"follow {self.name} beyond {self._count - 1} steps"
+                    why = f"it begins to set {key!r}, which is not scheduled"
+                    raise _refused(what, why, "give that a schedule of its own, not this one's")
+                self._values[cell] = array("d", [base] * self._count)
+            if cell not in self._values:
+                continue
+            if base == 0 != value:
+                why = "a schedule multiplies the value that the optimizer is built with"
+                name = self._rate if cell[1] == _RATE else key
+                instead = f"build the optimizer with another {name}, such as {value:g}"
+                raise _refused(f"follow {self.name} from {name}=0 to {value:g}", why, instead)
+            self._values[cell].append(value)
+        self._count += 1
+
+    def _step(self) -> None:
         with warnings.catch_warnings():
             # This optimizer never steps, and SequentialLR uses what torch deprecates.
             unmeant = "(Detected call of `lr_|The epoch parameter in `)scheduler.step"
@@ -213,10 +211,9 @@ class _Steps:
             try:
                 self._scheduler.step()
             except Exception as error:
-                what = f"step the torch scheduler more than {done} times"
+                what = f"step the torch scheduler more than {self._count - 1} times"
                 instead = "give it as many steps as the run has intervals"
                 raise _refused(what, first_line(error), instead) from error
-        return _numbers(self._optimizer)
 
 
 def _refused(what: str, why: str, instead: str) -> ScheduleError:

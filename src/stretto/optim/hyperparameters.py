@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,11 +31,6 @@ def joined(optimizers: Sequence[Optimizer]) -> Optimizer:
     (True, [0.1, 0.2])
     """
     return optimizers[0] if len(optimizers) == 1 else Joined(optimizers)
-
-
-def each_of(optimizer: Optimizer) -> Sequence[Optimizer]:
-    """Return the optimizers behind a joined one; or the optimizer itself."""
-    return optimizer.optimizers if isinstance(optimizer, Joined) else (optimizer,)
 
 
 @final
@@ -169,48 +163,24 @@ def plain(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """One value in one parameter group: its base, times its factors, times the rule's."""
+_Factor: TypeAlias = tuple[Schedule, BoundSchedule]
+"""A schedule, and the same bound to the run."""
+
+
+class _Value(NamedTuple):
+    """One number in one parameter group: its base, times its factor, times the rule's."""
 
     number: int
     key: str
-    base: Any
-    factors: tuple[BoundSchedule, ...]
-    """One; of what has several values (`betas`), one for each."""
-    follows_rule: bool
-
-    def at(self, timestamp: Timestamp, rule: float) -> Any:
-        """Return the value at a time."""
-        base = self.base
-        if isinstance(base, tuple):
-            return tuple([one * at(timestamp) for one, at in zip(base, self.factors, strict=True)])
-        factor = self.factors[0](timestamp)
-        return base * factor * rule if self.follows_rule else base * factor
-
-
-class _Factor(NamedTuple):
-    """A schedule, and the same bound to the run."""
-
-    schedule: Schedule
-    bound: BoundSchedule
-
-    def on(self, base: Base, horizon: Horizon) -> _Factor:
-        """Return the factor of one value, bound again if it depends on that."""
-        schedule = self.schedule.on(base)
-        return self if schedule is self.schedule else _Factor(schedule, schedule.bind(horizon))
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """The place of a named value, and its schedule."""
-
-    number: int
-    key: str
-    index: int | None
+    item: int | None
+    """Its index if the key has several values, such as `betas`."""
+    base: float
     factor: _Factor
+
+    def at(self, timestamp: Timestamp, rule: float) -> float:
+        """Return the value at a time."""
+        value = self.base * self.factor[1](timestamp)
+        return value * rule if self.key == "lr" else value
 
 
 @final
@@ -255,7 +225,7 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
-    __slots__ = ("_columns", "_only", "_schedules", "_settings", "base", "optimizer", "rule")
+    __slots__ = ("_named", "_only", "_schedules", "_values", "base", "optimizer", "rule")
 
     def __init__(
         self,
@@ -274,50 +244,63 @@ class Hyperparameters:
         """What is written to."""
         restore_base_values(optimizer)
         _part_tensors(optimizer.param_groups)
-        self._settings: list[_Setting] = []
+        self._values: list[list[_Value]] = []
         self.follow(horizon, bound or {})
         self.base = self.values()
         """The initial values of the optimizer, by name."""
 
     def follow(self, horizon: Horizon, bound: Mapping[str, BoundSchedule]) -> None:
         """Follow the same schedules, bound to the run anew; the base values stay."""
-        groups, base = self.optimizer.param_groups, {}
-        for one in self._settings:
-            base[one.number, one.key] = one.base
-        each = {
-            name: _Factor(factor, bound[name] if name in bound else factor.bind(horizon))
-            for name, factor in self._schedules.items()
+        groups, made = self.optimizer.param_groups, dict[Any, Any]()
+        kept: dict[Any, Any] = {
+            value[:3]: value.base for values in self._values for value in values
         }
-        made: dict[Any, Any] = {}
-        followed = [_of_group(each, number, groups, horizon, made) for number in range(len(groups))]
-        self._settings = [
-            _Setting(
-                number,
-                key,
-                base[number, key]
-                if (number, key) in base
-                else plain(group.setdefault(f"{INITIAL}{key}", plain(group[key]))),
-                tuple(_product(factors).bound for factors in by_index.values()),
-                follows_rule=key == "lr",
-            )
-            for number, group in enumerate(groups)
-            for key, by_index in followed[number].items()
-        ]
-        self._columns = {name: _column(name, followed, groups) for name in each}
+        each = {
+            name: (schedule, bound[name] if name in bound else schedule.bind(horizon))
+            for name, schedule in self._schedules.items()
+        }
+        self._values = []
+        for number, group in enumerate(groups):
+            found = _columns_of(each, number, group)
+            scheduled = frozenset(column for column, factors in found.items() if factors)
+            by_key: dict[str, list[_Value]] = {}
+            for (key, index), factors in found.items():
+                base = Base(groups, number, (key, index), scheduled, made)
+                factor = _product([_on(base, one, horizon) for one in factors])
+                initial = kept.get((number, key, index))
+                if initial is None:
+                    initial = plain(group.setdefault(f"{INITIAL}{key}", plain(group[key])))
+                    initial = initial if index is None else initial[index]
+                by_key.setdefault(key, []).append(_Value(number, key, index, initial, factor))
+            self._values += by_key.values()
+        self._named = {name: self._value_of(name) for name in each}
         # Setting it is one multiplication: the common case, twice as fast by itself.
-        first = self._settings[0] if len(self._settings) == 1 else None
+        first = self._values[0][0] if sum(map(len, self._values)) == 1 else None
         is_plain = first is not None and isinstance(groups[first.number][first.key], (int, float))
         self._only = first if is_plain and self.rule is None else None
+
+    def _value_of(self, text: str) -> _Value:
+        """Return the value that a name stands for: the first of several."""
+        groups, wanted = self.optimizer.param_groups, parse_name(text).group
+        numbers = {group_name(number, group): number for number, group in enumerate(groups)}
+        number = 0 if wanted is None else numbers[wanted]
+        name = parse_name(text).of(groups[number])
+        return next(
+            value
+            for values in self._values
+            for value in values
+            if value[:2] == (number, name.key) and name.index in (None, value.item)
+        )
 
     @property
     def schedules(self) -> dict[str, Schedule]:
         """What the learning rate and all that is scheduled follow, multiplied: for a plan."""
-        return {name: column.factor.schedule for name, column in self._columns.items()}
+        return {name: value.factor[0] for name, value in self._named.items()}
 
     @property
     def bound(self) -> Mapping[str, tuple[Schedule, BoundSchedule]]:
         """The same, each with what it is when bound to the run."""
-        return {name: column.factor for name, column in self._columns.items()}
+        return {name: value.factor for name, value in self._named.items()}
 
     def apply(self, timestamp: Timestamp, batch_size: int | None = None) -> None:
         """Set every scheduled value for the batch that starts at `timestamp`.
@@ -331,7 +314,7 @@ class Hyperparameters:
         """
         only = self._only
         if only is not None:
-            value = only.base * only.factors[0](timestamp)
+            value = only.base * only.factor[1](timestamp)
             self.optimizer.param_groups[only.number][only.key] = value
             return
         rule = 1.0
@@ -340,16 +323,18 @@ class Hyperparameters:
                 why, instead = "a learning rate rule needs it", "pass step.batch_size"
                 raise ScheduleError.bad("batch_size", None, why, instead)
             rule = checked_factor(self.rule(batch_size), self.rule)
-        for setting in self._settings:
-            value = setting.at(timestamp, rule)
-            write(self.optimizer.param_groups[setting.number], setting.key, value)
+        for values in self._values:
+            first, *_ = values
+            found = [one.at(timestamp, rule) for one in values]
+            group = self.optimizer.param_groups[first.number]
+            write(group, first.key, found[0] if first.item is None else tuple(found))
 
     def row(self) -> list[float]:
         """Return the present values without names, in the order of `values`."""
         found, groups = [], self.optimizer.param_groups
-        for column in self._columns.values():
-            value = groups[column.number][column.key]
-            found.append(float(value if column.index is None else value[column.index]))
+        for number, key, index, *_ in self._named.values():
+            value = groups[number][key]
+            found.append(float(value if index is None else value[index]))
         return found
 
     def values(self) -> dict[str, float]:
@@ -357,7 +342,7 @@ class Hyperparameters:
 
         A name without a group shows the first group's value; of `betas`, the first.
         """
-        return dict(zip(self._columns, self.row(), strict=True))
+        return dict(zip(self._named, self.row(), strict=True))
 
 
 def _part_tensors(groups: Sequence[dict[str, Any]]) -> None:
@@ -370,54 +355,31 @@ def _part_tensors(groups: Sequence[dict[str, Any]]) -> None:
         seen.update(id(value) for value in group.values() if isinstance(value, Tensor))
 
 
-def _of_group(
-    factors: Mapping[str, _Factor],
-    number: int,
-    groups: Sequence[Mapping[str, Any]],
-    horizon: Horizon,
-    made: dict[Any, Any],
-) -> dict[str, dict[int | None, list[_Factor]]]:
-    """What each key of one group follows, by index: that for all, and the group's own."""
+def _columns_of(
+    factors: Mapping[str, _Factor], number: int, group: Mapping[str, Any]
+) -> dict[Column, list[_Factor]]:
+    """Return what each value of one group follows: the factors for all, and the group's own."""
     found: dict[Column, list[_Factor]] = {}
-    group = groups[number]
     for text, factor in factors.items():
         name = parse_name(text).of(group)
         if name.group in (None, group_name(number, group)):
             value = group[name.key]
-            indices = range(len(value)) if isinstance(value, tuple) else (None,)
-            for index in indices:
-                each = found.setdefault((name.key, index), [])
+            for index in range(len(value)) if isinstance(value, tuple) else (None,):
+                column = found.setdefault((name.key, index), [])
                 if name.index in (None, index):
-                    each.append(factor)
-    scheduled = frozenset(column for column, each in found.items() if each)
-    by_key: dict[str, dict[int | None, list[_Factor]]] = {}
-    for column, each in found.items():
-        base = Base(groups, number, column, scheduled, made)
-        key, index = column
-        by_key.setdefault(key, {})[index] = [one.on(base, horizon) for one in each]
-    return by_key
+                    column.append(factor)
+    return found
+
+
+def _on(base: Base, factor: _Factor, horizon: Horizon) -> _Factor:
+    """Return the factor of one value, bound again if it depends on that."""
+    schedule = factor[0].on(base)
+    return factor if schedule is factor[0] else (schedule, schedule.bind(horizon))
 
 
 def _product(factors: Sequence[_Factor]) -> _Factor:
-    if not factors:
-        return _Factor(as_schedule(1.0), product_of(()))
     if len(factors) == 1:
         return factors[0]
-    return _Factor(
-        Product(*(one.schedule for one in factors)), product_of([one.bound for one in factors])
-    )
-
-
-def _column(
-    text: str,
-    followed: Sequence[Mapping[str, Mapping[int | None, list[_Factor]]]],
-    groups: Sequence[Mapping[str, Any]],
-) -> _Column:
-    numbers = {group_name(number, group): number for number, group in enumerate(groups)}
-    wanted = parse_name(text).group
-    number = 0 if wanted is None else numbers[wanted]
-    name = parse_name(text).of(groups[number])
-    factors = followed[number][name.key]
-    # The first of several values represents them all.
-    index = next(iter(factors)) if name.index is None else name.index
-    return _Column(number, name.key, index, _product(factors[index]))
+    schedules = [schedule for schedule, _ in factors]
+    product = Product(*schedules) if schedules else as_schedule(1.0)
+    return product, product_of([bound for _, bound in factors])

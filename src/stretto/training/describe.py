@@ -33,7 +33,6 @@ from stretto.runtime.ranks import Ranks
 from stretto.schedules.fields import group_name
 from stretto.timing import parse_trigger
 from stretto.training.callback import Callback, overrides, unique
-from stretto.training.settings import Evaluation
 
 _OWN_OF_A_RANK = ("num_workers", "prefetch_factor", "pin_memory", "callbacks", "torch", "stretto")
 """Settings that ranks need not share."""
@@ -99,10 +98,11 @@ def describe(
         "model.frozen": ", ".join(frozen),
     }
     for name, one in due.items():
-        at = f"evaluate.{name}" if isinstance(one, Evaluation) else name
+        data = getattr(one, "data", None)  # an evaluation has some
+        at = name if data is None else f"evaluate.{name}"
         found |= {f"{at}.{key}": value for key, value in _fields(one).items()}
-        if isinstance(one, Evaluation):
-            found |= _of_data(at, DataSpec.of(one.data))
+        if data is not None:
+            found |= _of_data(at, DataSpec.of(data))
     described: dict[str, Plain] = public({name: plain(value) for name, value in found.items()})
     return described | {
         "callbacks": public(", ".join(sorted(texts))),
@@ -261,7 +261,7 @@ def _by_key(described: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 def is_unmade(tensor: Tensor) -> bool:
     """Return whether a tensor gets its shape in the first step, as those of lazy layers do."""
-    return is_lazy(tensor)
+    return is_lazy(tensor)  # whose type says that all parameters are lazy
 
 
 def _fields(settings: Any) -> dict[str, Any]:

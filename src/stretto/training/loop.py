@@ -19,7 +19,7 @@ from stretto.timing import Timestamp
 from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Saver
 from stretto.training.describe import check_agreement, in_batch
-from stretto.training.evaluation.evaluate import Evaluations
+from stretto.training.evaluate import Evaluations
 from stretto.training.logs.recorder import MOST_PENDING, Recorder
 from stretto.training.stepper import LOSS_OF, Stepper, StepResult, not_finite, skipped_alone
 

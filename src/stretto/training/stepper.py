@@ -40,7 +40,7 @@ from stretto.runtime.sharded import local_part
 from stretto.runtime.step import Info
 from stretto.settings import Stepping
 from stretto.timing import Timestamp
-from stretto.training.checkpointing.records import UNFIT, unfit
+from stretto.training.checkpointing.state import UNFIT, unfit
 from stretto.training.criterion import HINT
 from stretto.training.reduction import adds_up, has_sum, is_sum
 

@@ -35,13 +35,13 @@ from stretto.run import Run, prepare
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
+from stretto.schedules.fields import one_of
 from stretto.settings import (
     Checkpointing,
     Computing,
     Loading,
     Precision,
     Stepping,
-    one_of,
     read_settings,
 )
 from stretto.timing import Time, TimeLike, Timer, Trigger, parse_trigger
@@ -58,28 +58,25 @@ from stretto.training.checkpointing.state import (
     parts_of,
     share_random_state,
 )
-from stretto.training.checks import (
-    check_listeners,
-    check_parts,
-    check_ratio,
-    given_size,
-    read_evaluations,
-)
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import BuiltWith, Plain, compare_ranks, describe, plain
-from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluations, Evaluator
-from stretto.training.evaluation.metrics import check_merging
-from stretto.training.evaluation.weights import TrainingWeights
+from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
 from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.console import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import Recorder
 from stretto.training.loop import Loop, Stops, raise_for
+from stretto.training.metrics import check_merging
 from stretto.training.settings import (
     Evaluation,
     Logging,
     LossFunction,
+    check_listeners,
+    check_parts,
+    check_ratio,
+    given_size,
     named_callbacks,
     named_settings,
+    read_evaluations,
     scaled,
 )
 from stretto.training.stepper import Stepper
@@ -179,11 +176,11 @@ class Trainer:
         clip_norm: float | None = None,
         compile: bool = False,  # noqa: A002  as torch calls it
         device: str | None = None,
-        loading: Loading | Mapping[str, Any] = Loading(),  # noqa: B008  a frozen value
-        stepping: Stepping | Mapping[str, Any] = Stepping(),  # noqa: B008
+        loading: Loading | Mapping[str, Any] = Loading(),
+        stepping: Stepping | Mapping[str, Any] = Stepping(),
         evaluate: Any = None,
         checkpoint: Checkpointing | Mapping[str, Any] | TimeLike | Trigger | None = None,
-        log: Logging | Mapping[str, Any] | TimeLike | Trigger = Logging(),  # noqa: B008
+        log: Logging | Mapping[str, Any] | TimeLike | Trigger = Logging(),
         callbacks: Sequence[Callback] = (),
         strategy: Strategy | None = None,
         mesh: DeviceMesh | Mesh | None = None,
@@ -487,7 +484,7 @@ class Trainer:
                 written to; or a loss or gradient is not finite (see `Stepping.non_finite`).
             PlanError: a stage that is still to come has fewer samples than there are ranks.
         """
-        one_of("on_signal", on_signal, ("raise", "return"))
+        one_of(on_signal, "on_signal", ("raise", "return"), TrainingError)
         self._check_outside("train", "fit()")
         self._describe(self.run)
         if resume is not None:

@@ -48,7 +48,7 @@ def test_values_that_are_not_stated_have_factors() -> None:
 
 def test_a_plan_has_a_column_for_each_beta_and_momentum_is_the_first_of_adam() -> None:
     optimizer = {**ADAM, "betas": [0.8, 0.9]}
-    schedules = {"betas": 0.5, "betas.1": 0.5, "momentum": {"linear": {}}}
+    schedules = {"betas": 0.5, "betas.1": 0.5, "momentum": {"Linear": {}}}
     plan = build_plan(config(optimizer=optimizer, schedules=schedules))
     assert plan.values_at(10) == {
         "lr": 0.1,
@@ -82,7 +82,7 @@ def test_another_optimizer_may_make_of_its_settings_what_it_likes() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"batch_size": {"plateau": "validation/los", "start": 4, "maximum": 8}},
+        {"batch_size": {"Plateau": {"metric": "validation/los", "start": 4, "maximum": 8}}},
         {"checkpoint": {"monitor": "validation/los"}},
     ],
     ids=["plateau", "monitor"],

@@ -37,7 +37,7 @@ def test_nothing_of_the_data_is_imported_and_torch_is_not(tmp_path: Path) -> Non
         "max_duration: 2ep\n"
         "data: {target: 'no.such:thing', num_samples: 100}\n"
         "optimizer: {target: 'torch.optim:AdamW', lr: 0.1}\n"
-        "schedules: {lr: {cosine: {}}}\n"
+        "schedules: {lr: {Cosine: {}}}\n"
         "batch_size: 10\n"
         "evaluate: {every: 10%}\n"
     )
@@ -67,7 +67,7 @@ def test_scale_schedule_stretches_every_time_but_fractions() -> None:
         config(
             scale_schedule=2.5,
             batch_size={"0ep": 10, "1ep": 20},
-            schedules={"lr": {"step": {"every": "1ep"}}, "momentum": {"step": {"every": "50%"}}},
+            schedules={"lr": {"StepDecay": "1ep"}, "momentum": {"StepDecay": "50%"}},
             checkpoint={"every": "1ep"},
             evaluate={"every": "25%", "data": {"target": "a:b"}},
         )
@@ -99,7 +99,9 @@ def test_the_rule_and_the_number_of_ranks() -> None:
 def test_functions_of_yours(project: str) -> None:
     plan = build_plan(
         config(
-            batch_size={"target": f"{project}:grow", "every": "1ep"},
+            batch_size={
+                "SizeFunction": {"function": {"target": f"{project}:grow"}, "every": "1ep"}
+            },
             schedules={"lr": {"target": f"{project}:halve_each_epoch"}},
             rule={"target": f"{project}:follow"},
         )
@@ -112,11 +114,11 @@ def test_functions_of_yours(project: str) -> None:
     ("text", "message"),
     [
         (
-            "schedules:\n  lr:\n    cosine: {warmup: 3ep}\n",
+            "schedules:\n  lr:\n    Cosine: {warmup: 3ep}\n",
             r"warmup='3ep'.* \(schedules.lr in run.yaml, line 5\)",
         ),
         (
-            "schedules: {momentum: {cosine: {warmup: 3tok}}}\n",
+            "schedules: {momentum: {Cosine: {warmup: 3tok}}}\n",
             r"set data.num_tokens, .* \(schedules.momentum in run.yaml, line 4\)",
         ),
         (

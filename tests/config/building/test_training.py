@@ -25,6 +25,7 @@ RUN: dict[str, Any] = {
     "batch_size": 8,
     "log": {"loggers": []},
 }
+GROW = {"target": "my_project:grow"}
 pytestmark = pytest.mark.usefixtures("project")
 
 
@@ -44,17 +45,17 @@ def test_trains() -> None:
         {
             "max_duration": "2ep",
             "schedules": {
-                "lr": {"cosine": {"warmup": "3ba"}},
-                "momentum": {"step": {"every": "1ep"}},
+                "lr": {"Cosine": {"warmup": "3ba"}},
+                "momentum": {"StepDecay": {"every": "1ep"}},
             },
-            "batch_size": {"ramp": "double", "start": 3, "end": 13, "over": "50sp"},
+            "batch_size": {"DoublingRamp": {"start": 3, "end": 13, "over": "50sp"}},
             "optimizer": {"target": "torch.optim:SGD", "lr": 0.01, "momentum": 0.5},
         },
         {
             "max_duration": "2.5ep",
             "last_batch": "carry",
             "micro_batch_size": 4,
-            "schedules": {"lr": [0.5, {"linear": {"over": "1/3dur"}}]},
+            "schedules": {"lr": [0.5, {"Linear": {"over": "1/3dur"}}]},
             "batch_size": {"0ep": 7, "6ba": 11},
             "rule": {"linear": 7},
         },
@@ -62,8 +63,8 @@ def test_trains() -> None:
             "max_duration": "10ba",
             "last_batch": "drop",
             "data": {"target": "my_project:Points", "tokens_per_sample": 3},
-            "schedules": {"lr": {"exponential": {"every": "60tok", "gamma": 0.9}}, "lr@head": 0.5},
-            "batch_size": {"target": "my_project:grow", "every": "2ba"},
+            "schedules": {"lr": {"Exponential": {"every": "60tok", "gamma": 0.9}}, "lr@head": 0.5},
+            "batch_size": {"SizeFunction": {"function": GROW, "every": "2ba"}},
             "optimizer": {
                 "target": "torch.optim:AdamW",
                 "betas": [0.9, 0.95],
@@ -200,7 +201,7 @@ def test_a_step_of_yours_gets_model_optimizer_and_loss(tmp_path: Path) -> None:
     described = config(
         step={"target": f"{STEPS}:SAMStep", "radius": 0.1},
         checkpoint={"every": "1ep"},
-        schedules={"lr": {"cosine": {}}},
+        schedules={"lr": {"Cosine": {}}},
     )
     trainer = build_trainer(described, folder=tmp_path)
     trainer.fit()
@@ -270,12 +271,12 @@ def test_a_logger_of_yours_gets_the_run_file(tmp_path: Path) -> None:
         ({"device": "abacus"}, "abacus"),
         ({"stepping": {"rank_timeout": "5ba"}}, r"cannot wait '5ba'.*stepping.rank_timeout in"),
         (
-            {"batch_size": {"plateau": "validation/loss", "start": 4, "maximum": 8}},
+            {"batch_size": {"Plateau": {"metric": "validation/loss", "start": 4, "maximum": 8}}},
             r"no evaluation measures it; set evaluate: {every: 10%} \(batch_size in",
         ),
         (
             {
-                "batch_size": {"plateau": "validation/los", "start": 4, "maximum": 8},
+                "batch_size": {"Plateau": {"metric": "validation/los", "start": 4, "maximum": 8}},
                 "evaluate": {},
             },
             r"no evaluation measures it; write one of 'validation/loss' \(batch_size in",

@@ -12,7 +12,7 @@ from stretto.errors import ConfigError
 VALUES: dict[str, Any] = {
     "max_duration": "2ep",
     "optimizer": {"target": "a:b", "lr": 0.1},
-    "schedules": {"lr": [{"cosine": {"end": 0.1}}, {"linear": {}}]},
+    "schedules": {"lr": [{"Cosine": {"end": 0.1}}, {"Linear": {}}]},
     "batch_size": 32,
 }
 
@@ -43,7 +43,7 @@ def test_sets_a_value_without_touching_the_argument() -> None:
 
 
 def test_sets_an_item_of_a_list() -> None:
-    assert overridden("schedules.lr.0.cosine.end=0")["schedules"]["lr"][0] == {"cosine": {"end": 0}}
+    assert overridden("schedules.lr.0.Cosine.end=0")["schedules"]["lr"][0] == {"Cosine": {"end": 0}}
 
 
 def test_makes_the_mappings_on_the_way() -> None:
@@ -85,7 +85,7 @@ def test_a_replaced_mapping_forgets_its_lines() -> None:
         ("lr =1", "key=value"),
         ("batch_size=", "key=value"),
         ("batch_size.at_most=3", "batch_size has no keys"),
-        ("schedules.lr.2.cosine={}", "schedules.lr is a list of 2"),
+        ("schedules.lr.2.Cosine={}", "schedules.lr is a list of 2"),
         ("schedules.lr.end=1", "schedules.lr is a list of 2"),
         ("batch_size=[1", "expected"),
     ],

@@ -19,7 +19,7 @@ from stretto.training.algorithms import (
     SequenceLengthWarmup,
     StochasticDepth,
 )
-from stretto.training.algorithms.stochastic_depth import progress
+from stretto.training.callback import progress
 
 
 class Watch(Callback):

@@ -15,7 +15,7 @@ import pytest
 
 from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing
-from stretto.training.checkpointing.records import LOCK, locked
+from stretto.training.checkpointing.lock import LOCK, locked
 
 Make = Callable[..., Any]
 

@@ -15,7 +15,7 @@ import pytest
 from stretto.errors import CheckpointError, TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation, Logging
 from stretto.training.checkpointing import saver
-from stretto.training.checkpointing.records import locked
+from stretto.training.checkpointing.lock import locked
 
 Make = Callable[..., Any]
 

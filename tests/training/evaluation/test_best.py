@@ -12,7 +12,7 @@ import torch
 
 from stretto.errors import ConfigError, TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation
-from stretto.training.evaluation.evaluate import Best
+from stretto.training.evaluate import Best
 
 Make = Callable[..., Any]
 

@@ -18,7 +18,7 @@ from torchmetrics.text import Perplexity
 from stretto.batching import Plateau
 from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation, Run, Trainer
-from stretto.training.evaluation.metrics import default_predict
+from stretto.training.metrics import default_predict
 
 Make = Callable[..., Any]
 

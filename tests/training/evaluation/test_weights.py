@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stretto.checkpoint import load_weights
 from stretto.training import Callback, Checkpointing, Evaluation, Run
 from stretto.training.algorithms import ExponentialMovingAverage
-from stretto.training.evaluation.weights import is_switched
+from stretto.training.evaluate import is_switched
 
 Make = Callable[..., Any]
 

@@ -13,9 +13,9 @@ from composer.core import Precision
 from torch.utils.data import DataLoader, DistributedSampler
 
 from stretto.batching import NO_SIGNALS, Signals
-from stretto.data import MicroBatch, Step
+from stretto.data import Step
 from stretto.data.containers import join_samples
-from stretto.integrations.shared import StepMeter, counted_steps, refuse
+from stretto.integrations.shared import Pass, StepMeter, counted_steps, refuse
 from stretto.planning.bind import end_of
 from stretto.run import Run
 
@@ -23,7 +23,7 @@ _NOISE, _PLAN = "follow the noise of the gradient", "plan the sizes, such as '0e
 
 
 @final
-class Steps:
+class ComposerLoader:
     """The train dataloader: one pass over it is one epoch of steps of this rank."""
 
     batch_size = None
@@ -64,7 +64,7 @@ class Steps:
             yield join_samples([one.batch for one in own], [one.num_samples for one in own])
 
 
-def plain(dataloader: Any) -> Any:
+def unshared(dataloader: Any) -> Any:
     """Return a dataloader with the order of a single process if each rank has its own samples."""
     sampler = getattr(dataloader, "sampler", None)
     if not isinstance(dataloader, DataLoader) or type(sampler) is not DistributedSampler:
@@ -93,7 +93,7 @@ class Noise:
     def __init__(self, meter: StepMeter) -> None:
         self.signals = NO_SIGNALS
         self._meter = meter
-        self._micros: list[MicroBatch] = []
+        self._passes: list[Pass] = []
         self._open: AbstractContextManager[None] = nullcontext()
         self._most: int | float | None = None
 
@@ -101,25 +101,29 @@ class Noise:
         """Begin a step. If it has one micro-batch on one rank, have Composer cut it into two."""
         whole, most = step.micro_batches[0], state.device_train_microbatch_size
         assert most is not None, "Composer has set it"
-        parts, left = self._meter.micro_batches(step), sum(one.num_samples for one in step)
-        size = max(one.num_samples for one in parts) if len(parts) > 1 else left
+        left = sum(micro.num_samples for micro in step)
+        parts = self._meter.passes(step)
+        size = max(part.num_samples for part in parts) if len(parts) > 1 else left
         if size < most:
             self._most, state.device_train_microbatch_size = most, size
         size = min(size, int(most))
         self.signals, starts = NO_SIGNALS, range(0, left, size)
-        self._micros = [replace(whole, num_samples=min(size, left - start)) for start in starts]
+        # As Composer cuts the batch; the samples themselves are not looked at.
+        step.micro_batches = [
+            replace(whole, num_samples=min(size, left - start)) for start in starts
+        ]
+        self._passes = self._meter.passes(step)
 
     def watch(self) -> None:
         """Measure the next backward pass."""
-        _check_parts(not self._micros)
-        micro = self._micros.pop(0)
-        self._open = self._meter.watch(micro, is_last=not self._micros)
+        _check_parts(not self._passes)
+        self._open = self._passes.pop(0).watch
         self._open.__enter__()
 
     def read(self, state: State) -> None:
         """End the measurement of a pass; after the last one of a step, read what was measured."""
         self._open.__exit__(None, None, None)
-        if not self._micros:
+        if not self._passes:
             is_scaled = state.precision is Precision.AMP_FP16
             self.signals = self._meter.signals(scaler=state.scaler if is_scaled else None)
 
@@ -127,7 +131,7 @@ class Noise:
         """Return what the step measured."""
         if self._most is not None:
             self._most, state.device_train_microbatch_size = None, self._most
-        _check_parts(self._micros)
+        _check_parts(self._passes)
         return self.signals
 
 
@@ -136,7 +140,7 @@ def _check_parts(is_wrong: object) -> None:
     refuse((is_wrong, _NOISE, why, f"{_PLAN}, or leave split_batch out"))
 
 
-def check_trainer(state: State) -> None:
+def check_composer(state: State) -> None:
     """Refuse a trainer that cannot be followed.
 
     Raises:
@@ -161,7 +165,7 @@ def check_trainer(state: State) -> None:
     )
 
 
-def check_run(run: Run, state: State) -> None:
+def check_length(run: Run, state: State) -> None:
     """Refuse schedulers of the trainer that contradict the run, and ends counted differently.
 
     Raises:
@@ -186,7 +190,7 @@ def check_fit(run: Run, state: State) -> None:
     Raises:
         TrainingError: there is something.
     """
-    check_run(run, state)
+    check_length(run, state)
     ours, theirs = run.timer.batch, int(state.timestamp.batch)
     repeats = any(getattr(one, "_step_supports_amp_closure", False) for one in state.optimizers)
     is_hidden = "noise" in run.loader.reads and (state.fsdp_enabled or repeats)

@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -23,21 +23,21 @@ from stretto.data.containers import join_samples, take_samples
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units
 from stretto.errors import DataError
-from stretto.integrations.contract import cut_pair
+from stretto.integrations.loss_checks import keeps
 from stretto.integrations.shared import refuse
 from stretto.run import Run
-from stretto.runtime.losses import is_close, only_looking, tolerance_for
+from stretto.runtime.losses import Reduction, is_close, only_looking, tolerance_for
 
-Kind: TypeAlias = Literal["divided", "divided on its rank", "targets", "shifted", "samples"]
+LossKind: TypeAlias = Literal["divided", "divided on its rank", "targets", "shifted", "samples"]
 """`divided`: by `num_items_in_batch`, times the number of ranks, as transformers does it; `divided
 on its rank`: without that factor. The others are means: over labels that are not -100, over these
 without the first of each sequence, and over samples."""
-KINDS: tuple[Kind, ...] = ("divided", "divided on its rank", "targets", "shifted", "samples")
+LOSS_KINDS: Sequence[LossKind] = get_args(LossKind)
 _LOGS = ("_metrics", "_total_train_tokens", "_stored_metrics", "accum_loss_components")
 """Where the trainers of TRL and sentence-transformers collect what they log."""
 
 
-def units(kind: Kind, ignored: int) -> Units:
+def units(kind: LossKind, ignored: int) -> Units:
     """Return what counts the units of a mean; see `ignored_pixel`."""
     return "samples" if kind == "samples" else lambda one: _targets(one, ignored, kind == "shifted")
 
@@ -50,7 +50,7 @@ def ignored_pixel(model: Any) -> int:
 
 def measure(
     trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: Any
-) -> tuple[Kind | None, Kind | None]:
+) -> tuple[LossKind | None, LossKind | None]:
     """Return what the loss is a mean over, and what counts the number that it is divided by.
 
     None: no known kind; and the number of the trainer. All ranks must call it.
@@ -69,29 +69,26 @@ def measure(
     known = [row for row in trainer.stretto.run.loader.ranks.gather(fits) if row[-1]]
     why = "the loss of the samples that it is measured with is not finite"
     refuse((not known, "weigh the losses of micro-batches", why, "check the data and the labels"))
-    *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(KINDS) + 2))
-    kind = next((one for one, fits_all in zip(KINDS, kinds, strict=True) if fits_all), None)
+    *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(LOSS_KINDS) + 2))
+    kind = next((one for one, fits_all in zip(LOSS_KINDS, kinds, strict=True) if fits_all), None)
     return kind, "targets" if targets else "shifted" if shifted else None
 
 
-def keeps(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: Any) -> bool:
+def keeps_kind(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: Any) -> bool:
     """Return whether the micro-batches of a step have the loss that was measured before.
 
     All ranks must call it. Two micro-batches are compared with both as one, or the first of them
     with its halves. Each pair takes three passes, as those of a model on several ranks must meet.
     """
-    kind, ignored = trainer.stretto.kind, ignored_pixel(trainer.model)
+    kind, wrong, tolerance = trainer.stretto.kind, 0, _tolerance(trainer, model)
     is_divided = kind in ("divided", "divided on its rank")
-    counted: Any = units("samples" if is_divided else kind, ignored)
-    number, tolerance, wrong = num_items if is_divided else None, _tolerance(trainer, model), 0
+    counted = units("samples" if is_divided else kind, ignored_pixel(trainer.model))
+    reduction: Reduction = "sum" if is_divided else "mean"
     with _looking(trainer, model) as at:
-        for pair in (micros[start : start + 2] for start in range(0, len(micros), 2)):
-            whole, parts, sizes = cut_pair([(one.batch, one.num_samples) for one in pair])
-            mean, means = at(whole, number), [at(one, number) for one in parts]
-            shares = sizes if counted == "samples" else [counted(one) for one in parts]
-            if all(sizes) and all(shares) and all(map(math.isfinite, (mean, *means))):
-                is_whole = is_close(mean, sum(means), tolerance)
-                wrong += not (is_whole if is_divided else _is_mean(mean, means, shares, tolerance))
+        number = num_items if is_divided else None
+        for start in range(0, len(micros), 2):
+            pair = [(micro.batch, micro.num_samples) for micro in micros[start : start + 2]]
+            wrong += not keeps(reduction, pair, lambda batch: at(batch, number), counted, tolerance)
     return not trainer.stretto.run.loader.ranks.agree([wrong])[0]
 
 
@@ -137,12 +134,12 @@ def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool)
 
     labels, items = _classes(whole), _targets(whole, ignored)
     # Only sequences of labels can be shifted.
-    both: tuple[tuple[Kind, bool], ...] = (("targets", False), ("shifted", True))
+    both: tuple[tuple[LossKind, bool], ...] = (("targets", False), ("shifted", True))
     kinds = both[: 0 if labels is None else labels.ndim]
     mean, means = mean_of(whole), [mean_of(one) for one in halves]
     world_size = trainer.args.world_size
     tolerance = _tolerance(trainer, trainer.model)
-    found, is_known = dict.fromkeys(KINDS, False), math.isfinite(mean)
+    found, is_known = dict.fromkeys(LOSS_KINDS, False), math.isfinite(mean)
     divisors = [False, False]
     if divides:
         once, twice = at(whole, items), at(whole, 2 * items)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self, final
@@ -23,18 +25,21 @@ from torch import Tensor
 from stretto.batching import NO_SIGNALS
 from stretto.data.weights import Units
 from stretto.errors import CheckpointError
-from stretto.integrations.contract import FirstStep, check_module, warn_of_batch_norm
+from stretto.integrations.loss_checks import FirstStep, keeps, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
+    Pass,
     StepMeter,
     counted_steps,
     ends_epoch,
     is_over,
+    note_metrics,
     refuse,
     warn_of_end,
 )
 from stretto.planning.bind import UNKNOWN, end_of, planned_micro_batches
 from stretto.run import Run
+from stretto.runtime.losses import only_looking, tolerance_for
 
 _CHANGE_BATCHES = (
     BatchSizeFinder,
@@ -44,7 +49,7 @@ _CHANGE_BATCHES = (
 )
 
 
-def check_trainer(trainer: Trainer, every: Iterable[str]) -> None:
+def check_lightning(trainer: Trainer, every: Iterable[str]) -> None:
     """Refuse a trainer with settings or callbacks that cannot be followed.
 
     Raises:
@@ -91,21 +96,23 @@ def own_length(trainer: Trainer) -> str:
     return f"{epochs}ep" if steps == -1 else f"{steps}ba"
 
 
+_OUTSIDE = Pass(None, weight=1.0, is_first=True, is_last=True, num_samples=0, watch=nullcontext())
+"""In place of a micro-batch before the first one."""
+
+
 @final
-class MicroBatches:
+class LightningLoader:
     """The train dataloader: one pass over it is one epoch of micro-batches."""
 
     def __init__(self, run: Run, units: Units) -> None:
         self.run = run
         """The run: its clock is `run.timer`."""
-        self.present_weight, self.is_weighed = 1.0, False
-        self.is_first = self.is_last = True
-        """Whether a step begins with the present micro-batch, or ends with it."""
+        self.present = _OUTSIDE
+        """The present micro-batch."""
+        self.is_weighed = False
         self.units: Units = units
         self.meter: StepMeter
         """Measures the steps of a fit."""
-        self.watch: AbstractContextManager[None] = nullcontext()
-        """Measures the noise of the present backward pass."""
         self._trainer: Trainer | None = None
         self._accumulation: Accumulation
 
@@ -113,7 +120,12 @@ class MicroBatches:
     def weight(self) -> float:
         """The factor of the loss of the present micro-batch, for manual optimization."""
         self.is_weighed = True
-        return self.present_weight
+        return self.present.weight
+
+    @property
+    def is_last(self) -> bool:
+        """Whether a step ends with the present micro-batch."""
+        return self.present.is_last
 
     def follow(self, trainer: Trainer, meter: StepMeter, *, is_open: bool) -> None:
         """Begin to set where in a step `trainer` is.
@@ -124,7 +136,8 @@ class MicroBatches:
             is_open: whether the checkpoint that is resumed was written inside a step.
         """
         self._trainer, self.meter = trainer, meter
-        self._set(Accumulation.of(1.0, None, is_first=not is_open, is_last=not is_open))
+        self.present = _OUTSIDE._replace(is_first=not is_open, is_last=not is_open)
+        self._accumulation = trainer.accumulate_grad_batches = Accumulation.of(self.present)
 
     def __len__(self) -> int:
         """Return the number of micro-batches in the present epoch, or a number above it.
@@ -139,45 +152,29 @@ class MicroBatches:
         return UNKNOWN if exact is None else exact
 
     def __iter__(self) -> Iterator[Any]:
-        trainer = self._trainer
-        is_led = trainer is not None and any(type(one) is FollowRun for one in trainer.callbacks)
+        callbacks = [] if self._trainer is None else self._trainer.callbacks
+        is_led = any(type(callback) is LightningCallback for callback in callbacks)
         why = "the trainer does not have the callback of attach(), as in Tuner.lr_find"
         instead = "do that with your own DataLoader, before attach()"
         refuse((not is_led, "train on what attach() returned", why, instead))
         for step in counted_steps(self.run):
-            step.micro_batches = list(self.meter.micro_batches(step))
-            last = len(step) - 1
-            weights = self.run.weights(step, self.units)
-            for number, (micro, weight) in enumerate(zip(step, weights, strict=True)):
-                self.present_weight, self.is_first, self.is_last = (
-                    weight,
-                    number == 0,
-                    number == last,
-                )
-                self.watch = self.meter.watch(micro, is_last=number == last)
+            for present in self.meter.passes(step, self.units):
+                self.present = present
                 self._begin()
-                yield micro.batch
+                yield present.batch
 
     def _begin(self) -> None:
         """Set the weight of the next micro-batch, and where in its step it is."""
         trainer = self._trainer
         assert trainer is not None, "iterated over in a fit"
-        progress = trainer.fit_loop.epoch_loop.batch_progress
         is_other = trainer.accumulate_grad_batches is not self._accumulation
         refuse((is_other, "set accumulate_grad_batches", BY_SIZE, "remove the callback that does"))
-        number = progress.current.ready + 1
-        self._set(
-            Accumulation.of(
-                self.present_weight, number, is_first=self.is_first, is_last=self.is_last
-            )
-        )
+        number = trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1
+        self._accumulation = Accumulation.of(self.present, number)
+        trainer.accumulate_grad_batches = self._accumulation
         trainer.val_check_batch = UNKNOWN
         if self.is_last and self._ends_epoch:
             trainer.fit_loop.max_batches = number
-
-    def _set(self, accumulation: Accumulation) -> None:
-        assert self._trainer is not None, "followed"
-        self._accumulation = self._trainer.accumulate_grad_batches = accumulation
 
     @property
     def _ends_epoch(self) -> bool:
@@ -205,18 +202,18 @@ class Accumulation(float):
 
     number: int | None
     """The number of the micro-batch, from 1; None before the first one of a fit."""
-    is_first: bool
-    is_last: bool
+    present: Pass
 
     @classmethod
-    def of(cls, weight: float, number: int | None, *, is_first: bool, is_last: bool) -> Self:
+    def of(cls, present: Pass, number: int | None = None) -> Self:
         """Return that of a micro-batch."""
-        found = cls(1.0 / weight if weight else math.inf)
-        found.number, found.is_first, found.is_last = number, is_first, is_last
+        found = cls(1.0 / present.weight if present.weight else math.inf)
+        found.present, found.number = present, number
         return found
 
     def __rmod__(self, number: Any) -> int:
-        return int(not (self.is_last if number == self.number else self.is_first))
+        is_present = number == self.number
+        return int(not (self.present.is_last if is_present else self.present.is_first))
 
     def __reduce__(self) -> Any:
         return int, (1,)
@@ -230,10 +227,10 @@ class _NeverReached(int):
 
 
 @final
-class FollowRun(Callback):
+class LightningCallback(Callback):
     """Weighs the losses, moves the clock, and says when to evaluate and to save."""
 
-    def __init__(self, batches: MicroBatches, *, ends_epochs: bool) -> None:
+    def __init__(self, batches: LightningLoader, *, ends_epochs: bool) -> None:
         self._batches, self._run = batches, batches.run
         self._ends_epochs = ends_epochs
         """Whether to evaluate at the end of each epoch, as Lightning does by itself."""
@@ -242,6 +239,7 @@ class FollowRun(Callback):
         self._is_fit = True
         self._signals = NO_SIGNALS
         self._loss: Tensor | None = None
+        self._watch: AbstractContextManager[None] = nullcontext()
         self._checks: FirstStep | None = None
         """Checks manual optimization, in the first step of several micro-batches."""
         self._num_cut = 0
@@ -320,19 +318,15 @@ class FollowRun(Callback):
         )
         if so_far is not None:  # a second fit continues, as the trainer does
             run.load_state_dict(so_far)
-        is_other = self._batches.units != "samples" or not pl_module.automatic_optimization
-        is_other = is_other or isinstance(trainer.strategy, ModelParallelStrategy)
-        is_hidden, twice = (
-            is_other and "noise" in run.loader.reads,
-            "configure_optimizers has another",
-        )
-        others = run.is_scheduled and trainer.lr_scheduler_configs
-        where = "it needs automatic optimization over samples, without FSDP2"
+        is_manual = not pl_module.automatic_optimization
+        is_other = is_manual or isinstance(trainer.strategy, ModelParallelStrategy)
+        is_hidden = is_other and "noise" in run.loader.reads
+        others, twice = run.is_scheduled and trainer.lr_scheduler_configs, "the module has another"
+        where = "it needs automatic optimization, without FSDP2"
         refuse(
             (others, "follow two schedules", twice, "return no schedulers, or pass schedules=None"),
             (is_hidden, "follow the noise of the gradient", where, "plan the batch sizes"),
         )
-        is_manual = not pl_module.automatic_optimization
         self._seen, self._num_cut = [], 0
         self.on_train_batch_start = self._on_train_batch_start
         if run.loader.reads & {"noise", "loss"} or is_manual:
@@ -342,7 +336,7 @@ class FollowRun(Callback):
         meter = StepMeter(run, trainer.strategy.model)
         self._batches.follow(trainer, meter, is_open=self._is_open)
         self._is_open = False
-        end, num_samples = end_of(self._run.prepared), self._run.horizon.dataset_num_samples
+        end, num_samples = end_of(run.prepared), run.horizon.dataset_num_samples
         trainer.fit_loop.epoch_loop.max_steps = -1
         num_epochs = math.ceil(end / num_samples) if end and num_samples else -1
         trainer.fit_loop.max_epochs = _NeverReached(num_epochs)
@@ -422,18 +416,17 @@ class FollowRun(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Check what the loss is over, in steps 1, 2, 4, 8, ... of several micro-batches."""
-        step, batches = self._run.step, self._batches
-        assert step is not None, "drawn"
-        if len(step) == 1:
+        batches, present = self._batches, self._batches.present
+        if present.is_first and present.is_last:
             return
-        if batches.is_first:
+        if present.is_first:
             self._num_cut, self._seen, batches.is_weighed = self._num_cut + 1, [], False
             if self._num_cut == 1 and not pl_module.automatic_optimization:
                 self._checks = FirstStep(self._run, is_counted=callable(batches.units))
         if self._num_cut.bit_count() != 1:
             return
-        self._seen.append((batch, step.micro_batches[len(self._seen)].num_samples))
-        if not batches.is_last:
+        self._seen.append((batch, present.num_samples))
+        if not present.is_last:
             return
         if self._num_cut == 1:
             warn_of_batch_norm(pl_module)
@@ -441,24 +434,30 @@ class FollowRun(Callback):
             why, instead = "its loss has no weight", "multiply it: dataloader.weight * loss"
             refuse((not batches.is_weighed, "train in manual optimization", why, instead))
         elif not isinstance(trainer.strategy, ModelParallelStrategy):
-            ranks, pair = self._run.loader.ranks, self._seen[-2:]
-            check_module(trainer, pl_module, pair, batches.units, batch_idx, ranks=ranks)
+            is_mean = _has_mean(trainer, pl_module, self._seen[-2:], batches.units, batch_idx)
+            is_other = self._run.loader.ranks.agree([not is_mean])[0]
+            name = "samples" if batches.units == "samples" else "its units"
+            why = f"that of a batch is not the mean over {name} of those of its parts"
+            instead = "return a mean, and pass what it is over (units='tokens'), or have no "
+            instead += "micro-batches"
+            refuse((is_other, "compute the loss in micro-batches", why, instead))
 
     def _on_before_backward(self, _: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Measure the loss, and the gradient if the policy reads its noise."""
-        if self._batches.is_first:
+        present = self._batches.present
+        if present.is_first:
             self._loss, self._signals = None, NO_SIGNALS
         if pl_module.automatic_optimization:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         elif self._checks is not None:
-            weight = self._batches.present_weight
-            self._checks.before_pass(loss, self._seen[-1][1], weight)
-        self._batches.watch.__enter__()
+            self._checks.before_pass(loss, present.num_samples, present.weight)
+        self._watch = present.watch
+        self._watch.__enter__()
 
     def _on_after_backward(self, *_: Any) -> None:
         """End the measurement of a pass."""
-        self._batches.watch.__exit__(None, None, None)
-        self._batches.watch = nullcontext()
+        self._watch.__exit__(None, None, None)
+        self._watch = nullcontext()
         if self._checks is not None:
             self._checks.after_pass()
 
@@ -491,6 +490,46 @@ class FollowRun(Callback):
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Give the policy the metric that it follows."""
-        if self._run.is_bound and not trainer.sanity_checking:
-            for name in self._run.loader.reads & set(trainer.callback_metrics):
-                self._run.loader.note_metric(float(trainer.callback_metrics[name]))
+        if not trainer.sanity_checking:
+            note_metrics(self._run, trainer.callback_metrics)
+
+
+def _has_mean(
+    trainer: Any, module: Any, pair: Sequence[tuple[Any, int]], units: Units, batch_idx: int
+) -> bool:
+    """Return whether the loss of a Lightning module is a mean over its units; see `keeps`.
+
+    Its `training_step` is computed on a copy of it that shares the parameters, without gradients,
+    and that logs nothing.
+
+    Args:
+        trainer: the trainer.
+        module: the module.
+        pair: two micro-batches of a step as the module gets them, and their samples.
+        units: what the loss is a mean over.
+        batch_idx: the number of the second.
+    """
+    shared = (*module.parameters(), trainer, trainer.datamodule)
+    try:
+        other = copy.deepcopy(module, {id(each): each for each in shared})
+    except Exception as error:  # noqa: BLE001  from attributes of the user
+        warnings.warn(
+            f"cannot check what the loss is a mean over, as the module cannot be copied: {error!r}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
+    other.log = other.log_dict = lambda *_, **__: None
+
+    def loss_of(batch: Any) -> float:
+        random.restore()
+        arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx).values()
+        with trainer.precision_plugin.train_step_context():
+            found = other.training_step(*arguments)
+        found = found.get("loss") if isinstance(found, Mapping) else found
+        return math.nan if found is None else float(found)
+
+    is_coarse = "32" not in str(trainer.precision) and "64" not in str(trainer.precision)
+    tolerance = tolerance_for(module.parameters(), is_coarse=is_coarse)
+    with only_looking(other) as random:
+        return keeps("mean", pair, loss_of, units, tolerance)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from stretto._location import MOST_BYTES, NotPlainError, read_plain
 from stretto.checkpoint import open_checkpoint
@@ -26,7 +27,7 @@ from stretto.checkpoint.manifest import (
 from stretto.checkpoint.reading import open_or_damage
 from stretto.errors import CheckpointError, StrettoError, first_line
 from stretto.runtime.ranks import Ranks
-from stretto.training.checkpointing.records import run_of, set_aside
+from stretto.training.checkpointing.lock import set_aside
 
 PAUSES = (0.1, 0.4, 1.0, 2.0, 4.0)
 """Seconds between looks for a copy that was written."""
@@ -257,6 +258,16 @@ def origin(store: Store, name: str) -> tuple[str | None, str]:
     document = parse_object(text_of(store, name, RECORDS), RECORDS)
     with damage(RECORDS):
         return run_of(document["records"]), str(document["created"])
+
+
+def run_of(records: Mapping[str, Any]) -> str | None:
+    """Return of which run a checkpoint is; None: an older version of stretto wrote it.
+
+    >>> run_of({"setup": {"run": "0a1b2c3d"}}), run_of({})
+    ('0a1b2c3d', None)
+    """
+    setup = records.get("setup")
+    return setup.get("run") if isinstance(setup, Mapping) else None
 
 
 def check_run(store: Store, there: str | None, own: str | None) -> None:

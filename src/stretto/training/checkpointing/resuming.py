@@ -29,7 +29,7 @@ from stretto.training.checkpointing.fetching import (
     run_ids,
     writing,
 )
-from stretto.training.checkpointing.records import locked, set_aside, unwritable
+from stretto.training.checkpointing.lock import locked, set_aside, unwritable
 from stretto.training.describe import check_agreement
 from stretto.training.logs.recorder import Recorder
 

@@ -32,7 +32,7 @@ from stretto.run import Run
 from stretto.settings import Checkpointing
 from stretto.timing import Timestamp
 from stretto.training.callback import Events
-from stretto.training.checkpointing.records import check_lock
+from stretto.training.checkpointing.lock import check_lock
 from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import (
     Part,
@@ -43,7 +43,7 @@ from stretto.training.checkpointing.state import (
     restore,
 )
 from stretto.training.checkpointing.upload import Uploader, as_store
-from stretto.training.evaluation.evaluate import Best
+from stretto.training.evaluate import Best
 from stretto.training.logs.recorder import Recorder
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 from torch import Tensor, nn
@@ -24,14 +27,44 @@ from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import RandomState
 from stretto.runtime.ranks import Ranks
 from stretto.training.callback import Callback, overrides, unique
-from stretto.training.checkpointing.records import section
 from stretto.training.describe import BuiltWith, as_text, changes, samples_mark
 
 if TYPE_CHECKING:
-    from stretto.training.evaluation.evaluate import Evaluations
-    from stretto.training.evaluation.weights import TrainingWeights
+    from stretto.training.evaluate import Evaluations, TrainingWeights
     from stretto.training.logs.recorder import Recorder
     from stretto.training.stepper import Retry
+
+
+UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""Exceptions that a state from another run, model or version causes."""
+
+
+@contextmanager
+def section(where: object, name: str) -> Iterator[None]:
+    """Add the checkpoint and the part of it to errors raised inside.
+
+    Raises:
+        StrettoError: the error raised inside, with the place added.
+        CheckpointError: the part does not fit.
+    """
+    try:
+        yield
+    except StrettoError as error:
+        raise error.recast(type(error), where=f"{name!r} in {where}") from error
+    except (*UNFIT, RuntimeError) as error:
+        why = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+        why = f"its {name!r} does not fit this run ({why})"
+        instead = "build the run as it was then, or start from another checkpoint"
+        raise CheckpointError.cannot(f"resume from {where}", why=why, instead=instead) from error
+
+
+def unfit(path: Path, name: str, error: Exception) -> CheckpointError:
+    """Return the error for an optimizer that fails in its first update after a resume."""
+    return CheckpointError.cannot(
+        f"update the weights with {name}",
+        why=f"it cannot compute with its state from {path} ({type(error).__name__}: {error})",
+        instead=f"resume with {name} built as it was then, or from another checkpoint",
+    )
 
 
 CALLBACKS = "callbacks"

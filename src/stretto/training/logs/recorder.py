@@ -37,7 +37,7 @@ from stretto.runtime.packing import count, count_or_none, number
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.callback import Events
-from stretto.training.checkpointing.records import set_aside, unwritable
+from stretto.training.checkpointing.lock import set_aside, unwritable
 from stretto.training.describe import as_text, is_unmade
 from stretto.training.logs.console import ConsoleLogger
 from stretto.training.logs.loggers import Guarded, Logger

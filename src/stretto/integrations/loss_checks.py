@@ -1,49 +1,74 @@
-"""Checks in the first step of several micro-batches, for loops and losses that are the user's."""
+"""Checks that the losses of micro-batches may be weighed, for loops and losses of the user's."""
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, final
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from stretto.data import count_target_tokens
 from stretto.data.containers import join_samples, opened, take_samples
 from stretto.data.weights import Units
 from stretto.errors import DataError
 from stretto.integrations.shared import refuse
-from stretto.run import Run
-from stretto.runtime.losses import only_looking, reduction_of, tolerance_for
-from stretto.runtime.ranks import Ranks
+from stretto.run import BATCH_NORMS, Run
+from stretto.runtime.losses import Reduction, reduction_of
 
 _MEAN, _SUM = 1, 2
 """`reduction="mean"` and `"sum"`, as functions of torch note it."""
 _SAME = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0", "NegBackward0"})
 _LAYERS = ("Mm", "Addmm", "Bmm", "Convolution", "Embedding")
 """Functions of torch that take data."""
-Cut = tuple[Any, list[Any], list[int]]
-"""A batch, its two parts, and how many samples these have; 0: it could not be cut."""
 
 
-def cut_pair(pair: Sequence[tuple[Any, int]]) -> Cut:
-    """Return two batches, given with their samples, as one; or else the larger one in halves."""
+def keeps(
+    reduction: Reduction,
+    pair: Sequence[tuple[Any, int]],
+    loss_of: Callable[[Any], float],
+    units: Units,
+    tolerance: float,
+) -> bool:
+    """Return whether the loss of a batch is the mean, or sum, of those of its parts.
+
+    Also if that cannot be seen from this batch. `loss_of` is called three times in any case, as
+    ranks may meet in it.
+
+    Args:
+        reduction: what it should be over its units.
+        pair: two micro-batches and their samples, compared with both as one; of one, or of two that
+            cannot be joined, the larger is compared with its halves.
+        loss_of: returns the loss of a batch.
+        units: what it is a mean over.
+        tolerance: relative rounding.
+    """
+    whole, parts, sizes = _cut(pair)
+    first, *losses = [loss_of(batch) for batch in (whole, *parts)]
+    if not all(sizes):
+        return True
+    count = count_target_tokens if units == "tokens" else units
+    counts = sizes if count == "samples" else [count(part) for part in parts]
+    return reduction_of(first, losses, counts, tolerance=tolerance) in (reduction, None)
+
+
+def _cut(pair: Sequence[tuple[Any, int]]) -> tuple[Any, list[Any], list[int]]:
+    """Return a batch, its two parts, and their samples; 0: it could not be cut."""
     batches, sizes = [batch for batch, _ in pair], [size for _, size in pair]
-    if not all(_has_rows(batch, size) for batch, size in pair):
-        return batches[0], [batches[0]] * 2, [0, 0]
-    if len(pair) > 1 and all(sizes):
-        with suppress(DataError):
-            return join_samples(batches, sizes), batches, sizes
-    whole, count = max(pair, key=lambda one: one[1])
+    whole, count = max(pair, key=lambda each: each[1])
     half = count // 2
-    if half:
+    if all(_has_rows(batch, size) for batch, size in pair):
         with suppress(DataError):
-            parts = [take_samples(whole, one, count) for one in (slice(half), slice(half, count))]
-            return whole, parts, [half, count - half]
+            if len(pair) > 1 and all(sizes):
+                return join_samples(batches, sizes), batches, sizes
+        with suppress(DataError):
+            if half:
+                cuts = slice(half), slice(half, count)
+                halves = [take_samples(whole, cut, count) for cut in cuts]
+                return whole, halves, [half, count - half]
     return whole, [whole, whole], [0, 0]
 
 
@@ -56,106 +81,10 @@ def _has_rows(node: Any, num_samples: int) -> bool:
     return container is None or all(_has_rows(one, num_samples) for one in container.items)
 
 
-def check_mean(
-    cut: Cut,
-    loss_of: Callable[[Any], float],
-    units: Callable[[Any], float] | None,
-    tolerance: float,
-    ranks: Ranks,
-) -> None:
-    """Refuse a loss that is no mean over its units, from that of a batch and its parts.
-
-    All ranks must call it.
-
-    Args:
-        cut: the batch and its parts.
-        loss_of: returns the loss of a batch.
-        units: counts the units of a batch; None: its samples.
-        tolerance: relative rounding.
-        ranks: those that share the step.
-
-    Raises:
-        TrainingError: it is none, on a rank.
-    """
-    whole, parts, sizes = cut
-    losses = [loss_of(one) for one in (whole, *parts)]
-    found = None
-    if all(sizes):
-        counts = sizes if units is None else [units(one) for one in parts]
-        found = reduction_of(losses[0], losses[1:], counts, tolerance=tolerance)
-    is_wrong = ranks.agree([found not in ("mean", None)])[0] > 0
-    name = "samples" if units is None else "its units"
-    refuse(
-        (
-            is_wrong,
-            "compute the loss in micro-batches",
-            f"that of a batch is not the mean over {name} of those of its parts",
-            "return a mean, and pass what it is over (units='tokens'), or have no micro-batches",
-        )
-    )
-
-
-def check_module(
-    trainer: Any,
-    module: Any,
-    pair: Sequence[tuple[Any, int]],
-    units: Units,
-    batch_idx: int,
-    *,
-    ranks: Ranks,
-) -> None:
-    """Refuse a loss of a Lightning module that is no mean over its units.
-
-    Its `training_step` is computed on a copy of it that shares the parameters, without gradients,
-    and that logs nothing. All ranks must call it.
-
-    Args:
-        trainer: the trainer.
-        module: the module.
-        pair: two micro-batches of a step as the module gets them, and their samples.
-        units: what the loss is a mean over.
-        batch_idx: the number of the second.
-        ranks: those that share the step.
-
-    Raises:
-        TrainingError: it is none.
-    """
-    shared = (*module.parameters(), trainer, trainer.datamodule)
-    try:
-        other = copy.deepcopy(module, {id(one): one for one in shared})
-    except Exception as error:  # noqa: BLE001  from attributes of the user
-        warnings.warn(
-            f"cannot check what the loss is a mean over, as the module cannot be copied: {error!r}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
-    other.log = other.log_dict = lambda *_, **__: None
-
-    def loss_of(batch: Any) -> float:
-        random.restore()
-        arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx).values()
-        with trainer.precision_plugin.train_step_context():
-            found = other.training_step(*arguments)
-        found = found.get("loss") if isinstance(found, Mapping) else found
-        return math.nan if found is None else float(found)
-
-    counted = count_target_tokens if units == "tokens" else units
-    is_coarse = "32" not in str(trainer.precision) and "64" not in str(trainer.precision)
-    tolerance = tolerance_for(module.parameters(), is_coarse=is_coarse)
-    with only_looking(other) as random:
-        check_mean(
-            cut_pair(pair),
-            loss_of,
-            None if counted == "samples" else counted,
-            tolerance=tolerance,
-            ranks=ranks,
-        )
-
-
 def warn_of_batch_norm(*models: nn.Module) -> None:
     """Warn if statistics of a batch are those of a micro-batch."""
-    if any(isinstance(one, _BatchNorm) and one.training for it in models for one in it.modules()):
+    layers = chain.from_iterable(model.modules() for model in models)
+    if any(isinstance(layer, BATCH_NORMS) and layer.training for layer in layers):
         warnings.warn(
             "the model has BatchNorm, which normalizes by the statistics of each micro-batch, not "
             "of the batch; for others, use GroupNorm, or micro-batches as large as the batch",
@@ -213,10 +142,9 @@ class FirstStep:
 
 def has_gradient(run: Run) -> bool:
     """Return whether what the optimizers of a run change has a gradient that is not zero."""
-    groups = (group for one in run.optimizers for group in one.param_groups)
-    return any(
-        one.grad is not None and bool(one.grad.any()) for group in groups for one in group["params"]
-    )
+    groups = chain.from_iterable(optimizer.param_groups for optimizer in run.optimizers)
+    gradients = (parameter.grad for group in groups for parameter in group["params"])
+    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
 def check_graph(loss: Tensor, num_samples: int, weight: float, *, is_counted: bool) -> None:
@@ -237,25 +165,19 @@ def check_graph(loss: Tensor, num_samples: int, weight: float, *, is_counted: bo
         is_nll = node.name().startswith("NllLoss") and node._saved_reduction == _MEAN
         is_weighted = is_nll and node._saved_weight is not None and not is_counted
         by_class = "it is divided by the weights of the classes in the micro-batch"
-        mean = (
-            "pass units=, a function that adds up these weights; or reduction='none', and .mean()"
-        )
+        mean = "pass units=, a function that adds up these weights; or reduction='none' and .mean()"
         why = "it compares the samples of a batch with each other"
         whole = "have micro-batches as large as the batch (micro_batch_size)"
-        refuse(
-            (_compares(node, num_samples), what, why, whole),
-            (is_weighted, what, by_class, mean),
-        )
+        is_compared = _compares(node, num_samples)
+        refuse((is_compared, what, why, whole), (is_weighted, what, by_class, mean))
     terms = _terms(loss.grad_fn)
-    of_data = [one for one in terms if _reads_data(one[0])]
-    is_sum = any(
-        _num_added(node) and scale * num_samples > 1.001 * weight for node, scale, _ in of_data
-    )
-    divisors = {
-        divisor
-        for node, _, divisor in of_data
-        if _is_mean(node) or (not is_counted and 0 < _num_added(node) < divisor)
-    }
+    is_sum, divisors = False, set[float]()
+    for node, scale, divisor in terms:
+        if _reads_data(node):
+            num_added = _num_added(node)
+            is_sum = is_sum or (num_added > 0 and scale * num_samples > 1.001 * weight)
+            if _is_mean(node) or (not is_counted and 0 < num_added < divisor):
+                divisors.add(divisor)
     divisor = divisors.pop() if len(divisors) == 1 else 1.0
     is_scaled = divisor.is_integer() and divisor not in (1, len(terms))
     of_sum = "return a mean: divide it by what it is over, such as len(batch)"

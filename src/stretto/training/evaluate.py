@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from stretto.batching.metrics import check_monitored, measured_value, metrics_of
@@ -21,6 +23,7 @@ from stretto.distributed.strategy import Strategy, reshard
 from stretto.errors import TrainingError
 from stretto.ordering import evenly
 from stretto.run import Run
+from stretto.runtime.compiled import plain_naming, plain_state
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.packing import count, count_or_none, number
 from stretto.runtime.random_state import RandomState
@@ -28,9 +31,8 @@ from stretto.runtime.ranks import all_same, marks
 from stretto.settings import Checkpointing, Loading
 from stretto.training.callback import Events
 from stretto.training.criterion import CriterionLoss
-from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
-from stretto.training.evaluation.weights import TrainingWeights
 from stretto.training.logs.recorder import Recorder
+from stretto.training.metrics import MetricObjects, check_predictable, is_object
 from stretto.training.settings import Evaluation, LossFunction
 
 
@@ -367,3 +369,80 @@ class Best:
     def start_over(self) -> None:
         """Reset the best value."""
         self.value, self.sample, self._kept = math.inf * self._sign, None, None
+
+
+@final
+class TrainingWeights:
+    """Switches optimizers that have the methods `train()` and `eval()`.
+
+    That is the protocol of `schedulefree` and of optimizers like it: a step needs one point, an
+    evaluation another. `train()` is called here, so that a search for what fits may take steps.
+
+    Args:
+        model: the model.
+        optimizers: those of the run.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers: list[Any] = [one for one in optimizers if is_switched(one)]
+        """Those that are switched."""
+        self.model = model
+        self.train()
+
+    def train(self) -> None:
+        """Put the weights for training into the model."""
+        self._are_in = True
+        for one in self.optimizers:
+            one.train()
+
+    def eval(self) -> None:
+        """Put the weights for evaluation into the model."""
+        self._are_in = False
+        for one in self.optimizers:
+            one.eval()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Give the model the weights for evaluation within a `with` block."""
+        if not (self.optimizers and self._are_in):
+            self.eval()
+            yield
+            return
+        self.train()  # a callback of the user's may have switched them before
+        # There and back, `schedulefree` rounds twice: a look would change the training.
+        kept = {name: one.detach().clone() for name, one in self.state_dict().items()}
+        try:
+            self.eval()
+            yield
+        finally:
+            self.train()
+            self.load_state_dict(kept)
+
+    def for_inference(self) -> dict[str, Any]:
+        """Return the state of the model with copies of the weights for evaluation."""
+        with self.evaluating():
+            return {
+                name: one.detach().clone() if isinstance(one, Tensor) else one
+                for name, one in plain_state(self.model).items()
+            }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weights that are in the model."""
+        plain = plain_naming(self.model)
+        return {plain(name): one for name, one in self.model.named_parameters()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put weights into the model."""
+        with torch.no_grad():
+            for name, one in self.state_dict().items():
+                one.copy_(state[name])
+
+
+def is_switched(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has `train()` and `eval()`, both without arguments."""
+    try:
+        for name in ("train", "eval"):
+            inspect.signature(getattr(optimizer, name)).bind()
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True

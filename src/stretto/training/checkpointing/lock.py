@@ -1,4 +1,4 @@
-"""The lock of a run folder, and errors of its files and checkpoints."""
+"""The lock of a run folder, and the error if it cannot be written to."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import errno
 import os
 import shlex
 import socket
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from stretto._location import NotPlainError, open_plain
-from stretto.errors import CheckpointError, StrettoError, TrainingError
+from stretto.errors import CheckpointError, TrainingError
 
 LOCK = "run.lock"
 OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb")
@@ -116,45 +115,3 @@ def unwritable(folder: Path, error: OSError) -> TrainingError:
             instead = f"copy the run with 'cp -rL {shlex.quote(str(folder))} NEW', and use NEW"
     why = why if name == folder.name else f"{name}: {why}"
     return TrainingError.cannot(f"keep a run in {folder}", why=why, instead=instead)
-
-
-def run_of(records: Mapping[str, Any]) -> str | None:
-    """Return of which run a checkpoint is; None: an older version of stretto wrote it.
-
-    >>> run_of({"setup": {"run": "0a1b2c3d"}}), run_of({})
-    ('0a1b2c3d', None)
-    """
-    setup = records.get("setup")
-    return setup.get("run") if isinstance(setup, Mapping) else None
-
-
-UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""Exceptions that a state from another run, model or version causes."""
-
-
-@contextmanager
-def section(where: object, name: str) -> Iterator[None]:
-    """Add the checkpoint and the part of it to errors raised inside.
-
-    Raises:
-        StrettoError: the error raised inside, with the place added.
-        CheckpointError: the part does not fit.
-    """
-    try:
-        yield
-    except StrettoError as error:
-        raise error.recast(type(error), where=f"{name!r} in {where}") from error
-    except (*UNFIT, RuntimeError) as error:
-        why = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
-        why = f"its {name!r} does not fit this run ({why})"
-        instead = "build the run as it was then, or start from another checkpoint"
-        raise CheckpointError.cannot(f"resume from {where}", why=why, instead=instead) from error
-
-
-def unfit(path: Path, name: str, error: Exception) -> CheckpointError:
-    """Return the error for an optimizer that fails in its first update after a resume."""
-    return CheckpointError.cannot(
-        f"update the weights with {name}",
-        why=f"it cannot compute with its state from {path} ({type(error).__name__}: {error})",
-        instead=f"resume with {name} built as it was then, or from another checkpoint",
-    )

@@ -18,7 +18,7 @@ from stretto.errors import ConfigError
 
 
 def target(text: str, **arguments: Any) -> Target:
-    return Target.model_validate({"target": text, **arguments})
+    return Target(target=text, arguments=arguments)
 
 
 def test_imports_what_it_names(project: str) -> None:
@@ -72,7 +72,7 @@ def test_what_cannot_be_imported(text: str, message: str) -> None:
 )
 @pytest.mark.usefixtures("project")
 def test_what_cannot_be_called(arguments: dict[str, Any], message: str) -> None:
-    section = Target.model_validate(arguments)
+    section = target(arguments.pop("target"), **arguments)
     with pytest.raises(ConfigError, match=message):
         call_target(section, source=Source("run.yaml"), path=("model",))
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_called(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.usefixtures("project")
 def test_what_cannot_be_bound(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        bound_target(Target.model_validate(arguments))
+        bound_target(target(arguments.pop("target"), **arguments))
 
 
 def test_signatures_written_in_c_are_not_checked() -> None:

@@ -1,1 +1,0 @@
-"""Evaluation: loss and metrics over whole data sets, and the best result."""
