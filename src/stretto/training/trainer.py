@@ -282,7 +282,8 @@ class Trainer:
         """Build the callbacks, and find the micro-batch size beside what they allocate."""
         events = Events(self.callbacks, self.run)
         events.tell("on_build")
-        check_states({**callback_parts(self.callbacks), "step": self.step})
+        if self.callbacks or not isinstance(self.step, SupervisedStep):
+            check_states({**callback_parts(self.callbacks), "step": self.step})
         transforms = events.listeners("transform_batch")
         self.step.transforms = [partial(call, self.run) for call in transforms]
         self._refusal = self._refused()
