@@ -31,7 +31,7 @@ from stretto.runtime import TrainStep
 from stretto.runtime.compiled import plain_naming, uncompiled
 from stretto.runtime.random_state import kept_generators
 from stretto.runtime.ranks import Ranks
-from stretto.schedules.fields import group_name
+from stretto.schedules.names import group_name
 from stretto.timing import parse_trigger
 from stretto.training.callback import Callback, overrides, unique
 
