@@ -5,7 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from stretto.batching import DoublingRamp, LinearRamp
-from stretto.data import DataSpec
-from stretto.errors import CheckpointError, ConversionError, StrettoError, cannot
+from stretto.errors import CheckpointError, StrettoError, cannot
 from stretto.ordering import SampleOrder
-from stretto.planning import plan
 from stretto.schedules import Cosine, Linear
-from stretto.timing import At, Every, Time
+from stretto.timing import At, Every
 from stretto.training import (
     Callback,
     Checkpointing,
@@ -28,7 +26,6 @@ from stretto.training import (
     Logging,
     Run,
     Stepping,
-    Trainer,
 )
 from stretto.training.logs.recorder import Recorder
 
@@ -235,13 +232,6 @@ def test_the_end_of_the_run_is_in_any_unit(problem: Make) -> None:
         assert trainer.timer.get_elapsed_duration() == 1.0
 
 
-def test_a_run_of_seconds_ends(problem: Make) -> None:
-    trainer = problem().trainer(max_duration="0.2s")
-    trainer.fit()
-    assert trainer.timer.get("sec") >= Time("0.2s")
-    assert trainer.plan is None or trainer.timer.batch > 0
-
-
 class StopAt(Callback):
     def __init__(self, batch: int, how: Callable[[Run], None]) -> None:
         self.batch, self.how = batch, how
@@ -429,46 +419,6 @@ def test_everything_wrong_is_found_before_the_first_step(problem: Make) -> None:
     for settings in wrong:
         with pytest.raises(StrettoError):
             problem().trainer(**settings)
-
-
-def test_a_curve_over_an_epoch_of_unknown_size_is_refused_and_one_in_batches_is_not(
-    problem: Make,
-) -> None:
-    run = problem()
-    batches = [
-        (run.data.tensors[0][at : at + 6], run.data.tensors[1][at : at + 6]) for at in (0, 6)
-    ]
-    settings: dict[str, Any] = {
-        "optimizer": run.optimizer,
-        "loss": lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
-        "max_duration": "1ep",
-        "batch_size": 4,
-    }
-    stream = DataSpec(_Endless(batches))
-    with pytest.raises(ConversionError, match="num_samples"):
-        Trainer(run.model, stream, schedules={"lr": Cosine()}, **settings)
-    trainer = Trainer(run.model, stream, schedules={"lr": Cosine(over="6ba")}, **settings)
-    trainer.fit()
-    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.75)
-
-
-class _Endless:
-    """Batches whose number is not known."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
-
-
-def test_plan_of_the_trainer_is_the_plan(problem: Make) -> None:
-    trainer = problem().trainer(batch_size="0ep:4 1ep:8")
-    assert trainer.plan is not None
-    direct = plan(trainer.run.horizon, trainer.run.loader.policy)
-    assert [step.size for step in direct.batches()] == [
-        step.size for step in trainer.plan.batches()
-    ]
 
 
 def test_workers_end_where_a_run_is_stopped(problem: Callable[..., Any]) -> None:

@@ -178,8 +178,7 @@ def report(paths: list[Path], *, html: Path | None = None, as_json: bool = False
         html: Write a page for a browser.
         as_json: Print JSON.
     """
-    from stretto.report import page
-    from stretto.report.run import read_metrics, run_table
+    from stretto.report import page, read_metrics, run_table
 
     if html is not None:
         if len(paths) == 1 and paths[0].is_file():

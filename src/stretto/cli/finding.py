@@ -11,7 +11,7 @@ from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size, find_num_ranks
 from stretto.memory.answer import NothingFitsError
 from stretto.memory.finder import MAXIMUM
-from stretto.report.memory import answers_table, memory_table
+from stretto.report.tables import answers_table, memory_table
 from stretto.settings import DATA_DIMENSIONS
 
 

@@ -20,6 +20,7 @@ from stretto.config.yaml import parse_override
 from stretto.errors import PlanError
 from stretto.planning import Plan, Prepared, passes, resumed
 from stretto.planning.plan import plan_record
+from stretto.report.tables import plan_table
 from stretto.run_folder import PLAN, RUN_FILE, read_json, read_ledger
 from stretto.timing import Timestamp
 
@@ -85,12 +86,12 @@ def print_plan(arguments: Sequence[str], *, as_json: bool) -> None:
     if as_json:
         print_json(planned.to_json())
     else:
-        typer.echo(planned.table())
+        typer.echo(plan_table(planned))
 
 
 def compare_with(folder: Path, arguments: Sequence[str]) -> None:
     """Compare a plan with the run in a folder; a difference ends the process with code 1."""
-    from stretto.report.ledger import compare
+    from stretto.report.run import compare
 
     config = as_it_ran(read_arguments(arguments, folder=folder), folder)
     with progress("reading the data"):
@@ -166,8 +167,8 @@ def print_ends(
         print_json({"batch_size": repr(run.policy), **plans})
         return
     typer.echo(f"batch sizes are decided during the run: {run.policy!r}")
-    typer.echo(f"\nif it stayed at the smallest size:\n\n{smallest.table()}")
-    typer.echo(f"\nif it stayed at the largest size:\n\n{largest.table()}")
+    typer.echo(f"\nif it stayed at the smallest size:\n\n{plan_table(smallest)}")
+    typer.echo(f"\nif it stayed at the largest size:\n\n{plan_table(largest)}")
 
 
 def refuse(options: Mapping[str, object], *, why: str, instead: str) -> None:

@@ -176,6 +176,11 @@ def _share_sizes(
     return Split(size, world_size, micro_batch_size, start).micro_batch_sizes(rank)
 
 
-def pinned(batch: Any) -> Any:
-    """Return a batch with its tensors in pinned memory."""
-    return mapped(lambda tensor: tensor.pin_memory(), batch)
+def pinned(steps: Iterator[FetchedStep]) -> Iterator[FetchedStep]:
+    """Yield steps whose tensors are in pinned memory."""
+    for step in steps:
+        batches = [
+            (mapped(lambda tensor: tensor.pin_memory(), batch), count)
+            for batch, count in step.micro_batches
+        ]
+        yield step._replace(micro_batches=batches)

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyLike, Signals, checked_size
 from stretto.data.decisions import Decisions, check_shares, other_order, reading_state
-from stretto.data.fetch import FetchedStep, Part
+from stretto.data.fetch import FetchedStep, Part, pinned
 from stretto.data.source import Source, make_source, prepared_for
 from stretto.data.spec import DataSpec
 from stretto.data.step import MicroBatch, Step
@@ -527,7 +527,8 @@ class StepLoader(Iterator[Step]):
                 )
             source.check_streams()
         self.timer.start()  # time before the first step does not count
-        return source.steps(decisions.plans(is_ahead=source.looks_ahead))
+        steps = source.steps(decisions.plans(is_ahead=source.looks_ahead))
+        return pinned(steps) if source.pins else steps
 
     def _arrive(self) -> None:
         """Skip what `drop` leaves out at the end of the run."""
