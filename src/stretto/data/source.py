@@ -146,7 +146,7 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: Part) -> 
     fetch = Fetch(spec.dataset, loading.collate_fn, get_batch=spec.get_batch, keyed_seed=keyed_seed)
     source = MapSource(spec, order, part, fetch, loading)
     # Indexing tensors is faster than any worker; `get_batch` does not give single samples.
-    is_direct = fetch.tensors is not None or (fetch.reads_whole and not run.is_planned)
+    is_direct = fetch.tensors is not None or (fetch.get_batch is not None and not run.is_planned)
     if run.is_planned and loading.num_workers and not is_direct:
         return Source(partial(planned_steps, source), source, None, spec, part, looks_ahead=True)
     steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample)
