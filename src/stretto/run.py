@@ -33,7 +33,6 @@ from stretto.optim.hyperparameters import (
     set_base_values,
 )
 from stretto.planning import Plan, Prepared, bind_run
-from stretto.planning.bind import Count, micro_batches_of_epoch, steps_left, steps_of_epoch
 from stretto.planning.plan import plan_prepared
 from stretto.planning.stages import mistakes_of, single_sample
 from stretto.runtime.packing import PackingError, count, pack, unpack
@@ -101,7 +100,7 @@ def prepare(
     ...         print(run.timer.get("sp"))
     8sp
     12sp
-    >>> run.timer.batch, run.num_steps.exact
+    >>> run.timer.batch, run.prepared.num_batches
     (4, 4)
 
     Args:
@@ -161,7 +160,7 @@ class Run:
     `micro_batches` are iterators over one epoch.
 
     >>> run = prepare(range(8), "0sp:2 4sp:4", max_duration="1ep")
-    >>> run.num_steps.exact, run.is_bound
+    >>> run.prepared.num_batches, run.is_bound
     (3, False)
     """
 
@@ -266,6 +265,7 @@ class Run:
         if strategy is None and rank is None and self._mesh is not None:
             self._mesh.tell(ranks)
         self.prepared, self.horizon = self._from_start, self._from_start.horizon
+        self._is_shared = ranks.dp_world_size > 1
         self._loader = StepLoader(
             self.spec,
             self.prepared,
@@ -410,9 +410,8 @@ class Run:
         if step is not None:
             self.step, self.is_open, self.batch_size = step, True, step.batch_size
             self.latest_loss = _NAN
-            loader = self._loader
-            is_shared = loader is not None and loader.world_size > 1 and self._model is not None
-            if is_shared and not all(one.weight for one in step.micro_batches):
+            may_be_dummy = self._is_shared and self._model is not None
+            if may_be_dummy and not all(micro.weight for micro in step.micro_batches):
                 step.around_dummy = partial(kept_buffers, self.model)
             loop, scheduled = self.own_loop, self._scheduled
             row = None if scheduled is None else scheduled.row
@@ -534,27 +533,6 @@ class Run:
     def is_done(self) -> bool:
         """Whether the run is over."""
         return self.horizon.is_done(self.timer.timestamp)
-
-    @property
-    def num_steps(self) -> Count:
-        """The number of steps in the whole run."""
-        return steps_left(self.prepared, Timestamp())
-
-    @property
-    def steps_left(self) -> Count:
-        """The number of steps that are not finished."""
-        return steps_left(self.prepared, self.timer.timestamp)
-
-    def steps_in_epoch(self, epoch: int) -> Count:
-        """Return the number of steps that begin in an epoch, from 0."""
-        return steps_of_epoch(self.prepared, epoch)
-
-    def micro_batches_in_epoch(self, epoch: int) -> Count:
-        """Return the micro-batches of each rank in these steps; an iterable may have more."""
-        world_size = self.loader.world_size
-        return micro_batches_of_epoch(
-            self.prepared, epoch, world_size=world_size, micro_batch_size=self.micro_batch_size
-        )
 
     def clock(self, timestamp: Timestamp | None = None) -> dict[str, float]:
         """Return the clock in every unit, as each line of metrics has it; None: now."""
