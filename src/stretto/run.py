@@ -33,7 +33,6 @@ from stretto.optim.hyperparameters import (
     set_base_values,
 )
 from stretto.planning import Plan, Prepared, bind_run
-from stretto.planning.bind import Count, micro_batches_of_epoch, steps_left, steps_of_epoch
 from stretto.planning.plan import plan_prepared
 from stretto.planning.stages import mistakes_of, single_sample
 from stretto.runtime.packing import PackingError, count, pack, unpack
@@ -101,7 +100,7 @@ def prepare(
     ...         print(run.timer.get("sp"))
     8sp
     12sp
-    >>> run.timer.batch, run.num_steps.exact
+    >>> run.timer.batch, run.prepared.num_batches
     (4, 4)
 
     Args:
@@ -161,7 +160,7 @@ class Run:
     `micro_batches` are iterators over one epoch.
 
     >>> run = prepare(range(8), "0sp:2 4sp:4", max_duration="1ep")
-    >>> run.num_steps.exact, run.is_bound
+    >>> run.prepared.num_batches, run.is_bound
     (3, False)
     """
 
@@ -534,27 +533,6 @@ class Run:
     def is_done(self) -> bool:
         """Whether the run is over."""
         return self.horizon.is_done(self.timer.timestamp)
-
-    @property
-    def num_steps(self) -> Count:
-        """The number of steps in the whole run."""
-        return steps_left(self.prepared, Timestamp())
-
-    @property
-    def steps_left(self) -> Count:
-        """The number of steps that are not finished."""
-        return steps_left(self.prepared, self.timer.timestamp)
-
-    def steps_in_epoch(self, epoch: int) -> Count:
-        """Return the number of steps that begin in an epoch, from 0."""
-        return steps_of_epoch(self.prepared, epoch)
-
-    def micro_batches_in_epoch(self, epoch: int) -> Count:
-        """Return the micro-batches of each rank in these steps; an iterable may have more."""
-        world_size = self.loader.world_size
-        return micro_batches_of_epoch(
-            self.prepared, epoch, world_size=world_size, micro_batch_size=self.micro_batch_size
-        )
 
     def clock(self, timestamp: Timestamp | None = None) -> dict[str, float]:
         """Return the clock in every unit, as each line of metrics has it; None: now."""
