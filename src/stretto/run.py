@@ -16,7 +16,7 @@ from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.batching.seesaw import Pair, paired
 from stretto.data import DataSpec, Step, StepLoader
-from stretto.data.mistakes import Mistakes
+from stretto.data.mistakes import LoopMistakes
 from stretto.data.spec import check_workers
 from stretto.data.weights import MicroBatchView, Units, weights_of
 from stretto.distributed.logged import Logged, Reduce
@@ -219,7 +219,7 @@ class Run:
         """The same; None if the run leaves them alone."""
         self._plan: Plan | None = None
         self._state: Mapping[str, Any] | None = None
-        self._loop: Mistakes | None = None
+        self._loop: LoopMistakes | None = None
         """Looks at a loop of your own; None: at no other."""
         self._evaluate: Callable[[], dict[str, float]] | None = None
         self._triggers: dict[str, BoundTrigger] = dict(prepared.bound_triggers)
@@ -298,7 +298,7 @@ class Run:
 
     def watch_loop(self) -> None:
         """Look at the first steps of a loop of your own; warn of what is commonly forgotten."""
-        self._loop = Mistakes(self.optimizers, self._model)
+        self._loop = LoopMistakes(self.optimizers, self._model)
 
     def _warn(self) -> None:
         """Warn once of what is probably a mistake."""
