@@ -33,7 +33,6 @@ from stretto.optim.hyperparameters import (
     set_base_values,
 )
 from stretto.planning import Plan, Prepared, bind_run
-from stretto.planning.bind import Count, micro_batches_of_epoch, steps_left, steps_of_epoch
 from stretto.planning.plan import plan_prepared
 from stretto.planning.stages import mistakes_of, single_sample
 from stretto.runtime.packing import PackingError, count, pack, unpack
@@ -101,7 +100,7 @@ def prepare(
     ...         print(run.timer.get("sp"))
     8sp
     12sp
-    >>> run.timer.batch, run.num_steps.exact
+    >>> run.timer.batch, run.prepared.num_batches
     (4, 4)
 
     Args:
@@ -148,7 +147,7 @@ def prepare(
     )
     if optimizer is not None:
         run.bind(optimizer)
-        run.watch_loop()
+        run.own_loop = LoopMistakes(run.optimizers, model)
     return run
 
 
@@ -161,7 +160,7 @@ class Run:
     `micro_batches` are iterators over one epoch.
 
     >>> run = prepare(range(8), "0sp:2 4sp:4", max_duration="1ep")
-    >>> run.num_steps.exact, run.is_bound
+    >>> run.prepared.num_batches, run.is_bound
     (3, False)
     """
 
@@ -219,8 +218,8 @@ class Run:
         """The same; None if the run leaves them alone."""
         self._plan: Plan | None = None
         self._state: Mapping[str, Any] | None = None
-        self._loop: LoopMistakes | None = None
-        """Looks at a loop of your own; None: at no other."""
+        self.own_loop: LoopMistakes | None = None
+        """Looks at the first steps of a loop of your own; None: at no other loop."""
         self._evaluate: Callable[[], dict[str, float]] | None = None
         self._triggers: dict[str, BoundTrigger] = dict(prepared.bound_triggers)
         self._seen = Timestamp()
@@ -265,7 +264,7 @@ class Run:
         ranks = Ranks.of(rank, world_size) if strategy is None else strategy.ranks
         if strategy is None and rank is None and self._mesh is not None:
             self._mesh.tell(ranks)
-        self._use(self._from_start)
+        self.prepared, self.horizon = self._from_start, self._from_start.horizon
         self._loader = StepLoader(
             self.spec,
             self.prepared,
@@ -293,19 +292,13 @@ class Run:
             self.load_state_dict(state)
         return self
 
-    def _use(self, prepared: Prepared) -> None:
-        self.prepared, self.horizon = prepared, prepared.horizon
-
-    def watch_loop(self) -> None:
-        """Look at the first steps of a loop of your own; warn of what is commonly forgotten."""
-        self._loop = LoopMistakes(self.optimizers, self._model)
-
     def _warn(self) -> None:
         """Warn once of what is probably a mistake."""
         sizes, micro = self.prepared.sizes, self.micro_batch_size
         stages = () if sizes is None else sizes.stages
         # A schedule that does not fit these sizes may fit those of a run that is resumed.
-        bound = self.hyperparameters.bound if self.prepared.refused is None else {}
+        is_read = self.is_scheduled and self.prepared.refused is None
+        bound = self.hyperparameters.bound if is_read else {}
         lines = [*mistakes_of(self.prepared.facts, sizes, stages, bound)]
         modules = () if self._model is None else self._model.modules()
         norm = next((one for one in modules if isinstance(one, BATCH_NORMS)), None)
@@ -420,7 +413,7 @@ class Run:
             is_shared = loader is not None and loader.world_size > 1 and self._model is not None
             if is_shared and not all(one.weight for one in step.micro_batches):
                 step.around_dummy = partial(kept_buffers, self.model)
-            loop, scheduled = self._loop, self._scheduled
+            loop, scheduled = self.own_loop, self._scheduled
             row = None if scheduled is None else scheduled.row
             if loop is not None:
                 loop.check_values(row)
@@ -462,9 +455,9 @@ class Run:
         self.is_open, self.due = False, _NOTHING
         assert self._loader is not None, "a step is open"
         after = self._loader.finish(tokens=tokens, seconds=seconds, signals=signals)
-        if self._loop is not None:
+        if self.own_loop is not None:
             row = None if self._scheduled is None else self._scheduled.row
-            self._loop.finish(row, is_done=self.horizon.is_done(after))
+            self.own_loop.finish(row, is_done=self.horizon.is_done(after))
         for read, tick in self._limits:
             if read(after) >= tick:
                 before, each = self._seen, self._triggers.items()
@@ -541,27 +534,6 @@ class Run:
         """Whether the run is over."""
         return self.horizon.is_done(self.timer.timestamp)
 
-    @property
-    def num_steps(self) -> Count:
-        """The number of steps in the whole run."""
-        return steps_left(self.prepared, Timestamp())
-
-    @property
-    def steps_left(self) -> Count:
-        """The number of steps that are not finished."""
-        return steps_left(self.prepared, self.timer.timestamp)
-
-    def steps_in_epoch(self, epoch: int) -> Count:
-        """Return the number of steps that begin in an epoch, from 0."""
-        return steps_of_epoch(self.prepared, epoch)
-
-    def micro_batches_in_epoch(self, epoch: int) -> Count:
-        """Return the micro-batches of each rank in these steps; an iterable may have more."""
-        world_size = self.loader.world_size
-        return micro_batches_of_epoch(
-            self.prepared, epoch, world_size=world_size, micro_batch_size=self.micro_batch_size
-        )
-
     def clock(self, timestamp: Timestamp | None = None) -> dict[str, float]:
         """Return the clock in every unit, as each line of metrics has it; None: now."""
         now = self.timer.timestamp if timestamp is None else timestamp
@@ -588,7 +560,7 @@ class Run:
         Raises:
             TrainingError: an optimizer has stepped since, so the step would be trained twice.
         """
-        if self.is_open and self._loop is not None and any(self._loop.updates):
+        if self.is_open and self.own_loop is not None and any(self.own_loop.updates):
             assert self.step is not None, "open"
             raise TrainingError.cannot(
                 f"save the state in the step at {self.step.timestamp.get('sp')}",
@@ -620,7 +592,7 @@ class Run:
     def load_loader(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of the loader, for the trainer."""
         self.loader.load_state_dict(state)
-        self._use(self.loader.prepared)
+        self.prepared, self.horizon = self.loader.prepared, self.loader.prepared.horizon
         self.hyperparameters.follow(self.horizon, self.prepared.bound_schedules)
         self._start()
 

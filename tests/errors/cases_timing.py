@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from stretto.timing import Horizon, Time, Timestamp, convert
-
-
-def _axis(run: str, *times: str, **facts: Any) -> object:
-    return Horizon(run, **facts).common_axis(map(Time, times))
-
+from stretto.timing import Time, Timestamp, convert
 
 CASES: list[tuple[str, Callable[[], object]]] = [
     # How a time is written.
@@ -23,8 +17,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         lambda: convert("0.1dur", "ba", max_training_duration="10h", batch_size=128),
     ),
     # Horizons.
-    ("timing-axis-no-batch-size", lambda: _axis("9ba", "10%", "5sp", "1ep")),
-    ("timing-axis-seconds", lambda: _axis("2ep", "1h", "1ep")),
     # The clock.
     ("timing-state-count", lambda: Timestamp.from_state({"epoch": -1})),
     ("timing-state-unknown", lambda: Timestamp.from_state({**Timestamp().to_state(), "step": 1})),

@@ -12,6 +12,13 @@ from hypothesis import strategies as st
 
 from stretto.batching import BatchSizePolicy, Bound, Signals
 from stretto.errors import StrettoError
+from stretto.integrations.counts import (
+    micro_batches_in_epoch,
+    num_steps,
+    smallest_step,
+    steps_in_epoch,
+    steps_left,
+)
 from stretto.settings import Loading
 from stretto.training import Run, prepare
 
@@ -63,15 +70,15 @@ def test_planned_steps_are_counted_exactly(
     left = []
     while not run.is_done:
         for step in run.steps():
-            left.append(run.steps_left.exact)
+            left.append(steps_left(run).exact)
             steps[step.timestamp.epoch] += 1
             micro_batches[step.timestamp.epoch] += len(step)
             run.finish()
-    assert run.num_steps.exact == steps.total()
+    assert num_steps(run).exact == steps.total()
     assert left == list(range(steps.total(), 0, -1))
     for epoch in range(max(steps) + 2):
-        assert run.steps_in_epoch(epoch).exact == steps[epoch]
-        assert run.micro_batches_in_epoch(epoch).exact == micro_batches[epoch]
+        assert steps_in_epoch(run, epoch).exact == steps[epoch]
+        assert micro_batches_in_epoch(run, epoch) == micro_batches[epoch]
 
 
 @given(RUNS, st.lists(st.integers(3, 17), min_size=1, max_size=10))
@@ -82,7 +89,7 @@ def test_decided_steps_lie_between_the_bounds(settings: dict[str, Any], losses: 
     bounds = []
     while not run.is_done:
         for step in run.steps():
-            bounds.append(run.steps_left)
+            bounds.append(steps_left(run))
             steps[step.timestamp.epoch] += 1
             run.finish(Signals(loss=losses[steps.total() % len(losses)]))
     for before, (least, most) in enumerate(bounds):
@@ -90,10 +97,10 @@ def test_decided_steps_lie_between_the_bounds(settings: dict[str, Any], losses: 
         assert most is not None
         assert most >= steps.total() - before
     for epoch in range(max(steps) + 1):
-        least, most = run.steps_in_epoch(epoch)
+        least, most = steps_in_epoch(run, epoch)
         assert most is not None
         assert least <= steps[epoch] <= most
-        assert run.micro_batches_in_epoch(epoch) == (0, None)
+        assert micro_batches_in_epoch(run, epoch) is None
 
 
 def test_a_run_that_the_clock_ends_has_no_count() -> None:
@@ -101,8 +108,8 @@ def test_a_run_that_the_clock_ends_has_no_count() -> None:
         num_samples=20, max_duration="1h", batch_size=4, last_batch=None, micro_batch_size=None,
         rank=0, world_size=1,
     )  # fmt: skip
-    assert run.num_steps == (0, None)
-    assert run.steps_in_epoch(2).most == 5
+    assert num_steps(run) == (0, None)
+    assert steps_in_epoch(run, 2).most == 5
 
 
 @pytest.mark.parametrize("epoch", [0, 10**12])
@@ -112,4 +119,11 @@ def test_counting_takes_no_walk(epoch: int) -> None:
         micro_batch_size=256, rank=0, world_size=1,
     )  # fmt: skip
     size = 4096 if epoch else 512
-    assert run.steps_in_epoch(epoch).exact == -(-(10**9) // size)
+    assert steps_in_epoch(run, epoch).exact == -(-(10**9) // size)
+
+
+@pytest.mark.parametrize(
+    ("policy", "least"), [("0ep:8 1ep:16", 8), ("0ep:16 1ep:24", 16), (48, 16)]
+)
+def test_the_smallest_step_is_that_of_a_stage_or_of_a_cut(policy: Any, least: int) -> None:
+    assert smallest_step(prepare(range(64), policy, max_duration="2ep")) == least

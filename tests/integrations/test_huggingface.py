@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback, get_cosine_schedule_with_warm
 
 from stretto.batching import NoiseScale
 from stretto.errors import CheckpointError, StrettoError, TrainingError
+from stretto.integrations.counts import steps_in_epoch
 from stretto.integrations.huggingface import attach
 from stretto.schedules import Cosine
 
@@ -99,7 +100,7 @@ def test_the_counters_of_the_trainer_agree_with_the_clock(whole: Any) -> None:
     assert watch.steps == [
         (number, after.sample / toys.N, total) for number, after in enumerate(ENDS, 1)
     ]
-    first = trainer.stretto.run.steps_in_epoch(0).exact
+    first = steps_in_epoch(trainer.stretto.run, 0).exact
     epochs = [event for event in watch.events if event[0].startswith("epoch")]
     assert epochs == [
         ("epoch begins", 0),
@@ -187,7 +188,7 @@ def test_a_checkpoint_of_a_stock_trainer_is_refused(tmp_path: Path) -> None:
 def test_strategies_by_epochs_fire_where_epochs_end() -> None:
     trainer, _, watch = make(eval_strategy="epoch")
     trainer.train()
-    first = trainer.stretto.run.steps_in_epoch(0).exact
+    first = steps_in_epoch(trainer.stretto.run, 0).exact
     assert [at for name, at in watch.events if name == "evaluates"] == [first, len(STEPS)]
 
 

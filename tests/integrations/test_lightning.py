@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 from stretto import prepare
 from stretto.batching import NoiseScale, Plateau
 from stretto.errors import CheckpointError, StrettoError, TrainingError
+from stretto.integrations.counts import micro_batches_in_epoch
 from stretto.integrations.lightning import attach
 from stretto.planning import plan
 from stretto.settings import Loading
@@ -213,7 +214,7 @@ def test_the_progress_bar_has_the_length_of_each_epoch() -> None:
 
     totals = Totals()
     _, _, run = lightning_toys.train(totals, TQDMProgressBar(), enable_progress_bar=True)
-    lengths = [run.micro_batches_in_epoch(epoch).exact for epoch in range(2)]
+    lengths = [micro_batches_in_epoch(run, epoch) for epoch in range(2)]
     assert totals.seen == [(length, length) for length in lengths]
     assert lengths[0] != lengths[1]
 

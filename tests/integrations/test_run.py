@@ -17,6 +17,7 @@ from stretto.batching import NO_SIGNALS, NoiseScale, SquareRootRule
 from stretto.data import DataSpec
 from stretto.errors import CheckpointError, ScheduleError, TrainingError
 from stretto.integrations import ClockScheduler, StepMeter
+from stretto.integrations.counts import num_steps, steps_left
 from stretto.noise import NoiseSums
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
@@ -210,7 +211,7 @@ def test_the_clock_is_read_as_fractions_and_for_a_log_line() -> None:
     now = run.timer.timestamp
     line = run.log_values()
     assert (line["dur"], line["ep"]) == (now.sample / (2 * N), now.sample / N)
-    assert run.steps_left.exact == run.num_steps.least - 7
+    assert steps_left(run).exact == num_steps(run).least - 7
     assert line["batch_size"] == run.step.batch_size  # type: ignore[union-attr]
     assert (line["sp"], line["ba"], line["lr"]) == (
         now.sample,
@@ -297,7 +298,7 @@ def test_the_scheduler_reports_what_the_run_sets() -> None:
 def test_a_run_that_is_not_bound_says_so() -> None:
     with pytest.raises(TrainingError, match="optimizers"):
         make().begin()
-    assert make().num_steps.exact == PLAN.num_batches
+    assert num_steps(make()).exact == PLAN.num_batches
 
 
 # --- weights and noise
@@ -399,5 +400,5 @@ def test_a_stream_of_unknown_length_is_read_epoch_by_epoch() -> None:
     ]
     assert run.plan is not None
     assert not run.plan.is_exact
-    assert run.num_steps.exact is None
-    assert run.num_steps.least <= run.timer.batch == 14
+    assert num_steps(run).exact is None
+    assert num_steps(run).least <= run.timer.batch == 14

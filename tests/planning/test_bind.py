@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from stretto import (
 )
 from stretto.errors import BatchSizeError, ConversionError, PlanError
 from stretto.planning import PlannedSizes, bind_run
-from stretto.planning.bind import smallest_step
 
 DATA = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
 SIZES = "0ep:8 1ep:16"
@@ -153,10 +151,3 @@ def test_an_error_can_say_where_it_comes_from(
     with pytest.raises(ValueError):  # noqa: PT011  which one it is, the parts' own tests say
         bind_run(at=at, **given)  # type: ignore[arg-type]
     assert open_places == [place]
-
-
-@pytest.mark.parametrize(
-    ("policy", "least"), [("0ep:8 1ep:16", 8), ("0ep:16 1ep:24", 16), (48, 16)]
-)
-def test_the_smallest_step_is_that_of_a_stage_or_of_a_cut(policy: Any, least: int) -> None:
-    assert smallest_step(bind_run(Horizon("2ep", dataset_num_samples=64), policy)) == least

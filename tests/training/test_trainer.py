@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.batching import DoublingRamp, LinearRamp
+from stretto.batching import DoublingRamp, LinearRamp, Seesaw
 from stretto.errors import CheckpointError, StrettoError, cannot
 from stretto.ordering import SampleOrder
 from stretto.schedules import Cosine, Linear
@@ -164,21 +164,30 @@ def test_every_line_has_the_clock_in_every_unit(problem: Make, tmp_path: Path) -
     assert [line["ep"] for line in evaluations] == [1, 2]
 
 
-def test_the_ledger_follows_the_plan_batch_for_batch(problem: Make, tmp_path: Path) -> None:
+PAIR = Seesaw(Cosine(warmup="10%"), DoublingRamp(2, 4, "20%"), maximum=16)
+RAMP = {"batch_size": DoublingRamp(4, 16, "50%"), "schedules": {"lr": Cosine(end=0.1)}}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "schedules"),
+    [
+        (LinearRamp(3, 17, "60%"), {"lr": Cosine(end=0.1, warmup="10ba"), "momentum": 0.5}),
+        (PAIR, {"momentum": Linear(0.5, 1, over="20sp")}),
+    ],
+    ids=["ramp", "pair"],
+)
+def test_the_ledger_follows_the_plan_batch_for_batch(
+    problem: Make, tmp_path: Path, batch_size: Any, schedules: Any
+) -> None:
     trainer = problem().trainer(
-        folder=tmp_path,
-        batch_size=LinearRamp(3, 17, "60%"),
-        schedules={"lr": Cosine(end=0.1, warmup="10ba"), "momentum": Linear(0.5, 1, over="20sp")},
-        micro_batch_size=4,
+        folder=tmp_path, batch_size=batch_size, schedules=schedules, micro_batch_size=4
     )
     trainer.fit()
     rows, planned = ledger(tmp_path), list(trainer.plan.batches())
     assert [int(row["size"]) for row in rows] == [step.size for step in planned]
     assert [int(row["sample"]) for row in rows] == [step.timestamp.sample for step in planned]
-    learning_rate = Cosine(end=0.1, warmup="10ba").bind(trainer.run.horizon)
-    assert [float(row["lr"]) for row in rows] == [
-        0.1 * learning_rate(step.timestamp) for step in planned
-    ]
+    for name in ("lr", "momentum"):
+        assert [float(row[name]) for row in rows] == [step.values[name] for step in planned]
     assert [int(row["micro_batches"]) for row in rows] == [-(-step.size // 4) for step in planned]
 
 
@@ -253,12 +262,8 @@ class StopAt(Callback):
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     problem: Make, tmp_path: Path, how: Any, reason: str, raised: Any
 ) -> None:
-    settings: dict[str, Any] = {
-        "batch_size": DoublingRamp(4, 16, "50%"),
-        "schedules": {"lr": Cosine(end=0.1)},
-        "log": Logging("50sp"),
-        "checkpoint": Checkpointing("1ep"),
-    }
+    settings: dict[str, Any] = {"log": Logging("50sp"), "checkpoint": Checkpointing("1ep")}
+    settings |= {"batch_size": PAIR} if raised is None else RAMP
     whole = problem()
     whole.trainer(folder=tmp_path / "whole", **settings).fit()
 
@@ -276,6 +281,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     resumed = second.trainer(folder=tmp_path / "cut", **settings)
     assert resumed.resume() is not None
     assert resumed.timer.batch == trainer.timer.batch
+    assert resumed.changes == ("callbacks: StopAt -> ",)
     resumed.fit()
 
     assert torch.equal(second.weights(), whole.weights())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
@@ -129,10 +129,6 @@ def _since(horizon: Horizon, timestamp: Timestamp, state: PolicyState) -> Timest
     )
 
 
-SizePeriods: TypeAlias = Iterable[tuple[TimeLike | Rest, PolicyLike]]
-"""Durations, each with a policy or its written form."""
-
-
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class PeriodSizes(BatchSizePolicy):
@@ -158,7 +154,7 @@ class PeriodSizes(BatchSizePolicy):
 
     periods: tuple[tuple[Time | Rest, BatchSizePolicy], ...]
 
-    def __init__(self, periods: SizePeriods) -> None:
+    def __init__(self, periods: Iterable[tuple[TimeLike | Rest, PolicyLike]]) -> None:
         fill(self, periods=read_periods(periods, checked_interval, as_policy, BatchSizeError))
 
     def bind(self, horizon: Horizon) -> Bound:

@@ -6,6 +6,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
@@ -84,12 +85,11 @@ def _is_after(
                 return True
             now = batches.timestamp(count)
         return axis.read(now) < tick
-    try:
-        shared = horizon.common_axis(times)
-        first, last = (horizon.ticks(time, shared) for time in times)
-    except ConversionError:
-        return True
-    return first < last
+    for unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN):
+        with suppress(ConversionError):
+            first, last = (horizon.ticks(time, horizon.axis(unit)) for time in times)
+            return first < last
+    return True
 
 
 StepsLike: TypeAlias = str | Mapping[str, int] | Mapping[Time, int]

@@ -29,6 +29,7 @@ from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import Step, count_target_tokens, move_batch
 from stretto.data.weights import Units, check_units
 from stretto.errors import DataError
+from stretto.integrations.counts import micro_batches_in_epoch
 from stretto.integrations.loss_checks import FirstStep, has_gradient, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
@@ -176,7 +177,7 @@ class AccelerateLoader:
         Raises:
             TypeError: it is not known.
         """
-        count = self.run.micro_batches_in_epoch(self.run.timer.epoch).exact
+        count = micro_batches_in_epoch(self.run, self.run.timer.epoch)
         if count is None:
             raise TypeError("the number of micro-batches is not known before the epoch")
         return count

@@ -17,8 +17,8 @@ from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import DataSpec, Step
 from stretto.data.weights import Units, units_of
 from stretto.errors import DataError, TrainingError
+from stretto.integrations.counts import steps_between, steps_left
 from stretto.noise import NoiseMeter
-from stretto.planning.bind import steps_between
 from stretto.run import Run
 from stretto.timing import Timer
 
@@ -208,12 +208,12 @@ def ends_epoch(run: Run) -> bool:
     now, num_samples = run.timer.timestamp, run.horizon.dataset_num_samples
     if now.batch_in_epoch == 0 or num_samples is None:
         return now.batch_in_epoch == 0
-    return steps_between(run.prepared, now.sample, (now.epoch + 1) * num_samples).most == 0
+    return steps_between(run, now.sample, (now.epoch + 1) * num_samples).most == 0
 
 
 def is_over(run: Run) -> bool:
     """Return whether no step is left; a run notes dropped samples when it is asked for the next."""
-    return run.is_done or (run.loading.last_batch == "drop" and run.steps_left.most == 0)
+    return run.is_done or (run.loading.last_batch == "drop" and steps_left(run).most == 0)
 
 
 def note_metrics(run: Run, metrics: Mapping[str, Any]) -> None:

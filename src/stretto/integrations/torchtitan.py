@@ -34,6 +34,7 @@ from torchtitan.trainer import Trainer
 from tyro.conf import Suppress
 
 from stretto.data import DataSpec, Step
+from stretto.integrations.counts import steps_left
 from stretto.integrations.shared import BY_SIZE, ClockScheduler, refuse
 from stretto.run import Run, prepare
 
@@ -232,7 +233,7 @@ class RunTrainer(Trainer):
     def _note_end(self) -> None:
         """Set the number of steps as far as it is known: after the last, torchtitan saves."""
         run = self.dataloader.run
-        left = 0 if run.is_done else run.steps_left.exact
+        left = 0 if run.is_done else steps_left(run).exact
         self.config.training.steps = 2**62 if left is None else run.timer.batch + left
 
 

@@ -204,7 +204,7 @@ _WORDS: dict[str, str] = {
 """Words that people write for a unit, without a plural."""
 
 
-def parse(text: str, *, of_run: bool = False) -> tuple[Fraction, TimeUnit]:
+def parse(text: str) -> tuple[Fraction, TimeUnit]:
     """Return the exact amount and the unit of `text`.
 
     >>> parse("1h30m")
@@ -212,24 +212,22 @@ def parse(text: str, *, of_run: bool = False) -> tuple[Fraction, TimeUnit]:
 
     Args:
         text: the text of a time.
-        of_run: whether it is the length of a run; only advice depends on it.
 
     Raises:
         TimeError: `text` is not a time; the message says what to write.
     """
-    how = HOW_LONG if of_run else HOW
     if len(text) > MAX_TEXT:
-        raise _refused(shown(text), f"it has {len(text)} characters", how)
+        raise _refused(shown(text), f"it has {len(text)} characters", HOW)
     text = text.strip()
     match = _NUMBER.fullmatch(text)
     if match is None:
-        raise _refused(shown(text), *_explain(text, None, of_run=of_run))
+        raise _refused(shown(text), *_explain(text, None))
     sign, whole, below, point, exponent, name = match.groups()
     known = _UNITS.get(name)
     if known is None:
         parts = _PARTS.fullmatch(text)
         if parts is None or name is None:
-            raise _refused(shown(text), *_explain(text, name, of_run=of_run))
+            raise _refused(shown(text), *_explain(text, name))
         return check(_clock_amount(text, parts), TimeUnit.SECOND, text), TimeUnit.SECOND
     above, per, unit = known
     if point:
@@ -239,12 +237,12 @@ def parse(text: str, *, of_run: bool = False) -> tuple[Fraction, TimeUnit]:
     if exponent:
         power = int(exponent)
         if abs(power) > MAX_DIGITS:
-            raise _refused(shown(text), f"the exponent is beyond {MAX_DIGITS}", how)
+            raise _refused(shown(text), f"the exponent is beyond {MAX_DIGITS}", HOW)
         above, per = (above * 10**power, per) if power > 0 else (above, per * 10**-power)
     if below:
         per *= int(below)
         if per == 0:
-            raise _refused(shown(text), "it divides by zero", how)
+            raise _refused(shown(text), "it divides by zero", HOW)
     # Integers until here, and no division by one: either way a Fraction costs 1 us.
     amount = Fraction(above) if per == 1 else Fraction(above, per)
     return check(-amount if sign else amount, unit, text), unit
@@ -317,56 +315,53 @@ def _refused(text: str, why: str, instead: str) -> TimeError:
     return TimeError.cannot(f"read {text} as a time", why=why, instead=instead)
 
 
-def without_unit(number: object, *, of_run: bool = False) -> str:
+def without_unit(number: object) -> str:
     """Return what to write instead of a number that has no unit.
 
-    >>> without_unit(0.03), without_unit(100), without_unit(0.5, of_run=True)
-    ("write '3%'", "write '100ba', '100ep' or '100sp'", "write '0.5ep'")
+    >>> without_unit(0.03), without_unit(100)
+    ("write '3%'", "write '100ba', '100ep' or '100sp'")
     """
     try:
         amount, _ = parse(f"{number}ep")
     except ValueError:  # Python refuses to print an int of more than 4300 digits
         amount = Fraction(0)
     if amount <= 0:
-        return HOW_LONG if of_run else HOW
+        return HOW
     if amount.denominator == 1:
         if str(number)[-1:] in _SUFFIXES:
             return f"write '{number}tok' or '{number}sp'"
         return f"write '{number}ba', '{number}ep' or '{number}sp'"
-    if amount > 1 or of_run:
+    if amount > 1:
         return f"write '{number}ep'"
     return f"write '{_decimal_text(100 * amount)}%'"
 
 
-def _explain(text: str, unit: str | None, *, of_run: bool = False) -> tuple[str, str]:
+def _explain(text: str, unit: str | None) -> tuple[str, str]:
     """Return why `text` is not a time, and what to write instead.
 
     Args:
         text: the text, without outer spaces.
         unit: what follows its number; None if it has no number or nothing follows.
-        of_run: whether it is the length of a run.
 
     >>> _explain("3epoch", "epoch")
     ("unknown unit 'epoch'", "write '3ep'")
     """
-    how = HOW_LONG if of_run else HOW
     if not re.match("-?[0-9]", text):
-        return "it does not begin with a number" if text else "it is empty", how
+        return "it does not begin with a number" if text else "it is empty", HOW
     if unit is None or unit in _SUFFIXES:
-        return "it has no unit", without_unit(text, of_run=of_run)
+        return "it has no unit", without_unit(text)
     if unit[0] in "dhms" and re.search("[0-9]", unit):
         return "it is not whole parts in falling order", "write '2d12h', '1h30m' or '90s'"
     number, name = text[: len(text) - len(unit)], unit.strip()
     why = f"unknown unit {shown(unit)}" if name == unit else "there is a space inside"
     meant = f"{number}{_unit_meant(name)}"
     if meant == number:
-        return why, how
+        return why, HOW
     try:
-        amount, found = parse(meant)
+        amount, _ = parse(meant)
     except TimeError:
-        return why, how
-    is_meant = amount > 0 and not (of_run and found is TimeUnit.DURATION)
-    return why, f"write '{meant}'" if is_meant else how
+        return why, HOW
+    return why, f"write '{meant}'" if amount > 0 else HOW
 
 
 def _unit_meant(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, get_args, runtime_checkable
@@ -192,38 +191,6 @@ class Horizon:
             otherwise = ", or write max_duration and the times in 'sp', 'ba' or 'tok'"
             raise _unknown_epoch("know how much of an epoch has passed", otherwise)
 
-    def common_axis(self, times: Iterable[Time]) -> Axis:
-        """Return one axis on which all of `times` can be placed.
-
-        Times of one unit use its own axis; mixed units use samples or tokens.
-
-        >>> horizon = Horizon("2ep", dataset_num_samples=100, batch_sizes=32)
-        >>> horizon.common_axis([Time("5ba"), Time("0.5dur")]).unit
-        <TimeUnit.SAMPLE: 'sp'>
-
-        Raises:
-            ConversionError: they can't be converted to one unit before the run.
-        """
-        listed = tuple(times)
-        units = {self._axes[time.unit].unit for time in listed}
-        if len(units) <= 1:
-            return self._axes[units.pop() if units else _DUR]
-        given = {time.unit for time in listed}
-        has_tokens = _TOK in given or (_DUR in given and self.max_duration.unit is _TOK)
-        # If tokens per sample are only an average, the end of the run is the time that stays exact.
-        is_exact_in_tokens = has_tokens and self.max_duration.unit is _TOK
-        refusals = []
-        for unit in (_TOK, _SP) if is_exact_in_tokens else (_SP, _TOK):
-            try:
-                for time in listed:
-                    self._amount(time.amount, time.unit, unit)
-            except _MissingFactError as missing:
-                refusals.append(missing)
-            else:
-                return self._axes[unit]
-        what = f"bring {', '.join(map(str, listed[:-1]))} and {listed[-1]} to one unit"
-        raise self._without(what, given, refusals[0], "write all of them in one unit")
-
     def convert(self, time: TimeLike, unit: str) -> Time:
         """Return `time` in `unit`; batches, samples and tokens are rounded up.
 
@@ -239,15 +206,9 @@ class Horizon:
     def _refused(
         self, amount: Fraction, unit: TimeUnit, target: TimeUnit, missing: _MissingFactError
     ) -> ConversionError:
-        what = f"convert {rounded(amount, unit)} to {target}"
-        return self._without(what, {unit, target}, missing, f"write it in '{target}'")
-
-    def _without(
-        self, what: str, units: set[TimeUnit], missing: _MissingFactError, otherwise: str
-    ) -> ConversionError:
-        """Return the error for what needs a missing fact; `otherwise` says how to do without."""
+        what, otherwise = f"convert {rounded(amount, unit)} to {target}", f"write it in '{target}'"
         why = missing.why
-        if _DUR in units:
+        if _DUR in (unit, target):
             why = f"max_duration is in {NAMES[self.max_duration.unit]} and {why}"
         instead: Text = otherwise
         if missing.fact:

@@ -232,11 +232,10 @@ def read_run(max_duration: TimeLike) -> Time:
     try:
         run = Time(max_duration)
     except TimeError as error:
-        if isinstance(max_duration, str):
-            grammar.parse(max_duration, of_run=True)  # raises the same, with advice for a length
-        what, why, advise = error.message.what, error.message.why, grammar.without_unit
-        instead = advise(max_duration, of_run=True)
-        raise TimeError.cannot(what, why=why, instead=instead) from None
+        if "%" not in error.message.instead:
+            raise
+        what, why = error.message.what, error.message.why
+        raise TimeError.cannot(what, why=why, instead=grammar.HOW_LONG) from None
     if run.unit is TimeUnit.DURATION:
         why = "it is a fraction of itself"
         raise ConversionError.bad("max_duration", str(run), why, grammar.HOW_LONG)

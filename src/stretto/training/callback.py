@@ -13,8 +13,9 @@ from stretto.batching import Signals
 from stretto.data import Step
 from stretto.errors import TrainingError
 from stretto.run import Run
-from stretto.schedules import Schedule
+from stretto.schedules import Schedule, Scope
 from stretto.schedules.fields import stretched
+from stretto.schedules.schedule import linear
 from stretto.timing import Horizon, Time, TimeLike, Timestamp, Trigger, parse_trigger
 from stretto.timing.time import Number
 
@@ -269,15 +270,9 @@ def progress(horizon: Horizon, start: Time, end: Time) -> Callable[[Timestamp], 
         TrainingError: the stretch has no length.
         ConversionError: a time needs a fact that is not known.
     """
-    # From the start of the run on, the stretch is counted in the unit of its end.
-    start = start if start else end * 0
-    axis = horizon.common_axis((start, end))
-    horizon.check_moves(axis)
-    first, last = horizon.ticks(start, axis), horizon.ticks(end, axis)
-    if last <= first:
+    run = Scope.of(horizon)
+    first, last = run.after(start), run.after(end)
+    own = run.part(first, last, last.axis)  # the stretch is counted in the unit of its end
+    if last.tick <= own.start:
         raise TrainingError.bad("end", str(end), f"it is not after {start}", "write a later one")
-
-    def passed(timestamp: Timestamp) -> float:
-        return min(1.0, max(0.0, float((axis.read(timestamp) - first) / (last - first))))
-
-    return passed
+    return linear(own, last.tick, 0.0, 1.0)

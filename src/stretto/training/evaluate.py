@@ -259,7 +259,7 @@ class Evaluations:
         recorder.write({**self._run.clock(), **named})
         shown = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
         at, text = self._run.timer.timestamp, f"evaluation {name}: {shown}"
-        recorder.event("evaluation", at, text, name=name, seconds=seconds)
+        recorder.files.event("evaluation", at, text, name=name, seconds=seconds)
         return named
 
     def measure(self, name: str) -> None:

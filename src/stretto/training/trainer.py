@@ -62,7 +62,7 @@ from stretto.training.describe import Setup, compare_ranks, describe
 from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
 from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.console import ConsoleLogger, has_terminal
-from stretto.training.logs.recorder import Recorder
+from stretto.training.logs.recorder import FILES, Recorder
 from stretto.training.loop import Loop, Stops, raise_for
 from stretto.training.metrics import check_merging
 from stretto.training.settings import (
@@ -282,7 +282,8 @@ class Trainer:
         """Build the callbacks, and find the micro-batch size beside what they allocate."""
         events = Events(self.callbacks, self.run)
         events.tell("on_build")
-        check_states({**callback_parts(self.callbacks), "step": self.step})
+        if self.callbacks or not isinstance(self.step, SupervisedStep):
+            check_states({**callback_parts(self.callbacks), "step": self.step})
         transforms = events.listeners("transform_batch")
         self.step.transforms = [partial(call, self.run) for call in transforms]
         self._refusal = self._refused()
@@ -329,9 +330,11 @@ class Trainer:
         )
         if self._weights.optimizers:
             names = [type(one).__name__ for one in self._weights.optimizers]
-            recorder.facts["evaluates_with"] = " and ".join(f"{name}.eval()" for name in names)
+            recorder.files.facts["evaluates_with"] = " and ".join(
+                f"{name}.eval()" for name in names
+            )
         if self.fitting is not None and self.fitting.peak is not None:
-            recorder.facts["predicted_memory_bytes"] = self.fitting.peak
+            recorder.files.facts["predicted_memory_bytes"] = self.fitting.peak
         measuring = Evaluations(
             run,
             [
@@ -579,7 +582,7 @@ class Trainer:
             if found is not None:
                 self._restore(found)
             elif not self.timer.batch:
-                self._loop.recorder.start_over()
+                self._loop.recorder.files.lengths = dict.fromkeys(FILES, 0)
         return found
 
     def _restore(self, found: Path) -> None:
@@ -588,7 +591,7 @@ class Trainer:
         dropped = self._loop.saver.restore(found)
         self._loop.stepper.resumed_from = found
         self.changes = (*self._setup.changes, *dropped)
-        self._loop.recorder.resumed = found, self.changes
+        self._loop.recorder.files.resumed = found, self.changes
         self._refusal = self.run.prepared.refused
         self.run.plan  # noqa: B018  making it checks the stages that are still to come
 

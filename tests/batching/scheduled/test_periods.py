@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -181,7 +182,7 @@ def test_values() -> None:
     ],
     ids=repr,
 )
-def test_wrong_periods_are_refused(periods: list[tuple[str, object]], match: str) -> None:
+def test_wrong_periods_are_refused(periods: list[tuple[str, Any]], match: str) -> None:
     with pytest.raises(BatchSizeError, match=match):
         PeriodSizes(periods)
 
@@ -196,7 +197,7 @@ def test_wrong_periods_are_refused(periods: list[tuple[str, object]], match: str
     ids=repr,
 )
 def test_what_is_left_must_be_known_and_be_something(
-    periods: list[tuple[str, object]], match: str
+    periods: list[tuple[str, Any]], match: str
 ) -> None:
     with pytest.raises(BatchSizeError, match=match):
         PeriodSizes(periods).bind(Horizon("2ep", dataset_num_samples=100))

@@ -36,8 +36,8 @@ from stretto.integrations.composer.batches import (
     check_size,
     unshared,
 )
+from stretto.integrations.counts import UNKNOWN, smallest_step
 from stretto.integrations.shared import StepMeter, ends_epoch, note_metrics, refuse, warn_of_end
-from stretto.planning.bind import UNKNOWN, smallest_step
 from stretto.run import Run, prepare
 from stretto.settings import Loading
 
@@ -93,7 +93,7 @@ class ComposerCallback(Callback):
             rank=dist.get_global_rank(),
             world_size=dist.get_world_size(),
         )
-        check_size(smallest_step(run.prepared), run.loader.world_size)
+        check_size(smallest_step(run), run.loader.world_size)
         self._steps = state.train_dataloader = ComposerLoader(run)
         # At first the length is known in any case: without one, fit() refuses epochs.
         state.set_dataloader(self._steps, state.dataloader_label, self._steps.length or UNKNOWN)

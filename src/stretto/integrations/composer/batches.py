@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import Step
 from stretto.data.containers import join_samples
+from stretto.integrations.counts import end_of, steps_in_epoch
 from stretto.integrations.shared import Pass, StepMeter, counted_steps, refuse
-from stretto.planning.bind import end_of
 from stretto.run import Run
 
 _NOISE, _PLAN = "follow the noise of the gradient", "plan the sizes, such as '0ep:32 1ep:64'"
@@ -40,12 +40,12 @@ class ComposerLoader:
     def read_length(self) -> None:
         """Set the length to that of the epoch in which the run is."""
         run, epoch = self._run, self._run.timer.epoch
-        num_samples, self.length = run.horizon.dataset_num_samples, run.steps_in_epoch(epoch).exact
+        num_samples, self.length = run.horizon.dataset_num_samples, steps_in_epoch(run, epoch).exact
         if self.length is None or num_samples is None:
             self.length = None
             return
         # Composer ends an epoch when it has seen as many; it does not if the run ends inside it.
-        end = end_of(run.prepared)
+        end = end_of(run)
         is_cut = end is not None and epoch * num_samples < end < (epoch + 1) * num_samples
         self.length += int(is_cut)
 

@@ -22,6 +22,7 @@ from stretto.data import DataSpec, Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units, units_of
 from stretto.errors import CheckpointError
+from stretto.integrations.counts import end_of, num_steps, steps_in_epoch, steps_left
 from stretto.integrations.huggingface.losses import (
     LossKind,
     ignored_pixel,
@@ -40,7 +41,6 @@ from stretto.integrations.shared import (
     refuse,
     warn_of_end,
 )
-from stretto.planning.bind import end_of
 from stretto.run import Run, prepare
 from stretto.settings import Loading
 
@@ -126,13 +126,13 @@ class TrainerLoader:
 
     def __init__(self, run: Run, dataset: Any) -> None:
         self.run, self.dataset = run, dataset
-        self.end, num_samples = end_of(run.prepared), run.horizon.dataset_num_samples
-        most = run.num_steps.most
+        self.end, num_samples = end_of(run), run.horizon.dataset_num_samples
+        most = num_steps(run).most
         self.num_steps = sys.maxsize if most is None else most
         self.longest, self.num_epochs = self.num_steps, sys.maxsize
         if num_samples and self.end:
             self.num_epochs = math.ceil(self.end / num_samples)
-            each = (run.steps_in_epoch(epoch).most for epoch in range(self.num_epochs))
+            each = (steps_in_epoch(run, epoch).most for epoch in range(self.num_epochs))
             self.longest = max(self.num_steps if one is None else one for one in each)
 
     def __len__(self) -> int:
@@ -202,7 +202,7 @@ class StrettoCallback(TrainerCallback, ExportableState):
         if run.is_done:
             state.max_steps = state.global_step  # the flow callback comes next, and stops the run
         elif not self.is_counted:
-            end, left = end_of(run.prepared), state.max_steps - state.global_step
+            end, left = end_of(run), state.max_steps - state.global_step
             if end is not None:  # as if the size stayed as it is
                 left = -(-(end - run.timer.sample) // run.batch_size)
             state.max_steps = state.global_step + max(1, left)
@@ -296,7 +296,7 @@ class Follows(Trainer):
                     instead="attach before the first step, or start anew",
                 )
             own.run.load_state_dict(state)
-        left = own.run.steps_left.exact
+        left = steps_left(own.run).exact
         own.is_counted = left is not None
         self.state.max_steps = num_training_steps if left is None else own.run.timer.batch + left
         return self.lr_scheduler

@@ -25,6 +25,13 @@ from torch import Tensor
 from stretto.batching import NO_SIGNALS
 from stretto.data.weights import Units
 from stretto.errors import CheckpointError
+from stretto.integrations.counts import (
+    UNKNOWN,
+    end_of,
+    micro_batches_in_epoch,
+    num_steps,
+    planned_micro_batches,
+)
 from stretto.integrations.loss_checks import FirstStep, keeps, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
@@ -37,7 +44,6 @@ from stretto.integrations.shared import (
     refuse,
     warn_of_end,
 )
-from stretto.planning.bind import UNKNOWN, end_of, planned_micro_batches
 from stretto.run import Run
 from stretto.runtime.losses import only_looking, tolerance_for
 
@@ -148,7 +154,7 @@ class LightningLoader:
             return UNKNOWN
         if self.run.is_done:
             return 0
-        exact = self.run.micro_batches_in_epoch(self.run.timer.epoch).exact
+        exact = micro_batches_in_epoch(self.run, self.run.timer.epoch)
         return UNKNOWN if exact is None else exact
 
     def __iter__(self) -> Iterator[Any]:
@@ -290,7 +296,7 @@ class LightningCallback(Callback):
         trainer.check_val_every_n_epoch = 1 if is_usual else None
         # With these two, trainer.estimated_stepping_batches is the number of optimizer steps.
         loop.max_epochs = -1
-        loop.epoch_loop.max_steps = self._run.num_steps.exact or -1
+        loop.epoch_loop.max_steps = num_steps(self._run).exact or -1
 
     @classmethod
     def leave(cls, trainer: Trainer) -> None:
@@ -336,7 +342,7 @@ class LightningCallback(Callback):
         meter = StepMeter(run, trainer.strategy.model)
         self._batches.follow(trainer, meter, is_open=self._is_open)
         self._is_open = False
-        end, num_samples = end_of(run.prepared), run.horizon.dataset_num_samples
+        end, num_samples = end_of(run), run.horizon.dataset_num_samples
         trainer.fit_loop.epoch_loop.max_steps = -1
         num_epochs = math.ceil(end / num_samples) if end and num_samples else -1
         trainer.fit_loop.max_epochs = _NeverReached(num_epochs)
@@ -370,13 +376,7 @@ class LightningCallback(Callback):
         inner, progress = loop.epoch_loop, loop.epoch_loop.batch_progress
         done = progress.current.processed
         if is_inside and num_samples is not None and len(self._batches) != UNKNOWN:
-            done = planned_micro_batches(
-                run.prepared,
-                now.epoch * num_samples,
-                now.sample,
-                world_size=run.loader.world_size,
-                micro_batch_size=run.loader.micro_batch_size,
-            )
+            done = planned_micro_batches(run, now.epoch * num_samples, now.sample)
         for name in ("ready", "started", "processed", "completed"):
             setattr(progress.current, name, done)
         progress.is_last_batch = False

@@ -90,10 +90,10 @@ class ExponentialMovingAverage(Callback):
             for name, weight in self._weights.items()
         }
         self._is_due = self._every.bind(run.horizon)
-        self._start_axis = run.horizon.common_axis((self._start,))
+        self._start_axis = run.horizon.axis(self._start.unit)
         self._start_ticks = run.horizon.ticks(self._start, self._start_axis)
         if self._half_life is not None:
-            self._axis = run.horizon.common_axis((self._half_life,))
+            self._axis = run.horizon.axis(self._half_life.unit)
             run.horizon.check_moves(self._axis)
             self._half_ticks = float(run.horizon.ticks(self._half_life, self._axis))
         if self._saved is not None:

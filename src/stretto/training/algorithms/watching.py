@@ -57,7 +57,7 @@ class EarlyStopping(Callback):
         Raises:
             ConversionError: a fact is missing.
         """
-        self._axis = run.horizon.common_axis((self._patience,))
+        self._axis = run.horizon.axis(self._patience.unit)
         self._ticks = float(run.horizon.ticks(self._patience, self._axis))
 
     def on_evaluation_end(

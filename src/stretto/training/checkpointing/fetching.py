@@ -178,7 +178,8 @@ def fetch(
             seen = ranks.together(lambda: sorted(mark.name for mark in unfinished.glob("rank*")))
             own = seen[ranks.rank]
             members = [rank for rank, marks in enumerate(seen) if own and marks == own]
-            share = {name: files[name] for name in _share(list(files), members, ranks.rank)}
+            own_files = list(files)[members.index(ranks.rank) :: len(members)] if members else []
+            share = {name: files[name] for name in own_files}
             ranks.together(lambda: _get(store, copy, share, unfinished))
             ranks.together(finish)
     finally:
@@ -201,21 +202,6 @@ def writing() -> Iterator[None]:
             why=first_line(error),
             instead="free space or choose another folder",
         ) from error
-
-
-def _share(files: Sequence[str], members: Sequence[int], rank: int) -> list[str]:
-    """Return the files that a rank fetches: those that a rank of the same number wrote.
-
-    >>> _share(["state.json", "model-00001-of-00002.safetensors"], [0, 1], 1)
-    ['model-00001-of-00002.safetensors']
-    """
-    if rank not in members:
-        return []
-    numbers = dict(zip(files, range(len(files)), strict=True))
-    for file in files:
-        with suppress(IndexError, ValueError):
-            numbers[file] = int(file.split("-")[-3])
-    return [file for file in files if members[numbers[file] % len(members)] == rank]
 
 
 def _get(store: Store, copy: str, files: dict[str, Entry], folder: Path) -> None:
