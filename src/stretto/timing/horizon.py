@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, get_args, runtime_checkable
 
-from stretto.errors import Argument, BatchSizeError, ConversionError, Text, shown
+from stretto.errors import BatchSizeError, ConversionError, fact_text, shown
 from stretto.timing.grammar import NAMES, TimeUnit, checked_whole, exact, parse_unit
 from stretto.timing.time import Number, Time, TimeLike, read_run, rounded
 from stretto.timing.timestamp import Axis, Timestamp, axes
@@ -213,10 +213,9 @@ class Horizon:
         why = missing.why
         if _DUR in (unit, target):
             why = f"max_duration is in {NAMES[self.max_duration.unit]} and {why}"
-        instead: Text = otherwise
         if missing.fact:
-            instead = ("set ", Argument(missing.fact), f", or {otherwise}")
-        return ConversionError.cannot(what, why=why, instead=instead)
+            otherwise = f"set {fact_text(missing.fact)}, or {otherwise}"
+        return ConversionError.cannot(what, why=why, instead=otherwise)
 
     def _amount(self, amount: Fraction, unit: TimeUnit, target: TimeUnit) -> Fraction:
         """Return an amount in another unit, exactly and not yet rounded to whole samples.
@@ -320,7 +319,7 @@ class Horizon:
 
 
 def _unknown_epoch(what: str, otherwise: str) -> ConversionError:
-    instead = ("set ", Argument("dataset_num_samples"), otherwise)
+    instead = f"set {fact_text('dataset_num_samples')}{otherwise}"
     return ConversionError.cannot(what, why=_NO_SAMPLES, instead=instead)
 
 
@@ -356,7 +355,7 @@ def checked_count(name: str, count: object) -> int | None:
     """Return a count as an int, or None; refuse all but integers of at least 1."""
     if count is None:
         return None
-    what = ("use ", Argument(name), f"={shown(count)}")
+    what = f"use {name}={shown(count)}"
     return checked_whole(count, ConversionError, what, "leave it out where it is not known")
 
 
@@ -366,7 +365,7 @@ def _checked_constant(size: object, num_samples: int | None, last_batch: LastBat
     size = checked_whole(size, BatchSizeError, what, instead)
     if last_batch == "drop" and num_samples and size > num_samples:
         why = f"an epoch has only {num_samples} samples, so each would be dropped"
-        smaller = ("write a smaller one or ", Argument("last_batch", "carry"))
+        smaller = "write a smaller one or last_batch='carry'"
         raise BatchSizeError.bad("batch_size", size, why, smaller)
     return size
 
