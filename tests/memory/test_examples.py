@@ -90,7 +90,7 @@ def test_a_trainer_finds_sizes_of_packed_batches() -> None:
     assert found is not None
     assert 296 < found <= 300
     grows = IncreaseFunction(lambda epoch, size: 64, 64, "auto")
-    policy = train(batch_size=grows).run.loader.prepared.policy
+    policy = train(batch_size=grows).run.prepared.policy
     assert isinstance(policy, IncreaseFunction)
     largest = policy.max_batch_size
     assert isinstance(largest, int)
