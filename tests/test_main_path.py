@@ -1,7 +1,7 @@
 """The main path as a stranger takes it: train from a run file, then hold the run against its plan.
 
-The comparison is made here, between what two commands wrote, and not by the code that trains: what
-`stretto plan --json --batches` says, and the ledger that `stretto train` leaves.
+The comparison is made here, and not by the code that trains: between the batches of a plan, and the
+ledger that `stretto train` leaves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stretto.cli.planning import read_arguments
+from stretto.config import build_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -81,8 +84,13 @@ def compare(run_file: list[str], folder: Path, *, ranks: int = 1) -> list[dict[s
     """Hold every line of the ledger against the plan that was made of the run file."""
     planned_as = [*run_file, f"world_size={ranks}"] if ranks > 1 else run_file
     planned = [
-        json.loads(line)
-        for line in command_line("plan", *planned_as, "--json", "--batches").splitlines()
+        {
+            **batch.timestamp.to_state(),
+            "size": batch.size,
+            "micro_batches": batch.accumulation,
+            **batch.values,
+        }
+        for batch in build_plan(read_arguments(planned_as)).batches()
     ]
     with (folder / "ledger.csv").open() as file:
         done = list(csv.DictReader(file))

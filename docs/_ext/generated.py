@@ -23,6 +23,8 @@ SECTIONS = {
     "Log": "log",
 }
 """The sections of a run file, by their names in the schema."""
+NAMED = {"BatchSize": "Batch sizes", "Schedule": "Schedules", "Rule": "Rules"}
+"""What a run file writes with a name of Python."""
 
 
 def kind(part: Mapping[str, Any]) -> str:
@@ -64,17 +66,21 @@ def run_file_page() -> str:
     lines = ["## All keys", "", *keys(schema)]
     for name, title in SECTIONS.items():
         lines += [f"## {title}", "", parts[name].get("description", ""), "", *keys(parts[name])]
-    for name, heading in (
-        ("BatchSize", "Forms of batch_size"),
-        ("Schedule", "Forms of a schedule"),
-    ):
-        lines += [f"## {heading}", ""]
+    for name, heading in NAMED.items():
+        lines += [
+            f"## {heading}",
+            "",
+            "| name with the arguments that it needs | what it is |",
+            "|---|---|",
+        ]
         for form in parts[name]["anyOf"]:
-            found = parts.get(form.get("$ref", "").rpartition("/")[2], form)
-            if "properties" in found:
-                written = ", ".join(f"{key}: ..." for key in found.get("required", ()))
-                title = f"`{{{written}}}`" if written else "A mapping"
-                lines += [f"{title}. {found.get('description', '')}", "", *keys(found)]
+            for kind_name in form.get("properties", ()) if form.get("maxProperties") == 1 else ():
+                if kind_name not in parts:
+                    continue
+                needed = ", ".join(f"{key}: ..." for key in parts[kind_name]["required"])
+                meaning = cell(parts[kind_name]["description"])
+                lines.append(f"| `{{{kind_name}: {{{needed}}}}}` | {meaning} |")
+        lines.append("")
     return "\n".join(lines)
 
 

@@ -46,10 +46,15 @@ def draw(example: Path, picture: Path) -> None:
             run(str(example), str(picture), folder=folder)
             return
         if example.stem not in MEASURED:
-            run("-m", "stretto", "plan", str(example), "--plot", str(picture), folder=folder)
-            return
-        run("-m", "stretto", "train", str(example), "--folder", example.stem, folder=folder)
-        run("-m", "stretto", "report", example.stem, "--plot", str(picture), folder=folder)
+            source = f"build_plan(read_run_file(Path({str(example)!r})))"
+        else:
+            source = f"Path({example.stem!r})"
+            run("-m", "stretto", "train", str(example), "--folder", example.stem, folder=folder)
+        code = (
+            "from pathlib import Path; from stretto.config import build_plan, read_run_file; "
+            f"from stretto.report import draw; draw({source}, Path({str(picture)!r}))"
+        )
+        run("-c", code, folder=folder)
 
 
 def write(folder: Path) -> None:

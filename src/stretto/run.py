@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
@@ -51,6 +50,11 @@ if TYPE_CHECKING:
 _VERSION = 1
 _NOTHING: frozenset[str] = frozenset()
 _NAN = float("nan")
+BATCH_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
+)
+"""Layers that normalize by the statistics of a micro-batch."""
 MOST_IN_A_ROW = 20
 """Skipped steps in a row after which the run ends with an error."""
 
@@ -144,7 +148,7 @@ def prepare(
     )
     if optimizer is not None:
         run.bind(optimizer)
-        run.watch_loop()
+        run.own_loop = Mistakes(run.optimizers, model)
     return run
 
 
@@ -215,8 +219,8 @@ class Run:
         """The same; None if the run leaves them alone."""
         self._plan: Plan | None = None
         self._state: Mapping[str, Any] | None = None
-        self._loop: Mistakes | None = None
-        """Looks at a loop of your own; None: at no other."""
+        self.own_loop: Mistakes | None = None
+        """Looks at the first steps of a loop of your own; None: at no other loop."""
         self._evaluate: Callable[[], dict[str, float]] | None = None
         self._triggers: dict[str, BoundTrigger] = dict(prepared.bound_triggers)
         self._seen = Timestamp()
@@ -261,7 +265,7 @@ class Run:
         ranks = Ranks.of(rank, world_size) if strategy is None else strategy.ranks
         if strategy is None and rank is None and self._mesh is not None:
             self._mesh.tell(ranks)
-        self._use(self._from_start)
+        self.prepared, self.horizon = self._from_start, self._from_start.horizon
         self._loader = StepLoader(
             self.spec,
             self.prepared,
@@ -289,22 +293,16 @@ class Run:
             self.load_state_dict(state)
         return self
 
-    def _use(self, prepared: Prepared) -> None:
-        self.prepared, self.horizon = prepared, prepared.horizon
-
-    def watch_loop(self) -> None:
-        """Look at the first steps of a loop of your own; warn of what is commonly forgotten."""
-        self._loop = Mistakes(self.optimizers, self._model)
-
     def _warn(self) -> None:
         """Warn once of what is probably a mistake."""
         sizes, micro = self.prepared.sizes, self.micro_batch_size
         stages = () if sizes is None else sizes.stages
         # A schedule that does not fit these sizes may fit those of a run that is resumed.
-        bound = self.hyperparameters.bound if self.prepared.refused is None else {}
+        is_read = self.is_scheduled and self.prepared.refused is None
+        bound = self.hyperparameters.bound if is_read else {}
         lines = [*mistakes_of(self.prepared.facts, sizes, stages, bound)]
         modules = () if self._model is None else self._model.modules()
-        norm = next((one for one in modules if isinstance(one, _BatchNorm)), None)
+        norm = next((one for one in modules if isinstance(one, BATCH_NORMS)), None)
         if norm is not None and not isinstance(norm, nn.SyncBatchNorm):
             size = single_sample(stages, self.world_size, micro)
             if size is not None:
@@ -416,7 +414,7 @@ class Run:
             is_shared = loader is not None and loader.world_size > 1 and self._model is not None
             if is_shared and not all(one.weight for one in step.micro_batches):
                 step.around_dummy = partial(kept_buffers, self.model)
-            loop, scheduled = self._loop, self._scheduled
+            loop, scheduled = self.own_loop, self._scheduled
             row = None if scheduled is None else scheduled.row
             if loop is not None:
                 loop.check_values(row)
@@ -458,9 +456,9 @@ class Run:
         self.is_open, self.due = False, _NOTHING
         assert self._loader is not None, "a step is open"
         after = self._loader.finish(tokens=tokens, seconds=seconds, signals=signals)
-        if self._loop is not None:
+        if self.own_loop is not None:
             row = None if self._scheduled is None else self._scheduled.row
-            self._loop.finish(row, is_done=self.horizon.is_done(after))
+            self.own_loop.finish(row, is_done=self.horizon.is_done(after))
         for read, tick in self._limits:
             if read(after) >= tick:
                 before, each = self._seen, self._triggers.items()
@@ -584,7 +582,7 @@ class Run:
         Raises:
             TrainingError: an optimizer has stepped since, so the step would be trained twice.
         """
-        if self.is_open and self._loop is not None and any(self._loop.updates):
+        if self.is_open and self.own_loop is not None and any(self.own_loop.updates):
             assert self.step is not None, "open"
             raise TrainingError.cannot(
                 f"save the state in the step at {self.step.timestamp.get('sp')}",
@@ -616,7 +614,7 @@ class Run:
     def load_loader(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of the loader, for the trainer."""
         self.loader.load_state_dict(state)
-        self._use(self.loader.prepared)
+        self.prepared, self.horizon = self.loader.prepared, self.loader.prepared.horizon
         self.hyperparameters.follow(self.horizon, self.prepared.bound_schedules)
         self._start()
 

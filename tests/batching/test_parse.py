@@ -9,7 +9,7 @@ from stretto.batching import (
     SizeFunction,
     as_policy,
 )
-from stretto.errors import BatchSizeError, TimeError
+from stretto.errors import BatchSizeError
 from stretto.timing import Time, Timestamp
 
 
@@ -55,8 +55,3 @@ def test_policies_as_they_are_written(written: object, policy: BatchSizePolicy) 
 def test_what_is_not_one_is_refused(written: object, match: str) -> None:
     with pytest.raises(BatchSizeError, match=match):
         as_policy(written)
-
-
-def test_a_key_that_was_meant_as_a_time_is_refused_as_one() -> None:
-    with pytest.raises(TimeError, match="3epoch"):
-        as_policy({"0ep": 8, "3epoch": 16})

@@ -17,6 +17,7 @@ import os
 import random
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,7 @@ def main() -> None:
     parser.add_argument("--die-at", type=int)
     parser.add_argument("--power-cut", action="store_true")
     arguments = parser.parse_args()
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
     folder: Path = arguments.folder.resolve()
     witness = Witness()

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
+import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,6 +35,9 @@ from safetensors.torch import load_file
 from stretto.checkpoint import checkpoints, read_checkpoint
 
 RUN = Path(__file__).with_name("run.py")
+FORKED = Path(__file__).parents[1] / "forked_process.py"
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch._dynamo", "stretto.training"])
 LIMIT_SECONDS = 240
 """No process of a run may live longer: a run takes about ten seconds."""
 MOST_KILLS = 8
@@ -91,25 +95,30 @@ HEAD = (
 
 
 class Attempt:
-    """One process of a run."""
+    """One process of a run, forked from one that has imported torch already."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._said = folder / "stderr.txt"
-        with self._said.open("a") as said:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", str(RUN), str(folder), *arguments],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=said,
-                text=True,
-            )
+        said = folder / "said.stdout"
+        said.unlink(missing_ok=True)
+        self._said = said.with_suffix(".stderr")
+        job = {
+            "arguments": [str(RUN), str(folder), *arguments],
+            "environment": {"OMP_NUM_THREADS": "1"},
+            "folder": str(Path.cwd()),
+            "output": str(said.with_suffix("")),
+        }
+        self._process = PROCESSES.Process(
+            target=runpy.run_path, args=(str(FORKED), {"JOB": job}, "__main__")
+        )
+        self._process.start()
         self._hung = threading.Event()
         self._limit = threading.Timer(LIMIT_SECONDS, self._give_up)
         self._limit.daemon = True
         self._limit.start()
-        assert self._process.stdout is not None
-        self._process.stdout.readline()  # "ready": the run may be killed from here on
+        # "ready": the run may be killed from here on.
+        while self._process.is_alive() and not (said.exists() and said.read_text()):
+            time.sleep(0.002)
         self.ready_at = time.monotonic()
 
     def _give_up(self) -> None:
@@ -118,18 +127,15 @@ class Attempt:
 
     def kill_after(self, seconds: float) -> bool:
         """Kill the process in a while; return whether it was still running then."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self._process.join(seconds)
+        self._process.kill()
         return self.was_killed()
 
     def was_killed(self) -> bool:
         """Wait for the end; return whether it was a kill, and raise if it was an error."""
-        status = self._process.wait()
+        self._process.join()
         self._limit.cancel()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        status = self._process.exitcode
         if self._hung.is_set():
             raise HungError(f"still running after {LIMIT_SECONDS} s")
         if status not in (0, -9):

@@ -13,7 +13,7 @@ from stretto.cli.planning import as_resumed
 from stretto.data.step import Step
 from stretto.planning import bind_run
 from stretto.planning.plan import plan_prepared
-from stretto.report.ledger import compare
+from stretto.report.run import compare
 from stretto.schedules import WSD, Constant, Schedule, StepDecay
 
 DATA = TensorDataset(torch.zeros(200, 3))

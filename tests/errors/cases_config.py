@@ -13,9 +13,8 @@ from stretto.config.run import RunConfig, parse_run_file, read_run_file
 from stretto.config.targets import Target, bound_target, call_target, import_target
 from stretto.config.yaml import Source
 from stretto.planning import plan
-from stretto.report.ledger import compare
 from stretto.report.pictures import draw
-from stretto.report.run import read_metrics
+from stretto.report.run import compare, read_metrics
 from stretto.timing import Horizon
 
 SOURCE = Source("run.yaml")

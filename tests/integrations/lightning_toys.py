@@ -13,7 +13,7 @@ from tests.integrations.toys import RATE, SCHEDULES, SEED, SIZES, WORLD, mean_lo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from stretto.integrations.lightning import MicroBatches, attach
+from stretto.integrations.lightning import LightningLoader, attach
 from stretto.settings import Loading
 
 for name in ("lightning.pytorch", "lightning.fabric"):
@@ -77,7 +77,7 @@ def make_trainer(*callbacks: Callback, **settings: Any) -> Trainer:
 
 def follow(
     trainer: Trainer, *, size: int = 8, policy: Any = SIZES, **settings: Any
-) -> MicroBatches:
+) -> LightningLoader:
     loader = DataLoader(rows(), size, shuffle=True)
     settings = {"schedules": SCHEDULES, "loading": Loading(seed=SEED), **settings}
     return attach(trainer, policy, data=loader, **settings)

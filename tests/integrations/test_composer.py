@@ -30,7 +30,7 @@ from torchmetrics import MeanSquaredError
 
 from stretto.batching import NoiseScale, Plateau
 from stretto.errors import StrettoError, TrainingError
-from stretto.integrations.composer import FollowRun
+from stretto.integrations.composer import ComposerCallback
 from stretto.planning import plan
 from stretto.settings import Loading
 from stretto.timing import Horizon
@@ -44,7 +44,7 @@ EPOCH, STEPS = 13, 17
 CLOSE = 1e-8
 
 
-def made_of(kind: type[FollowRun]) -> Any:
+def made_of(kind: type[ComposerCallback]) -> Any:
     return lambda size, schedules, **more: kind(batch_size=size, schedules=schedules, **more)
 
 
@@ -158,7 +158,7 @@ def test_the_noise_is_that_of_the_micro_batches(size: int) -> None:
     """A step of one micro-batch is cut in two; both ways measure the same kind of number."""
     seen: list[Any] = []
 
-    class Look(FollowRun):
+    class Look(ComposerCallback):
         def batch_end(self, state: Any, logger: Any) -> None:
             super().batch_end(state, logger)
             assert self.noise is not None
@@ -299,7 +299,7 @@ def test_a_checkpoint_of_the_last_step_of_an_epoch(
 def test_a_length_that_is_not_known_is_not_shown() -> None:
     seen = set()
 
-    class Look(FollowRun):
+    class Look(ComposerCallback):
         def batch_start(self, state: Any, logger: Any) -> None:
             super().batch_start(state, logger)
             seen.add(state.dataloader_len)

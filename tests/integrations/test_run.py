@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LRScheduler
 
-from stretto.batching import NO_SIGNALS, NoiseScale, Signals, SquareRootRule
-from stretto.data import DataSpec, Step
-from stretto.errors import CheckpointError, DataError, ScheduleError, TrainingError
+from stretto.batching import NO_SIGNALS, NoiseScale, SquareRootRule
+from stretto.data import DataSpec
+from stretto.errors import CheckpointError, ScheduleError, TrainingError
 from stretto.integrations import ClockScheduler, StepMeter
 from stretto.noise import NoiseSums
 from stretto.ordering import SampleOrder
@@ -115,19 +114,6 @@ def test_a_loop_takes_the_batches_and_rates_of_the_plan(
     assert [sorted(one["ids"]) for one in seen] == [sorted(ids_of(b)) for b in PLAN.batches()]
     assert [one["lr"] for one in seen] == [batch.values["lr"] for batch in PLAN.batches()]
     torch.testing.assert_close(weights, flat(model), rtol=1e-12, atol=1e-14)
-
-
-def test_what_is_due_fires_once_for_each_boundary(
-    whole: tuple[list[dict[str, Any]], torch.Tensor],
-) -> None:
-    is_due = make().prepared.bound_triggers["evaluate"]
-    starts = [batch.timestamp for batch in PLAN.batches()] + [PLAN.end]
-    expected = [
-        ["evaluate"] if is_due(one, after) else []  # type: ignore[arg-type]
-        for one, after in pairwise(starts)
-    ]
-    assert [one["due"] for one in whole[0]] == expected
-    assert sum(map(len, expected)) == 4
 
 
 @pytest.mark.parametrize("stop", [1, 4, 7, 8, 11])
@@ -372,16 +358,6 @@ def square(model: nn.Module) -> float:
     return sum(float(one.grad.square().sum()) for one in model.parameters() if one.grad is not None)
 
 
-def test_sizes_follow_the_signals() -> None:
-    run = make(batch_size=NoiseScale(4, 32, window=5)).bind(make_model()[1])
-    sizes = []
-    for step in run.steps():
-        sizes.append(step.batch_size)
-        run.finish(Signals(noise_numerator=32.0, noise_denominator=1.0))
-    assert sizes[0] == 4
-    assert max(sizes) > 4
-
-
 # --- data
 
 
@@ -425,13 +401,3 @@ def test_a_stream_of_unknown_length_is_read_epoch_by_epoch() -> None:
     assert not run.plan.is_exact
     assert run.num_steps.exact is None
     assert run.num_steps.least <= run.timer.batch == 14
-
-
-def test_a_shuffling_loader_that_was_made_for_ranks_is_refused() -> None:
-    sampler: Any = torch.utils.data.DistributedSampler(DATA, num_replicas=2, rank=0)
-    with pytest.raises(DataError, match="dealt"):
-        make(torch.utils.data.DataLoader(DATA, batch_size=4, sampler=sampler))
-
-
-def test_the_type_of_a_step_is_that_of_the_loader() -> None:
-    assert isinstance(make().bind(make_model()[1]).begin(), Step)

@@ -24,7 +24,7 @@ from torchtitan.config import ConfigManager
 
 from stretto.batching import NoiseScale
 from stretto.errors import TrainingError
-from stretto.integrations.torchtitan import RunTrainer, Schedules, StepDataLoader, check
+from stretto.integrations.torchtitan import RunTrainer, Schedules, StepDataLoader, check_titan
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
 from stretto.timing import Horizon
@@ -130,23 +130,23 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("word", CASES)
 def test_what_would_be_ignored_is_refused(word: str) -> None:
     with pytest.raises(TrainingError, match=word):
-        check(configuration(**CASES[word]))
+        check_titan(configuration(**CASES[word]))
 
 
 def test_another_dataloader_pipelines_and_an_old_torch_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     good: Any = configuration()
-    check(good)
-    check(configuration(training={"disable_cuda_graphs": False}, even=True))
+    check_titan(good)
+    check_titan(configuration(training={"disable_cuda_graphs": False}, even=True))
     with pytest.raises(TrainingError, match="dataloader"):
-        check(replace(good, dataloader=BaseDataLoader.Config()))
+        check_titan(replace(good, dataloader=BaseDataLoader.Config()))
     good.parallelism.pipeline_parallel_degree = 2
     with pytest.raises(TrainingError, match="pipelines"):
-        check(good)
+        check_titan(good)
     monkeypatch.delattr(dist, "set_timeout")
     with pytest.raises(TrainingError, match="torch"):
-        check(configuration())
+        check_titan(configuration())
 
 
 def bound(data: Any = None, **changed: Any) -> StepDataLoader:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer, lr_scheduler
 from stretto import Seesaw, plan, prepare
 from stretto.errors import ScheduleError
 from stretto.optim import Hyperparameters, from_torch
+from stretto.report import plan_table
 from stretto.timing import Horizon, Timestamp
 
 L = lr_scheduler
@@ -199,7 +200,7 @@ def test_a_plan_steps_the_scheduler_once_for_each_batch() -> None:
         return 1 / (1 + step)
 
     schedule = from_torch(lambda o: L.LambdaLR(o, decay))
-    plan(Horizon("3000ba"), 1, schedules={"lr": schedule}, base={"lr": 0.1}).table()
+    plan_table(plan(Horizon("3000ba"), 1, schedules={"lr": schedule}, base={"lr": 0.1}))
     assert calls < 3_100
 
 

@@ -212,34 +212,6 @@ def test_every_sample_comes_exactly_once(mode: LastBatch, data: st.DataObject) -
     assert seen == list(range(3 * n))
 
 
-def test_a_batch_larger_than_an_epoch_is_carried_over_several() -> None:
-    horizon = Horizon("10ep", dataset_num_samples=10, last_batch="carry")
-    steps = list(walk(horizon, Fixed(35).bind(horizon)))
-    assert [(step.size, step.ends_epochs) for step in steps] == [(35, 3), (35, 4), (30, 3)]
-    assert steps[1].timestamp.epoch == 3
-    assert steps[1].timestamp.sample_in_epoch == 5
-    assert steps[1].timestamp.batch_in_epoch == 0
-
-
-def test_drop_passes_over_the_rest_at_the_end_of_the_last_batch_of_the_epoch() -> None:
-    horizon = Horizon("2ep", dataset_num_samples=20, last_batch="drop")
-    steps = list(walk(horizon, Fixed(8).bind(horizon)))
-    assert [step.timestamp.sample for step in steps] == [0, 8, 20, 28]
-    assert [step.ends_epochs for step in steps] == [0, 1, 0, 1]
-    assert advance(horizon, steps[-1].timestamp, 8) == Timestamp(epoch=2, batch=4, sample=40)
-
-
-def test_drop_passes_over_the_rest_that_a_grown_batch_does_not_fit_into() -> None:
-    horizon = Horizon("2ep", dataset_num_samples=20, last_batch="drop")
-    walked = walk(horizon, PiecewiseConstant("0sp:4 16sp:10").bind(horizon))
-    steps = list(walked)
-    assert [(s.timestamp.sample, s.size, s.skipped) for s in steps[3:]] == [
-        (12, 4, 0),
-        (20, 10, 4),
-        (30, 10, 0),
-    ]
-
-
 def test_a_walk_returns_the_clock_at_the_end() -> None:
     horizon = Horizon("20sp", dataset_num_samples=20, last_batch="drop")
     walked = walk(horizon, PiecewiseConstant("0sp:4 16sp:10").bind(horizon))
@@ -253,12 +225,6 @@ def test_a_walk_returns_the_clock_at_the_end() -> None:
     # The 4 samples that a batch of 10 does not fit into are passed over, and the run is over.
     assert sizes == [4, 4, 4, 4]
     assert (end.sample, end.batch, end.epoch) == (20, 4, 1)
-
-
-def test_the_size_after_passing_over_is_that_of_the_new_epoch() -> None:
-    horizon = Horizon("2ep", dataset_num_samples=20, last_batch="drop")
-    policy = PiecewiseConstant("0sp:6 18sp:9 1ep:3").bind(horizon)
-    assert [s.size for s in walk(horizon, policy)] == [6, 6, 6, 3, 3, 3, 3, 3, 3]
 
 
 def test_after_the_run_there_is_no_step() -> None:

@@ -30,10 +30,9 @@ from stretto.errors import (
     BatchSizeError,
     ConversionError,
     PlanError,
-    ScheduleError,
-    TimeError,
 )
 from stretto.planning import bind_run, check_least, plan, walk
+from stretto.report import plan_table
 from stretto.schedules import Constant, Cosine, Custom, Linear, Periods, StepDecay
 from stretto.timing import (
     At,
@@ -289,28 +288,6 @@ def test_tokens_that_nobody_counts_are_refused(
         plan(known, tracks_tokens=False, **arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("error", "policy", "options"),
-    [
-        (BatchSizeError, 0, {}),
-        (BatchSizeError, 8, {"world_size": 0}),
-        (BatchSizeError, 8, {"micro_batch_size": 0}),
-        (TimeError, 8, {"triggers": {"evaluate": "3epoch"}}),
-        (
-            ConversionError,
-            8,
-            {"schedules": {"lr": Linear(warmup="9tok")}},
-        ),
-        (ScheduleError, 8, {"schedules": {"lr": Periods([("3ep", 1.0), ("rest", 0.5)])}}),
-    ],
-)
-def test_what_others_refuse_is_refused(
-    error: type[Exception], policy: object, options: dict[str, object]
-) -> None:
-    with pytest.raises(error, match="cannot"):
-        plan(HORIZON, policy, **options)  # type: ignore[arg-type]
-
-
 def test_what_only_the_run_knows_is_left_out_of_the_plan() -> None:
     planned = plan(
         HORIZON,
@@ -331,7 +308,7 @@ def test_what_only_the_run_knows_is_left_out_of_the_plan() -> None:
     assert [event.follows for event in planned.events] == ["tokens", "the wall clock", None]
     unsized = plan(Horizon("90ba"), 8, triggers={"evaluate": "1ep"})
     assert [event.follows for event in unsized.events] == ["epochs"]
-    assert "evaluate: by epochs, so its times are only known in the run" in unsized.table()
+    assert "evaluate: by epochs, so its times are only known in the run" in plan_table(unsized)
 
 
 def test_a_schedule_function_that_reads_more_than_it_says_has_no_plan() -> None:
@@ -398,7 +375,6 @@ def test_json_keeps_the_plan() -> None:
 def test_a_plan_shows_itself() -> None:
     planned = plan(HORIZON, AtLeast(Fixed(8), 16))
     assert repr(planned) == "<Plan of 2ep: 126 batches in 1 stages>"
-    assert str(planned) == planned.table()
 
 
 @pytest.mark.parametrize(
@@ -494,7 +470,7 @@ def test_a_plan_of_data_of_unknown_length_says_that_it_is_a_bound(
     assert f"this plan is a bound ({bound}); state the number" in planned.warnings[-1]
     assert planned.to_json()["is_exact"] is False
     if "ep" not in run:
-        assert bound in planned.table().splitlines()[0]
+        assert bound in plan_table(planned).splitlines()[0]
     exact = plan(Horizon(run, last_batch="carry"), 4), plan(Horizon(run, dataset_num_samples=9), 4)
     for one in exact:
         assert (one.is_exact, one.to_json()["is_exact"]) == (True, True)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from stretto.errors import PlanError
 from stretto.planning import plan
+from stretto.report import plan_table
 from stretto.timing import Horizon
 
 NUMBERS = st.integers(0, 195).map(lambda digits: 10**digits + 7)
@@ -32,4 +33,4 @@ def test_what_is_planned_can_be_written_down(
             raise
         return
     assert json.loads(json.dumps(planned.to_json()))["stages"]
-    assert planned.table()
+    assert plan_table(planned)

@@ -195,21 +195,6 @@ def test_millions_of_batches_are_few_stretches() -> None:
     assert len(ramp.stages) == 1024
 
 
-def test_a_known_mixed_ramp() -> None:
-    # 4 batches of 8, then 16 up to sample 100, then 32: batch 4 starts at 32, batch 9 at 112.
-    sizes = PlannedSizes(Horizon("200sp"), "0ba:8 4ba:16 100sp:32")
-    assert [sizes.sample_at_batch(batch) for batch in (4, 8, 9, 10)] == [32, 96, 112, 144]
-    assert sizes.batch_at_sample(100) == 9
-
-
-def test_after_the_run_its_last_size_goes_on() -> None:
-    sizes = PlannedSizes(Horizon("100sp"), 64)
-    assert [sizes.sample_at_batch(batch) for batch in range(4)] == [0, 64, 100, 192]
-    assert [sizes.batch_at_sample(sample) for sample in (0, 1, 64, 65, 100, 101, 192)] == [
-        0, 1, 1, 2, 2, 3, 3,
-    ]  # fmt: skip
-
-
 @given(st.data())
 def test_a_constant_size_is_laid_out_as_timing_does(data: st.DataObject) -> None:
     n, mode = data.draw(st.integers(1, 30)), data.draw(st.sampled_from(MODES))
@@ -240,14 +225,6 @@ def test_it_is_a_value() -> None:
     assert hash(again) == hash(sizes)
     assert PlannedSizes(horizon, 4) != sizes
     assert sizes != "sizes"  # type: ignore[comparison-overlap]
-
-
-def test_a_resolved_horizon_converts_through_the_ramp() -> None:
-    horizon = Horizon("100sp", batch_sizes=1000, last_batch="carry")
-    resolved = bind_run(horizon, DoublingRamp(4, 16, "50%")).horizon
-    assert resolved.convert("7ba", "sp") == Time("28sp")
-    assert resolved.convert("8ba", "sp") == Time("36sp")
-    assert resolved.convert("0.5dur", "ba") == Time("10ba")
 
 
 @pytest.mark.parametrize("last_batch", ["keep", "drop"])

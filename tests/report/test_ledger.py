@@ -8,7 +8,7 @@ import pytest
 
 from stretto.errors import DataError
 from stretto.planning import Plan, plan
-from stretto.report.ledger import FIRST, compare
+from stretto.report.run import FIRST, compare
 from stretto.run_folder import read_ledger
 from stretto.schedules import Linear
 from stretto.timing import Horizon

@@ -7,7 +7,7 @@ from dataclasses import replace
 from stretto.memory import Answer
 from stretto.memory.answer import Cost
 from stretto.memory.limits import MemoryLimit
-from stretto.report.memory import answers_table, memory_table
+from stretto.report.tables import answers_table, memory_table
 
 FOUND = Answer(
     size=100,

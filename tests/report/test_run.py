@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from stretto.errors import DataError
-from stretto.report.run import MAX_ROWS, read_metrics, run_table
+from stretto.report.run import read_metrics
+from stretto.report.tables import MAX_ROWS, run_table
 from stretto.run_folder import read_ledger
 
 CLOCK = {"ep": 0.5, "ba": 10, "sp": 80, "tok": 0, "dur": 0.25, "sec": 75.0}

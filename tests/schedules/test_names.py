@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import ScheduleError
-from stretto.schedules.fields import Name, find_name, parse_name
+from stretto.schedules.names import Name, find_name, parse_name
 
 ADAM: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.999), "amsgrad": False, "foreach": None}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -56,6 +57,24 @@ def stopped(at: int) -> dict[str, Any]:
     run = trainer(model, model.parameters(), evaluate=Evaluation(DATA), callbacks=[StopFirst(at)])
     run.fit()
     return {"batch": run.timer.batch, "reason": run.stop_reason, "after": len(run.evaluate())}
+
+
+class Signal(Callback):
+    """Sends SIGTERM to the first rank alone."""
+
+    def on_batch_start(self, run: Run, step: Any) -> None:
+        if RANK == 0 and step.timestamp.batch == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def signalled() -> tuple[int, str | None, Any]:
+    model = nn.Linear(5, 1).double()
+    run = trainer(model, model.parameters(), callbacks=[Signal()])
+    try:
+        run.fit()
+    except SystemExit as end:
+        return run.timer.batch, run.stop_reason, end.code
+    return run.timer.batch, run.stop_reason, None
 
 
 class FailAtEnd(Callback):
@@ -294,6 +313,7 @@ def main(out: Path) -> None:
         "stopped": stopped(3),
         "too late": stopped(10),
         "failing": failing(),
+        "signalled": signalled(),
         "dummies": dummies(),
         "traces": traces(),
         "unlike": unlike(),

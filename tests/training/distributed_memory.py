@@ -1,32 +1,23 @@
-"""Pairs of ranks of which one runs out of memory; writes how each rank of each pair ended.
-
-All pairs are forked from one process, since importing torch takes longer than training.
-"""
+"""Pairs of ranks of which one runs out of memory; prints how each rank of each pair ended."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
-import os
-import signal
 import sys
-import time
-import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # what the first step imports; here once for all pairs
 import torch.distributed as dist
+from tests.training.forked_ranks import Forked
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from stretto.training import Callback, Run, Trainer
 
-SECONDS = 100
-"""The most that a rank may take, on a machine that is very busy."""
 ROOM = 2
 """How many samples fit on the rank that is short of memory."""
 
@@ -113,9 +104,11 @@ def square(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def train(case: Case) -> None:
+def train(case: Case, rank: int, out: Path) -> None:
     """Train six batches of eight; on one rank two samples fit where four come."""
-    torch.manual_seed(dist.get_rank())  # dropout differs between ranks
+    met = f"file://{out / case.name}.rendezvous"  # which needs no rank to stay
+    dist.init_process_group("gloo", init_method=met, rank=rank, world_size=2)
+    torch.manual_seed(rank)  # dropout differs between ranks
     data = torch.randn(48, 5, generator=torch.Generator().manual_seed(1)).double()
     shortage = Shortage()
     limit = Limited(shortage, case.place)
@@ -135,57 +128,20 @@ def train(case: Case) -> None:
         batch_size=8,
         micro_batch_size=4,
         device="cpu",
-        callbacks=[Events(shortage)] if case.rank == dist.get_rank() else [],
+        callbacks=[Events(shortage)] if case.rank == rank else [],
     )
     trainer.fit()
 
 
-def rank_main(case: Case, rank: int, out: Path) -> None:
-    """Be one rank of a pair."""
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{out / case.name}.rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=SECONDS),
-    )
-    report: dict[str, Any] = {}
-    try:
-        train(case)
-    except Exception as error:  # noqa: BLE001  whatever it is, the test reads it
-        report["error"] = [type(error).__name__, str(error)]
-    (out / f"{case.name}.{rank}.json").write_text(json.dumps(report))
-
-
-def fork(case: Case, rank: int, out: Path) -> int:
-    """Start a rank."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        rank_main(case, rank, out)
-    finally:
-        os._exit(0)  # and not on through what the parent has still to do
-
-
-def main(out: Path, *names: str) -> None:
+def main(out: Path) -> None:
     """Run all pairs, one after the other."""
-    torch.set_num_threads(1)
     gc.freeze()  # or each child copies all of the memory as it looks for cycles
+    said = {}
     for case in CASES:
-        if names and case.name not in names:
-            continue
-        running = {fork(case, rank, out) for rank in range(2)}
-        end = time.monotonic() + SECONDS
-        while running:
-            child, _ = os.waitpid(-1, os.WNOHANG)
-            running.discard(child)
-            time.sleep(0.005)
-            if time.monotonic() > end:
-                for one in running:  # it has written nothing, which the test finds
-                    os.kill(one, signal.SIGKILL)
+        work = functools.partial(train, case, out=out)
+        said[case.name] = Forked(work, is_first_kept=False).said()
+    print(json.dumps(said))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -498,7 +498,6 @@ def done(out: Path, what: str, kind: str, *rest: str) -> Any:
     folder = out / "-".join((what, kind, *rest, world_size))
     works: dict[str, Callable[[], Any]] = {
         "train": lambda: trained(kind),
-        "stop": lambda: trained(kind, stop=(int(rest[0]), 3)),
         "signal": lambda: trained(kind, stop=(int(rest[0]), 3), signals=True),
         "nan": lambda: not_finite(kind, int(rest[0]), rest[1]),
         "evaluate": lambda: evaluated(kind),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,19 +49,14 @@ def num_targets(batch: Any) -> int:
 
 
 class Remember(Callback):
-    def __init__(self, stop_rank: int | None) -> None:
+    def __init__(self) -> None:
         self.samples: list[list[float]] = []
         self.losses: list[float] = []
-        self.stop_rank = stop_rank
 
     def on_batch_start(self, run: Run, step: Any) -> None:
         for micro in step.micro_batches:
             if micro.weight:
                 self.samples += micro.batch[0][:, 0].tolist()
-
-    def on_batch_end(self, run: Run, step: Any) -> None:
-        if self.stop_rank == int(os.environ.get("RANK", "0")) and run.timer.batch == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_log(self, run: Run, record: Any) -> None:
         self.losses.append(record["loss"])
@@ -72,9 +66,8 @@ def main(settings: dict[str, Any], out: Path) -> None:
     torch.set_num_threads(1)
     data, model = problem()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    remember = Remember(settings.pop("stop_rank", None))
+    remember = Remember()
     by_tokens = settings.pop("by_tokens", False)
-    resume = settings.pop("resume", None)
     last_batch = settings.pop("last_batch", "keep")
     trainer = Trainer(
         model,
@@ -91,21 +84,13 @@ def main(settings: dict[str, Any], out: Path) -> None:
         folder=out / "run",
         **settings,
     )
-    if resume:
-        trainer.resume()
-    ended = None
-    try:
-        trainer.fit()
-    except SystemExit as stop:
-        ended = stop.code
+    trainer.fit()
     rank = int(os.environ.get("RANK", "0"))
     report = {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
         "samples": remember.samples,
         "losses": remember.losses,
         "clock": trainer.timer.state_dict(),
-        "stop_reason": trainer.stop_reason,
-        "ended": ended,
     }
     (out / f"rank{rank}.json").write_text(json.dumps(report))
 

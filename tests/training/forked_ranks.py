@@ -1,4 +1,4 @@
-"""Ranks forked from one process, set up unlike or stuck; prints what each of them said."""
+"""Ranks forked from one process, set up unlike, broken or stuck; prints what each of them said."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from typing import Any
 
 import torch
 import torch._dynamo  # what a rank would import at its first step
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard  # noqa: F401  the same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -46,10 +50,16 @@ class Forked:
         work: the error that it raises, or what it returns, is what the rank says.
         number: how many ranks there are.
         stuck: the one that is not waited for.
+        is_first_kept: whether the first rank outlives its work, for the others need its store.
     """
 
     def __init__(
-        self, work: Callable[[int], object], *, number: int = 2, stuck: int | None = None
+        self,
+        work: Callable[[int], object],
+        *,
+        number: int = 2,
+        stuck: int | None = None,
+        is_first_kept: bool = True,
     ) -> None:
         # Rank 0 has the store: with one here, its thread might hold a lock while a rank is forked,
         # and that rank would wait for it forever.
@@ -75,8 +85,8 @@ class Forked:
                 except Exception as error:  # noqa: BLE001  the test judges it
                     said = f"{type(error).__name__}: {error}"
                 os.write(write, said.encode())
-                if rank == 0:
-                    signal.pause()  # the others may need the store
+                if rank == 0 and is_first_kept:
+                    signal.pause()
                 os._exit(0)
             os.close(write)
             self._pipes.append(read)
@@ -269,30 +279,18 @@ def exchanged(rank: int) -> str:
 
 
 class StopAt(Callback):
-    """Stops the run on the last rank, after batch 3 or after an evaluation."""
-
-    def __init__(self, after: str) -> None:
-        self.after = after
-
-    def on_batch_end(self, run: Run, step: Any) -> None:
-        if self.after == "batch" and run.rank and run.timer.batch == 3:
-            run.stop("enough", is_final=False)
+    """Stops the run on the last rank, after an evaluation; only it has the callback."""
 
     def on_evaluation_end(self, run: Run, name: str, metrics: Any) -> None:
-        if self.after == "evaluation" and run.rank:
-            run.stop("enough", is_final=False)
+        run.stop("enough", is_final=False)
 
 
-def stopping(after: str) -> Callable[[int], int]:
-    """Return how many batches are trained if one rank stops; only it has the callback."""
-
-    def work(rank: int) -> int:
-        callbacks = [StopAt(after)] if rank else []
-        trainer = make(callbacks=callbacks, evaluate=Evaluation(DATA, "4ba"))
-        trainer.fit()
-        return trainer.timer.batch
-
-    return work
+def stopping(rank: int) -> int:
+    """Return how many batches are trained."""
+    callbacks = [StopAt()] if rank else []
+    trainer = make(callbacks=callbacks, evaluate=Evaluation(DATA, "4ba"))
+    trainer.fit()
+    return trainer.timer.batch
 
 
 class Skip(TrainStep):
@@ -332,7 +330,7 @@ class HostReads(TorchDispatchMode):
         if function is torch.ops.aten._local_scalar_dense.default:
             # Positions of samples are numbers of the host, whatever the device is.
             files = [frame.filename for frame in traceback.extract_stack()]
-            self.count += not any(name.endswith("/fetching/indices.py") for name in files)
+            self.count += not any(name.endswith("/data/indices.py") for name in files)
         _, arguments, options = (*rest, None)[:3]
         return function(*arguments, **(options or {}))
 
@@ -349,22 +347,6 @@ def reading(rank: int) -> list[int]:
             trainer.fit()
         found.append(reads.count)
     return found
-
-
-class Apart(Callback):
-    """Changes the weights of the last rank alone."""
-
-    def on_batch_end(self, run: Run, step: Any) -> None:
-        if run.rank and run.timer.batch == 2:
-            next(run.model.parameters()).data.add_(0.1)
-
-
-def apart(folder: Path) -> list[str]:
-    def work(rank: int) -> None:
-        del rank
-        make(folder, callbacks=[Apart()], checkpoint=Checkpointing("3ba")).fit()
-
-    return Forked(work).said()
 
 
 def evaluating_apart(rank: int) -> None:
@@ -398,6 +380,46 @@ def stuck() -> dict[str, Forked]:
     return {name: Forked(work, number=3, stuck=1) for name, work in works.items()}
 
 
+class Break(Callback):
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        if os.environ["RANK"] == "1" and run.timer.batch == 3:
+            raise ValueError("a callback is broken")
+
+
+def broken(model: nn.Module, batch: Any) -> torch.Tensor:
+    if os.environ["RANK"] == "1":
+        raise ValueError("a metric is broken")
+    return square(model, batch)
+
+
+# The other rank waits for the sum of measurements; for the sum of gradients.
+FAULTS: list[tuple[str, str]] = [
+    ("metric", "ddp"),
+    ("callback", "ddp"),
+    ("callback", "fsdp"),
+    ("callback", "tp"),
+]
+
+
+def raising(fault: str, parallel: str) -> Callable[[int], None]:
+    def work(rank: int) -> None:
+        del rank
+        dist.init_process_group("gloo")
+        model, mesh = nn.Linear(5, 1), None
+        if parallel == "fsdp":
+            fully_shard(model)
+        if parallel == "tp":
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+            parallelize_module(model, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
+        faults: dict[str, dict[str, Any]] = {
+            "metric": {"evaluate": Evaluation(DATA, "2ba", {"broken": broken})},
+            "callback": {"callbacks": [Break()]},
+        }
+        make(model=model, mesh=mesh, **faults[fault]).fit()
+
+    return work
+
+
 def main(out: Path) -> None:
     waiting = stuck()
     said = {name: unlike(name, out / "unlike") for name in UNLIKE}
@@ -405,10 +427,10 @@ def main(out: Path) -> None:
         lambda rank: make(loading=Loading(num_workers=rank)).fit()
     ).said()
     said["exchange"] = Forked(exchanged).said()
-    said |= {f"stop {after}": Forked(stopping(after)).said() for after in ("batch", "evaluation")}
+    said["stopped"] = Forked(stopping).said()
     said |= {f"skip {last}": Forked(skipping(last)).said() for last in ("3ba", "6ba")}
     said["evaluated"] = Forked(evaluating_apart).said()
-    said["apart"] = apart(out / "apart")
+    said |= {" ".join(fault): Forked(raising(*fault)).said() for fault in FAULTS}
     said["reads"] = Forked(reading).said()
     said["stream"] = Forked(ending_apart).said()
     said |= {f"resumed {rank}": resumed_alone(out / "alone", rank) for rank in range(2)}

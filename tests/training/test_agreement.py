@@ -1,4 +1,4 @@
-"""Ranks that are set up unlike, or stuck: none of them hangs, and each says why."""
+"""Ranks that are set up unlike, broken or stuck: none of them hangs, and each says why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import runpy
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
 
@@ -24,8 +23,8 @@ def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
 ) -> None:
     """Every rank names the first setting that differs, or the rank that does not come."""
     said: dict[str, list[str]] = json.loads(launch_ranks(SCRIPT, tmp_path, ranks=1).stdout)
-    unlike: dict[str, Any] = runpy.run_path(str(SCRIPT))["UNLIKE"]
-    for name, (_, expected) in unlike.items():
+    script = runpy.run_path(str(SCRIPT))
+    for name, (_, expected) in script["UNLIKE"].items():
         first, second = said[name]
         assert first == second, name
         assert first.startswith("TrainingError: cannot train on 2 ranks with different settings: ")
@@ -51,8 +50,7 @@ def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
         assert first == second
         assert f"rank {rank} has called resume()" in first
         assert f"rank {1 - rank} has called fit()" in first
-    assert said["stop batch"] == ["4", "4"]  # the other rank learns of it in the next batch
-    assert said["stop evaluation"] == ["4", "4"]
+    assert said["stopped"] == ["4", "4"]
     for last in ("3ba", "6ba"):
         first, second = said[f"skip {last}"]
         assert first == second
@@ -60,9 +58,10 @@ def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
     first, second = said["evaluated"]
     assert first == second
     assert "end after 40, 60 samples" in first
-    first, second = said["apart"]
-    assert first == second
-    assert "the weights of rank 0 and rank 1 differ" in first
+    for fault, parallel in script["FAULTS"]:
+        waiting, failed = said[f"{fault} {parallel}"]
+        assert failed == f"ValueError: a {fault} is broken"
+        assert "cannot go on with the other ranks: one of them has ended" in waiting, parallel
     for reads in said["reads"]:
         short, long = json.loads(reads)
         assert short == long, "a step reads nothing"

@@ -155,38 +155,6 @@ def test_who_does_not_listen_is_not_called(problem: Callable[..., Any]) -> None:
     assert all(len(events.listeners(name)) == 1 for name in EVENTS)
 
 
-def test_a_transform_changes_what_is_trained_on(problem: Callable[..., Any]) -> None:
-    class Zero(Callback):
-        def transform_batch(self, run: Any, batch: Any) -> Any:
-            return (batch[0] * 0, batch[1])
-
-    plain, zeroed = problem(), problem()
-    plain.trainer().fit()
-    zeroed.trainer(callbacks=[Zero()]).fit()
-    assert (plain.model[0].weight != zeroed.model[0].weight).any()
-
-
-def test_state_of_a_callback_survives_a_resume(problem: Callable[..., Any], tmp_path: Path) -> None:
-    class Counter(Callback):
-        def __init__(self) -> None:
-            self.count = 0
-
-        def on_batch_end(self, run: Any, step: Any) -> None:
-            self.count += 1
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"count": self.count}
-
-        def load_state_dict(self, state: Any) -> None:
-            self.count = state["count"]
-
-    problem().trainer(folder=tmp_path, checkpoint=Checkpointing("1ep"), callbacks=[Counter()]).fit()
-    counter = Counter()
-    trainer = problem().trainer(folder=tmp_path, callbacks=[counter])
-    trainer.resume()
-    assert counter.count == trainer.timer.batch == 16
-
-
 class Ends(Callback):
     """Notes when it is told the start and the end, and fails where it is to."""
 

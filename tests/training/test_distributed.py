@@ -44,11 +44,17 @@ def launch(launch_ranks: Callable[..., Any]) -> Launch:
 RAMP = {"batch_size": "0sp:7 50sp:13", "max_duration": "2ep", "micro_batch_size": 3}
 
 
-@pytest.mark.parametrize("by_tokens", [False, True], ids=["samples", "tokens"])
-def test_two_ranks_train_like_one(tmp_path: Path, launch: Launch, by_tokens: bool) -> None:
+@pytest.mark.parametrize(
+    ("by_tokens", "last_batch"), [(False, "carry"), (True, "keep")], ids=["samples", "tokens"]
+)
+def test_two_ranks_train_like_one(
+    tmp_path: Path, launch: Launch, by_tokens: bool, last_batch: str
+) -> None:
     """Uneven shares, uneven micro-batches and token weights: the gradient is one big batch's."""
-    (one,) = launch(1, tmp_path / "one", by_tokens=by_tokens, **RAMP)
-    two = launch(2, tmp_path / "two", by_tokens=by_tokens, **RAMP)
+    given = {"by_tokens": by_tokens, "last_batch": last_batch, **RAMP}
+    (one,) = launch(1, tmp_path / "one", **given)
+    two = launch(2, tmp_path / "two", **given)
+    assert ledger(tmp_path / "two") == ledger(tmp_path / "one")
     expected = torch.tensor(one["weights"])
     for rank in two:
         assert torch.allclose(torch.tensor(rank["weights"]), expected, rtol=0, atol=1e-12)
@@ -58,33 +64,10 @@ def test_two_ranks_train_like_one(tmp_path: Path, launch: Launch, by_tokens: boo
     assert sorted(two[0]["samples"] + two[1]["samples"]) == sorted(one["samples"])
 
 
-def test_ledger_of_two_ranks_is_that_of_one(tmp_path: Path, launch: Launch) -> None:
-    launch(1, tmp_path / "one", last_batch="carry", **RAMP)
-    launch(2, tmp_path / "two", last_batch="carry", **RAMP)
-    ledgers = []
-    for name in ("one", "two"):
-        with (tmp_path / name / "run" / "ledger.csv").open() as file:
-            rows = list(csv.DictReader(file))
-        ledgers.append([(row["batch"], row["sample"], row["size"], row["epoch"]) for row in rows])
-    assert ledgers[0] == ledgers[1]
-
-
-def test_a_signal_on_one_rank_stops_all_and_any_number_goes_on(
-    tmp_path: Path, launch: Launch
-) -> None:
-    # The first stage could not be shared by three, but it is over when they come.
-    ramp = RAMP | {"batch_size": "0sp:2 8sp:13"}
-    (whole,) = launch(1, tmp_path / "whole", **ramp)
-    stopped = launch(2, tmp_path / "cut", stop_rank=1, **ramp)
-    assert {rank["clock"]["batch"] for rank in stopped} <= {5, 6}
-    assert stopped[1]["stop_reason"] == "received SIGTERM"
-    assert stopped[0]["stop_reason"] == "received SIGTERM on another rank"
-    assert [rank["ended"] for rank in stopped] == [143, 143]
-    three = launch(3, tmp_path / "cut", resume=True, **ramp)
-    expected = torch.tensor(whole["weights"])
-    assert torch.allclose(torch.tensor(three[2]["weights"]), expected, rtol=0, atol=1e-12)
-    seen = [sample for rank in (*stopped, *three) for sample in rank["samples"]]
-    assert sorted(seen) == sorted(whole["samples"])
+def ledger(out: Path) -> list[tuple[str, ...]]:
+    with (out / "run" / "ledger.csv").open() as file:
+        rows = csv.DictReader(file)
+        return [(row["batch"], row["sample"], row["size"], row["epoch"]) for row in rows]
 
 
 def test_two_ranks_at_the_edges(tmp_path: Path, launch_ranks: Callable[..., Any]) -> None:
@@ -101,6 +84,8 @@ def test_two_ranks_at_the_edges(tmp_path: Path, launch_ranks: Callable[..., Any]
     assert first["too late"] == {"batch": 10, "reason": "enough", "after": 1}
     assert second["too late"]["batch"] == 10
     assert (first["failing"], second["failing"]) == ("ZeroDivisionError", "TrainingError")
+    assert first["signalled"] == [4, "received SIGTERM", 143]
+    assert second["signalled"] == [4, "received SIGTERM on another rank", 143]
 
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1)).double()

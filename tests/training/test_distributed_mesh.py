@@ -45,7 +45,6 @@ FOUR = [
     *(f"own:{kind}" for kind in KINDS),
     *(f"train:{kind}" for kind in KINDS),
     *(f"cut:{kind}" for kind in KINDS),
-    *(f"stop:{kind}:{rank}" for rank, kind in enumerate(KINDS)),
     *(f"count:{kind}:{batches}" for kind in KINDS for batches in (4, 14)),
     *(f"count:{kind}:14:{every}" for kind in KINDS for every in (3, 4)),
     "idle:hsdp",
@@ -135,13 +134,6 @@ def test_noise_is_that_of_as_many_data_ranks(
         assert len(noise) == len(expected) > 10
         for ours, theirs in zip(noise, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-10)
-
-
-@pytest.mark.parametrize(("rank", "kind"), list(enumerate(KINDS)))
-def test_one_rank_stops_all_after_the_same_batch(
-    found: dict[int, Found], rank: int, kind: str
-) -> None:
-    assert [one[f"stop:{kind}:{rank}"]["batch"] for one in found[4]] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -135,14 +135,6 @@ def test_a_criterion_needs_pairs(problem: Make) -> None:
         problem().trainer(train_data=inputs, loss=nn.MSELoss()).fit()
 
 
-def test_an_evaluation_takes_a_criterion(problem: Make) -> None:
-    run = problem()
-    trainer = run.trainer(evaluate=Evaluation(run.data, loss=nn.L1Loss()))
-    inputs, targets = run.data.tensors
-    expected = nn.functional.l1_loss(run.model(inputs), targets).item()
-    assert trainer.evaluate()["validation/loss"] == pytest.approx(expected)
-
-
 def test_settings_may_be_texts_and_mappings(problem: Make, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "checkpoint": "3ba",
@@ -176,15 +168,6 @@ def test_a_missing_batch_size_is_that_of_the_dataloader(problem: Make) -> None:
     data = DataLoader(problem().data, batch_size=12)
     with pytest.raises(TrainingError, match="batch_size=12"):
         problem().trainer(train_data=data, batch_size=None)
-
-
-def test_fit_resumes(problem: Make, tmp_path: Path) -> None:
-    settings = {"folder": tmp_path, "checkpoint": "2ba"}
-    whole = trained(problem)
-    problem().trainer(max_duration="4ba", **settings).fit(resume="auto")
-    run = problem()
-    run.trainer(max_duration="6ba", **settings).fit(resume="auto")
-    assert torch.equal(run.weights(), whole)
 
 
 def test_the_best_evaluation_is_known_by_its_name(problem: Make, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.batching import DoublingRamp, LinearRamp
-from stretto.data import DataSpec
-from stretto.errors import CheckpointError, ConversionError, StrettoError, cannot
+from stretto.batching import DoublingRamp, LinearRamp, Seesaw
+from stretto.errors import CheckpointError, StrettoError, cannot
 from stretto.ordering import SampleOrder
-from stretto.planning import plan
 from stretto.schedules import Cosine, Linear
-from stretto.timing import At, Every, Time
+from stretto.timing import At, Every
 from stretto.training import (
     Callback,
     Checkpointing,
@@ -28,7 +26,6 @@ from stretto.training import (
     Logging,
     Run,
     Stepping,
-    Trainer,
 )
 from stretto.training.logs.recorder import Recorder
 
@@ -167,21 +164,30 @@ def test_every_line_has_the_clock_in_every_unit(problem: Make, tmp_path: Path) -
     assert [line["ep"] for line in evaluations] == [1, 2]
 
 
-def test_the_ledger_follows_the_plan_batch_for_batch(problem: Make, tmp_path: Path) -> None:
+PAIR = Seesaw(Cosine(warmup="10%"), DoublingRamp(2, 4, "20%"), maximum=16)
+RAMP = {"batch_size": DoublingRamp(4, 16, "50%"), "schedules": {"lr": Cosine(end=0.1)}}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "schedules"),
+    [
+        (LinearRamp(3, 17, "60%"), {"lr": Cosine(end=0.1, warmup="10ba"), "momentum": 0.5}),
+        (PAIR, {"momentum": Linear(0.5, 1, over="20sp")}),
+    ],
+    ids=["ramp", "pair"],
+)
+def test_the_ledger_follows_the_plan_batch_for_batch(
+    problem: Make, tmp_path: Path, batch_size: Any, schedules: Any
+) -> None:
     trainer = problem().trainer(
-        folder=tmp_path,
-        batch_size=LinearRamp(3, 17, "60%"),
-        schedules={"lr": Cosine(end=0.1, warmup="10ba"), "momentum": Linear(0.5, 1, over="20sp")},
-        micro_batch_size=4,
+        folder=tmp_path, batch_size=batch_size, schedules=schedules, micro_batch_size=4
     )
     trainer.fit()
     rows, planned = ledger(tmp_path), list(trainer.plan.batches())
     assert [int(row["size"]) for row in rows] == [step.size for step in planned]
     assert [int(row["sample"]) for row in rows] == [step.timestamp.sample for step in planned]
-    learning_rate = Cosine(end=0.1, warmup="10ba").bind(trainer.run.horizon)
-    assert [float(row["lr"]) for row in rows] == [
-        0.1 * learning_rate(step.timestamp) for step in planned
-    ]
+    for name in ("lr", "momentum"):
+        assert [float(row[name]) for row in rows] == [step.values[name] for step in planned]
     assert [int(row["micro_batches"]) for row in rows] == [-(-step.size // 4) for step in planned]
 
 
@@ -235,13 +241,6 @@ def test_the_end_of_the_run_is_in_any_unit(problem: Make) -> None:
         assert trainer.timer.get_elapsed_duration() == 1.0
 
 
-def test_a_run_of_seconds_ends(problem: Make) -> None:
-    trainer = problem().trainer(max_duration="0.2s")
-    trainer.fit()
-    assert trainer.timer.get("sec") >= Time("0.2s")
-    assert trainer.plan is None or trainer.timer.batch > 0
-
-
 class StopAt(Callback):
     def __init__(self, batch: int, how: Callable[[Run], None]) -> None:
         self.batch, self.how = batch, how
@@ -263,12 +262,8 @@ class StopAt(Callback):
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     problem: Make, tmp_path: Path, how: Any, reason: str, raised: Any
 ) -> None:
-    settings: dict[str, Any] = {
-        "batch_size": DoublingRamp(4, 16, "50%"),
-        "schedules": {"lr": Cosine(end=0.1)},
-        "log": Logging("50sp"),
-        "checkpoint": Checkpointing("1ep"),
-    }
+    settings: dict[str, Any] = {"log": Logging("50sp"), "checkpoint": Checkpointing("1ep")}
+    settings |= {"batch_size": PAIR} if raised is None else RAMP
     whole = problem()
     whole.trainer(folder=tmp_path / "whole", **settings).fit()
 
@@ -286,6 +281,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     resumed = second.trainer(folder=tmp_path / "cut", **settings)
     assert resumed.resume() is not None
     assert resumed.timer.batch == trainer.timer.batch
+    assert resumed.changes == ("callbacks: StopAt -> ",)
     resumed.fit()
 
     assert torch.equal(second.weights(), whole.weights())
@@ -429,46 +425,6 @@ def test_everything_wrong_is_found_before_the_first_step(problem: Make) -> None:
     for settings in wrong:
         with pytest.raises(StrettoError):
             problem().trainer(**settings)
-
-
-def test_a_curve_over_an_epoch_of_unknown_size_is_refused_and_one_in_batches_is_not(
-    problem: Make,
-) -> None:
-    run = problem()
-    batches = [
-        (run.data.tensors[0][at : at + 6], run.data.tensors[1][at : at + 6]) for at in (0, 6)
-    ]
-    settings: dict[str, Any] = {
-        "optimizer": run.optimizer,
-        "loss": lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
-        "max_duration": "1ep",
-        "batch_size": 4,
-    }
-    stream = DataSpec(_Endless(batches))
-    with pytest.raises(ConversionError, match="num_samples"):
-        Trainer(run.model, stream, schedules={"lr": Cosine()}, **settings)
-    trainer = Trainer(run.model, stream, schedules={"lr": Cosine(over="6ba")}, **settings)
-    trainer.fit()
-    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.75)
-
-
-class _Endless:
-    """Batches whose number is not known."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
-
-
-def test_plan_of_the_trainer_is_the_plan(problem: Make) -> None:
-    trainer = problem().trainer(batch_size="0ep:4 1ep:8")
-    assert trainer.plan is not None
-    direct = plan(trainer.run.horizon, trainer.run.loader.policy)
-    assert [step.size for step in direct.batches()] == [
-        step.size for step in trainer.plan.batches()
-    ]
 
 
 def test_workers_end_where_a_run_is_stopped(problem: Callable[..., Any]) -> None:

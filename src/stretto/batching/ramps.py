@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Literal, TypeAlias, final
 
 from stretto.batching.policy import (
@@ -20,50 +18,71 @@ from stretto.batching.policy import (
     checked_world_size,
     timed,
 )
-from stretto.batching.steps import Fixed, sample_axis, stairs
+from stretto.batching.steps import Fixed, sample_axis
 from stretto.errors import Argument, BatchSizeError
 from stretto.schedules.fields import Interval, check_fields, fill
-from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
+from stretto.timing import Horizon, Time, TimeLike, Timestamp, TimeUnit
 
 Equal: TypeAlias = Literal["time", "batches"]
 """The quantity that is the same for all sizes of a ramp."""
 
 
-def bound_stairs(horizon: Horizon, sizes: tuple[int, ...], *, over: Time, equal: Equal) -> Bound:
-    """Return the ramp through the sizes."""
-    if len(sizes) == 1:
-        return stairs((), sizes)
-    axis, ticks = _ticks(horizon, over, equal)
-    parts = sizes[:-1] if _grows_with_size(axis, equal) else (1,) * (len(sizes) - 1)
-    marks = [ticks * before / sum(parts) for before in itertools.accumulate(parts)]
-    _check_epochs(horizon, axis, marks)
-    return stairs([(axis, math.ceil(mark)) for mark in marks], sizes)
+def _bound_ramp(
+    horizon: Horizon,
+    ramp: LinearRamp | DoublingRamp | StagedRamp,
+    sizes: Sequence[int],
+    sum_before: Callable[[int], int],
+) -> Bound:
+    """Return the ramp through `sizes`, the last of which begins at `over`.
 
-
-def _ticks(horizon: Horizon, over: Time, equal: Equal) -> tuple[Axis, Fraction]:
-    """Return the counter of a ramp, and the length of the ramp in ticks.
+    `sum_before` returns the sum of the sizes before a level. Nothing is listed here, since there
+    may be millions of levels.
 
     Raises:
         BatchSizeError: equal batches over a wall time; how long a batch takes is not known.
+        ConversionError: a level begins at a part of an epoch of unknown length.
     """
+    count, over, equal = len(sizes) - 1, Time(ramp.over), ramp.equal
+    if count == 0:
+        return Fixed(sizes[0]).bind(horizon)
     axis = sample_axis(horizon, horizon.axis(over.unit))
     if equal == "batches" and axis.unit is TimeUnit.SECOND:
         why, instead = f"over '{over}', their number is not known", "write 'time', or over='10%'"
         raise BatchSizeError.bad("equal", equal, why, instead)
-    return axis, horizon.ticks(over, axis)
-
-
-def _grows_with_size(axis: Axis, equal: Equal) -> bool:
-    """Return whether larger sizes are held longer, so that each has equally many batches."""
-    return equal == "batches" and axis.unit is not TimeUnit.BATCH
-
-
-def _check_epochs(horizon: Horizon, axis: Axis, marks: Iterable[Fraction]) -> None:
-    """Refuse a fraction of an epoch of unknown length, with the missing fact."""
+    ticks = horizon.ticks(over, axis)
+    above, below = ticks.numerator, ticks.denominator
+    # Larger sizes are held longer, so that each has equally many batches.
+    grows = equal == "batches" and axis.unit is not TimeUnit.BATCH
+    parts = sum_before if grows else int
+    whole = parts(count)
     if axis.unit is TimeUnit.EPOCH:
+        marks = (ticks * parts(level) / whole for level in range(1, count + 1))
         part = next((mark for mark in marks if mark.denominator != 1), None)
         if part is not None:
-            horizon.ticks(Time(part, TimeUnit.EPOCH), axis)
+            horizon.ticks(Time(part, TimeUnit.EPOCH), axis)  # refuses it
+
+    def level_at(timestamp: Timestamp) -> int:
+        passed = whole * axis.read(timestamp) * below // above
+        if not grows:
+            return min(count, passed)
+        return bisect_right(range(1, count + 1), passed, key=parts)
+
+    def holds_until(timestamp: Timestamp) -> Hold:
+        level = level_at(timestamp)
+        if level == count:
+            return Hold()
+        return Hold(((axis, -(-above * parts(level + 1) // (below * whole))),))
+
+    return timed(
+        lambda timestamp: sizes[level_at(timestamp)],
+        units=frozenset({axis.unit}),
+        bounds=(sizes[0], sizes[count]),
+        holds_until=holds_until,
+    )
+
+
+def _sums(sizes: Sequence[int]) -> Callable[[int], int]:
+    return [0, *itertools.accumulate(sizes)].__getitem__
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -133,40 +152,13 @@ class LinearRamp(_Ramp):
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
-        count = (self.end - self.start) // self.increment
-        if count == 0:
-            return Fixed(self.start).bind(horizon)
-        axis, ticks = _ticks(horizon, Time(self.over), self.equal)
-        grows, above, below = _grows_with_size(axis, self.equal), ticks.numerator, ticks.denominator
-        start, increment = self.start, self.increment
+        start, step = self.start, self.increment
+        sizes = range(start, self.end + 1, step)
 
-        def parts(level: int) -> int:
-            """Return how many parts of the ramp the sizes before a level take together."""
-            return level * start + increment * level * (level - 1) // 2 if grows else level
+        def sum_before(level: int) -> int:
+            return level * start + step * level * (level - 1) // 2
 
-        whole = parts(count)
-        levels = range(1, count + 1) if grows else (1,)
-        _check_epochs(horizon, axis, (ticks * parts(level) / whole for level in levels))
-
-        def level_at(timestamp: Timestamp) -> int:
-            """Return how many increments have passed, exactly and without a list of them."""
-            passed = whole * axis.read(timestamp) * below // above
-            if not grows:
-                return min(count, passed)
-            return bisect_right(range(1, count + 1), passed, key=parts)
-
-        def holds_until(timestamp: Timestamp) -> Hold:
-            level = level_at(timestamp)
-            if level == count:
-                return Hold()
-            return Hold(((axis, -(-above * parts(level + 1) // (below * whole))),))
-
-        return timed(
-            lambda timestamp: start + increment * level_at(timestamp),
-            units=frozenset({axis.unit}),
-            bounds=(start, self.end),
-            holds_until=holds_until,
-        )
+        return _bound_ramp(horizon, self, sizes, sum_before)
 
 
 @final
@@ -201,7 +193,7 @@ class DoublingRamp(_Ramp):
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
-        return bound_stairs(horizon, tuple(self.sizes), over=Time(self.over), equal=self.equal)
+        return _bound_ramp(horizon, self, self.sizes, _sums(self.sizes))
 
 
 @final
@@ -238,7 +230,7 @@ class StagedRamp(BatchSizePolicy):
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
-        return bound_stairs(horizon, tuple(self.sizes), over=Time(self.over), equal=self.equal)
+        return _bound_ramp(horizon, self, self.sizes, _sums(self.sizes))
 
     def end_size(self) -> int:
         """Return the last size."""

@@ -26,7 +26,7 @@ from stretto.timing.horizon import EqualBatches
 from stretto.timing.time import Number
 
 
-def stairs(edges: Sequence[tuple[Axis, int]], sizes: tuple[int, ...]) -> Bound:
+def bound_steps(edges: Sequence[tuple[Axis, int]], sizes: Sequence[int]) -> Bound:
     """Return the size of the last edge that has been reached, each on its own counter.
 
     There is one size more than there are edges: `sizes[0]` holds from the start of the run.
@@ -38,14 +38,11 @@ def stairs(edges: Sequence[tuple[Axis, int]], sizes: tuple[int, ...]) -> Bound:
     def reached(timestamp: Timestamp) -> int:
         if aligned is not None:
             return bisect_right(ticks, aligned.read(timestamp))
-        for number in range(len(edges), 0, -1):
-            axis, tick = edges[number - 1]
-            if axis.read(timestamp) >= tick:
-                return number
-        return 0
+        passed = (at for at, (axis, tick) in enumerate(edges, 1) if axis.read(timestamp) >= tick)
+        return max(passed, default=0)
 
     def holds_until(timestamp: Timestamp) -> Hold:
-        """Return a hold until the next edge; on several counters, any later one."""
+        # On several counters, any later step may come next.
         number = reached(timestamp)
         return Hold(edges[number : None if aligned is None else number + 1])
 
@@ -55,35 +52,6 @@ def stairs(edges: Sequence[tuple[Axis, int]], sizes: tuple[int, ...]) -> Bound:
         bounds=(min(sizes), max(sizes)),
         holds_until=holds_until,
     )
-
-
-def _stairs_on(
-    horizon: Horizon, times: Sequence[Time], sizes: tuple[int, ...], *, what: str
-) -> Bound:
-    """Return the steps that begin at `times`, checked to be in order on this run.
-
-    Of steps that begin at the same sample or batch, the last one stays.
-    """
-    marks = [place(horizon, time) for time in times]
-    stay = [at for at, mark in enumerate(marks) if mark not in marks[at + 1 : at + 2]]
-    times, sizes = [times[at] for at in stay], (sizes[0], *(sizes[at + 1] for at in stay))
-    marks = [marks[at] for at in stay]
-    for number in range(1, len(marks)):
-        if not _in_order(horizon, times, marks, sizes, number):
-            why = f"on this run '{times[number]}' does not come after '{times[number - 1]}'"
-            instead = "write times in ascending order, or all in one unit"
-            raise BatchSizeError.cannot(f"follow {what}", why=why, instead=instead)
-    return stairs(marks, sizes)
-
-
-def place(horizon: Horizon, time: Time) -> tuple[Axis, int]:
-    """Return the counter of `time`, and the first tick at which it is reached.
-
-    If `time` is a number of samples, it is the counter of samples: epochs, samples and tokens of a
-    known number per sample are compared exactly.
-    """
-    axis = sample_axis(horizon, horizon.axis(time.unit))
-    return axis, math.ceil(horizon.ticks(time, axis))
 
 
 def sample_axis(horizon: Horizon, axis: Axis) -> Axis:
@@ -96,21 +64,18 @@ def sample_axis(horizon: Horizon, axis: Axis) -> Axis:
     return axis
 
 
-def _in_order(
-    horizon: Horizon,
-    times: Sequence[Time],
-    marks: Sequence[tuple[Axis, int]],
-    sizes: tuple[int, ...],
-    number: int,
+def _is_after(
+    horizon: Horizon, times: Sequence[Time], edges: Sequence[tuple[Axis, int]], sizes: Sequence[int]
 ) -> bool:
-    """Return whether step `number` comes after the one before it, or if that is unknown."""
-    (axis_before, before), (axis, tick) = marks[number - 1], marks[number]
+    """Return whether the last edge comes after the one before it, or if that is unknown."""
+    *earlier, (axis, tick) = edges
+    axis_before, before = earlier[-1]
     if axis is axis_before:
         return before < tick
     if TimeUnit.BATCH in (axis.unit, axis_before.unit):
         # The sizes before decide which comes first.
         now = Timestamp()
-        for (edge, at), size in zip(marks[:number], sizes, strict=False):
+        for (edge, at), size in zip(earlier, sizes, strict=False):
             if outgrows_epoch(horizon, now, size):
                 now = next_epoch(horizon, now)
             batches = EqualBatches(horizon, now, size)
@@ -120,10 +85,11 @@ def _in_order(
             now = batches.timestamp(count)
         return axis.read(now) < tick
     try:
-        shared = horizon.common_axis([times[number - 1], times[number]])
-        return horizon.ticks(times[number - 1], shared) < horizon.ticks(times[number], shared)
+        shared = horizon.common_axis(times)
+        first, last = (horizon.ticks(time, shared) for time in times)
     except ConversionError:
         return True
+    return first < last
 
 
 StepsLike: TypeAlias = str | Mapping[str, int] | Mapping[Time, int]
@@ -156,7 +122,7 @@ class Fixed(BatchSizePolicy):
     def bind(self, horizon: Horizon) -> Bound:
         """Return the constant."""
         del horizon
-        return stairs((), (self.size,))
+        return bound_steps((), (self.size,))
 
 
 @final
@@ -194,9 +160,23 @@ class PiecewiseConstant(BatchSizePolicy):
             BatchSizeError: on this run the times are out of order.
             ConversionError: a time needs a fact that is not known.
         """
-        times = [time for time, _ in self.steps[1:]]
-        sizes = tuple(size for _, size in self.steps)
-        return _stairs_on(horizon, times, sizes, what=f"the steps {str(self)!r}")
+        times, sizes = [time for time, _ in self.steps[1:]], [size for _, size in self.steps]
+        axes = [sample_axis(horizon, horizon.axis(time.unit)) for time in times]
+        edges = [
+            (axis, math.ceil(horizon.ticks(time, axis)))
+            for axis, time in zip(axes, times, strict=True)
+        ]
+        # Of steps that begin at the same sample or batch, the last one stays.
+        for at in reversed(range(len(edges) - 1)):
+            if edges[at] == edges[at + 1]:
+                del edges[at], times[at], sizes[at + 1]
+        for number in range(1, len(edges)):
+            if not _is_after(horizon, times[number - 1 : number + 1], edges[: number + 1], sizes):
+                why = f"on this run '{times[number]}' does not come after '{times[number - 1]}'"
+                instead = "write times in ascending order, or all in one unit"
+                what = f"follow the steps {str(self)!r}"
+                raise BatchSizeError.cannot(what, why=why, instead=instead)
+        return bound_steps(edges, sizes)
 
     def end_size(self) -> int:
         """Return the last size."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from stretto.config.run import RunConfig
 from stretto.config.training import build_finding
@@ -12,30 +11,8 @@ from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size, find_num_ranks
 from stretto.memory.answer import NothingFitsError
 from stretto.memory.finder import MAXIMUM
-from stretto.report.memory import answers_table, memory_table
+from stretto.report.tables import answers_table, memory_table
 from stretto.settings import DATA_DIMENSIONS
-
-
-class Found(NamedTuple):
-    """An answer as text and for JSON."""
-
-    text: str
-    plain: Any
-
-    @classmethod
-    def of(cls, answer: Answer, **more: object) -> Found:
-        """Return the answer for one device."""
-        text = f"{memory_table(answer)}\n\n{answer}".lstrip()
-        return cls(text, more | _to_record(answer))
-
-    @classmethod
-    def table(cls, rows: list[tuple[Mapping[str, object], Answer | None]]) -> Found:
-        """Return the answers to several questions; None: nothing fits."""
-        plain = [
-            {**asked, "size": None} if answer is None else {**asked, **_to_record(answer)}
-            for asked, answer in rows
-        ]
-        return cls(answers_table(rows), plain)
 
 
 def find(
@@ -46,14 +23,22 @@ def find(
     shard: str | None,
     maximum: int | None,
     **asked: Any,
-) -> Found:
+) -> tuple[str, Any]:
     """Return the largest micro-batch of a device, or of each number of ranks; or the fewest ranks.
+
+    Returns:
+        The answer as text and as plain values.
 
     Raises:
         ConfigError: the options contradict each other, or the numbers of ranks cannot be read.
     """
     numbers = _numbers("--world-size", world_size or "1")
-    _check_ranks(asked, world_size, micro_batch_size, shard)
+    if asked["gpu"] is None and (world_size, micro_batch_size, shard) != (None, None, None):
+        raise ConfigError.cannot(
+            "find a batch size for ranks",
+            why="the kind of their GPUs is not known",
+            instead="write --gpu h100",
+        )
     found = None
     if asked["gpu"] is not None:
         # The model may be larger than this machine. If it reads values while it is built, or is
@@ -67,17 +52,21 @@ def find(
         rest = ("minimum", "multiple_of", "power_of_two")
         asked = {name: value for name, value in asked.items() if name not in rest}
         ranks, answer = find_num_ranks(found.step, found.batch, micro_batch_size, **asked)
-        return Found.of(answer, num_ranks=ranks)
+        return _shown(answer, num_ranks=ranks)
     asked["maximum"] = maximum or found.num_samples or MAXIMUM
     if len(numbers) > 1:
-        return Found.table(
-            [
-                ({"ranks": ranks}, _answer(found.step, found.batch, ranks, asked))
-                for ranks in numbers
-            ]
-        )
+        rows = [(ranks, _answer(found.step, found.batch, ranks, asked)) for ranks in numbers]
+        plain = [
+            {"ranks": ranks, **({"size": None} if answer is None else _to_record(answer))}
+            for ranks, answer in rows
+        ]
+        return answers_table([({"ranks": ranks}, answer) for ranks, answer in rows]), plain
     answer = find_batch_size(found.step, found.batch, world_size=numbers[0], **asked)
-    return Found.of(answer) if world_size is None else Found.of(answer, ranks=numbers[0])
+    return _shown(answer, **({} if world_size is None else {"ranks": numbers[0]}))
+
+
+def _shown(answer: Answer, **more: int) -> tuple[str, dict[str, Any]]:
+    return f"{memory_table(answer)}\n\n{answer}".lstrip(), more | _to_record(answer)
 
 
 def _shard_of(config: RunConfig) -> str:
@@ -107,15 +96,6 @@ def _numbers(option: str, text: str) -> list[int]:
     if not all(number.isdecimal() and int(number) for number in numbers):
         raise ConfigError.bad(option, text, "it is not a list of numbers", "write 64 or 8,16,64")
     return list(map(int, numbers))
-
-
-def _check_ranks(asked: Mapping[str, Any], *given: object) -> None:
-    if asked["gpu"] is None and any(one is not None for one in given):
-        raise ConfigError.cannot(
-            "find a batch size for ranks",
-            why="the kind of their GPUs is not known",
-            instead="write --gpu h100",
-        )
 
 
 def _to_record(answer: Answer) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +12,15 @@ from typing import Any
 import typer
 
 from stretto.batching import Fixed
-from stretto.config.plans import TimesAndSizes, plan_of, prepare_run
+from stretto.cli.terminal import print_json, progress
+from stretto.config.checking import check_targets
+from stretto.config.plans import TimesAndSizes, plan_of, prepare_checked, prepare_run
 from stretto.config.run import RunConfig, read_run_file
 from stretto.config.yaml import parse_override
 from stretto.errors import PlanError
 from stretto.planning import Plan, Prepared, passes, resumed
 from stretto.planning.plan import plan_record
+from stretto.report.tables import plan_table
 from stretto.run_folder import PLAN, RUN_FILE, read_json, read_ledger
 from stretto.timing import Timestamp
 
@@ -71,6 +73,41 @@ def read_arguments(arguments: Sequence[str], *, folder: Path | None = None) -> R
     return read_run_file(path or default, overrides)
 
 
+def print_plan(arguments: Sequence[str], *, as_json: bool) -> None:
+    """Print the plan of a run; of one that decides its sizes, with the smallest and the largest."""
+    config = read_arguments(arguments)
+    with progress("reading the data"):
+        run, prepared = prepare_checked(config)
+        print_notes(check_targets(config))
+    if prepared.decided_between is not None:
+        print_ends(config, run, prepared.decided_between, as_json=as_json)
+        return
+    planned = plan_of(config, prepared)
+    if as_json:
+        print_json(planned.to_json())
+    else:
+        typer.echo(plan_table(planned))
+
+
+def compare_with(folder: Path, arguments: Sequence[str]) -> None:
+    """Compare a plan with the run in a folder; a difference ends the process with code 1."""
+    from stretto.report.run import compare
+
+    config = as_it_ran(read_arguments(arguments, folder=folder), folder)
+    with progress("reading the data"):
+        _, prepared = prepare_checked(config, resumes=True)
+        prepared, since = as_resumed(prepared, folder)
+    planned = every_batch(config, prepared, "--against")
+    if not planned.is_exact:
+        why = "the number of samples in its data is not known, so any batch may be cut short"
+        instead = "set data.num_samples, or write last_batch: carry"
+        refuse({"--against": folder}, why=why, instead=instead)
+    comparison = compare(planned, folder, since=since)
+    typer.echo(str(comparison))
+    if not comparison.agrees:
+        raise SystemExit(1)
+
+
 def write_page(page: Path, arguments: Sequence[str]) -> None:
     """Write the page of one or several plans, laid over each other.
 
@@ -82,39 +119,40 @@ def write_page(page: Path, arguments: Sequence[str]) -> None:
         ConfigError: the page cannot be written, or a run file is wrong.
         PlanError: a run has no plan.
     """
-    from stretto.config.checking import check_targets
-    from stretto.config.plans import prepare_checked
     from stretto.report.page import payload, plan_data, write
 
-    named = [one for one in arguments if "=" not in one or _is_file(one)]
-    overrides = [one for one in arguments if one not in named]
+    named = [text for text in arguments if "=" not in text or _is_file(text)]
+    overrides = [text for text in arguments if text not in named]
     plans = []
-    for arguments_of_one in [[name, *overrides] for name in named] or [overrides]:
-        config = read_arguments(arguments_of_one)
+    for name in named or [str(packaged_run_file())]:
+        config = read_arguments([name, *overrides])
         _, prepared = prepare_checked(config)
         print_notes(check_targets(config))
-        if prepared.decided_between is not None:
-            why = "its batch sizes are decided during the run"
-            refuse({"--html": page}, why=why, instead="see 'stretto report RUN_FOLDER --html FILE'")
-        planned = plan_of(config, prepared)
+        planned = every_batch(config, prepared, "--html")
         if planned.end is None:
             why = f"only the run can tell when {planned.horizon.max_duration} have passed"
             refuse({"--html": page}, why=why, instead="say max_duration in 'ep', 'ba' or 'sp'")
-        name = Path(arguments_of_one[0]).stem if named else packaged_run_file().stem
-        plans.append(plan_data(name, plan_record(planned)))
+        plans.append(plan_data(Path(name).stem, plan_record(planned)))
     write(page, payload(plans))
     typer.echo(f"wrote {page}", err=True)
+
+
+def every_batch(config: RunConfig, prepared: Prepared, option: str) -> Plan:
+    """Return the plan of a run that does not decide its batch sizes while it runs.
+
+    Raises:
+        PlanError: it does, so it has none.
+    """
+    if prepared.decided_between is not None:
+        why = "its batch sizes are decided during the run"
+        refuse({option: True}, why=why, instead="leave it out, or see 'stretto report RUN_FOLDER'")
+    return plan_of(config, prepared)
 
 
 def print_notes(lines: Iterable[str]) -> None:
     """Print what a plan does not check."""
     for line in lines:
         typer.echo(f"note: {line}", err=True)
-
-
-def print_json(value: object) -> None:
-    """Print a value as JSON."""
-    typer.echo(json.dumps(value, indent=2))
 
 
 def print_ends(
@@ -129,12 +167,12 @@ def print_ends(
         print_json({"batch_size": repr(run.policy), **plans})
         return
     typer.echo(f"batch sizes are decided during the run: {run.policy!r}")
-    typer.echo(f"\nif it stayed at the smallest size:\n\n{smallest.table()}")
-    typer.echo(f"\nif it stayed at the largest size:\n\n{largest.table()}")
+    typer.echo(f"\nif it stayed at the smallest size:\n\n{plan_table(smallest)}")
+    typer.echo(f"\nif it stayed at the largest size:\n\n{plan_table(largest)}")
 
 
 def refuse(options: Mapping[str, object], *, why: str, instead: str) -> None:
-    """Refuse options that need every batch of the run."""
+    """Refuse options that were given."""
     for option, value in options.items():
         if value:
             raise PlanError.cannot(f"use {option} for this run", why=why, instead=instead)
@@ -167,23 +205,3 @@ def as_resumed(prepared: Prepared, folder: Path | None) -> tuple[Prepared, int]:
         if not past or past[-1][1] != counts["decided_size"]:
             past.append((now.batch, counts["decided_size"]))
     return prepared, 0
-
-
-def print_batches(planned: Plan, *, as_json: bool) -> None:
-    """Print a line for every batch, with the columns of a run's ledger."""
-    names = list(planned.stages[0].values) if planned.stages else []
-    if not as_json:
-        columns = ("batch", "epoch", "sample", "token", "size", "micro_batches", *names)
-        typer.echo(",".join(columns))
-    for batch in planned.batches():
-        at = batch.timestamp
-        row = {
-            "batch": at.batch,
-            "epoch": at.epoch,
-            "sample": at.sample,
-            "token": at.token,
-            "size": batch.size,
-            "micro_batches": batch.accumulation,
-            **batch.values,
-        }
-        typer.echo(json.dumps(row) if as_json else ",".join(map(repr, row.values())))

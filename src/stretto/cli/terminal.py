@@ -1,13 +1,71 @@
-"""What a terminal shows beside the answer: progress of slow work."""
+"""How a function becomes a verb, and what a terminal shows beside the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+from stretto._location import local_path
+from stretto.errors import ConfigError
+
+_ARGUMENT = re.compile(r"^ {4}(\w+)(?: \((.+?)\))?: (.+(?:\n {8}.+)*)", re.MULTILINE)
+"""A line of a docstring: the name of an argument, how it is written, and what it is for."""
+_Verb = TypeVar("_Verb", bound=Callable[..., None])
+
+
+def verb(app: typer.Typer, *examples: str) -> Callable[[_Verb], _Verb]:
+    """Make a function a verb of the command line, as its signature and its docstring say.
+
+    Keyword-only parameters are options, and those named `as_...` lose that. URLs are no paths.
+
+    Args:
+        app: what gets the verb.
+        examples: command lines for its help.
+    """
+    lines = ["Examples:", *(f"  stretto {command}" for command in examples)]
+
+    def add(function: _Verb) -> _Verb:
+        about, _, arguments = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+        described = {name: (form, text) for name, form, text in _ARGUMENT.findall(arguments)}
+        hints = get_type_hints(function)
+        for name, parameter in inspect.signature(function).parameters.items():
+            form, text = described.pop(name)
+            given: dict[str, Any] = {"metavar": form or None, "help": " ".join(text.split())}
+            if "Path" in str(hints[name]):
+                given["callback"] = _local
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                option = "--" + name.removeprefix("as_").replace("_", "-")
+                is_shown = parameter.default not in (None, False, parameter.empty)
+                info = typer.Option(option, show_default=is_shown, **given)
+            else:
+                info = typer.Argument(**given, show_default=False)
+            function.__annotations__[name] = Annotated[hints[name], info]
+        name = function.__name__.replace("_", "-")
+        app.command(name, help=about, epilog="\n\n".join(lines))(function)
+        return function
+
+    return add
+
+
+def _local(given: Path | list[Path] | None) -> Path | list[Path] | None:
+    """Refuse URLs as files and folders."""
+    if isinstance(given, list):
+        return [local_path(path, "use", ConfigError) for path in given]
+    return None if given is None else local_path(given, "use", ConfigError)
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON."""
+    typer.echo(json.dumps(value, indent=2))
 
 
 @contextmanager

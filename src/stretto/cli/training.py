@@ -19,10 +19,9 @@ from stretto._location import local_path
 from stretto.cli.planning import (
     add_working_folder,
     packaged_run_file,
-    print_json,
     split_arguments,
 )
-from stretto.cli.terminal import progress
+from stretto.cli.terminal import print_json, progress
 from stretto.config.run import RunConfig, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override

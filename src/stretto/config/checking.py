@@ -18,7 +18,7 @@ from stretto.config.targets import Target, called, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.errors import ConfigError
-from stretto.schedules.fields import check_group, find_name, parse_name
+from stretto.schedules.names import check_group, find_name, parse_name
 
 _FUNCTIONS = {"loss", "predict", "metrics", "collate_fn", "loss_weight"}
 """Keys of functions, which get their other arguments in training; a class is called before."""

@@ -18,7 +18,8 @@ from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.bind import check_tokens
 from stretto.planning.plan import plan_prepared
 from stretto.schedules import Constant, Custom, Product, Schedule, as_schedule
-from stretto.schedules.fields import Name, Timed, parse_name
+from stretto.schedules.fields import Timed
+from stretto.schedules.names import Name, parse_name
 from stretto.timing import Horizon, TimeLike, Trigger, parse_trigger
 
 if TYPE_CHECKING:

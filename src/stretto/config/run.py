@@ -29,7 +29,8 @@ from stretto.config.yaml import (
 )
 from stretto.errors import ConfigError, StrettoError
 from stretto.schedules import Custom, Product, ScheduleLike
-from stretto.schedules.fields import Check, Interval, Positive, Timed, parse_name
+from stretto.schedules.fields import Check, Interval, Positive, Timed
+from stretto.schedules.names import parse_name
 from stretto.settings import DATA_DIMENSIONS, Checkpointing, Loading, Precision, Stepping
 from stretto.timing import LastBatch, Time, TimeLike
 from stretto.timing.time import read_run

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, cast, final
 
 import yaml
 
@@ -25,8 +25,8 @@ Path: TypeAlias = tuple[str | int, ...]
 def show_path(path: Path) -> str:
     """Return a path as it is written in an override; indices as `.0`, for shells read `[0]`.
 
-    >>> show_path(("schedules", "lr", "periods", 0, "duration"))
-    'schedules.lr.periods.0.duration'
+    >>> show_path(("schedules", "lr", "Periods", 0, 1))
+    'schedules.lr.Periods.0.1'
     """
     # A key may contain control characters of a terminal.
     parts = (str(part) for part in path)
@@ -256,8 +256,8 @@ def apply_overrides(
 ) -> tuple[Value, Source]:
     """Return the values of a run file with `overrides` set, in their order, and their source.
 
-    A key is a path with dots, where a number picks the item of a list; the value is read as YAML;
-    `key=null` takes the key away, so that its default counts.
+    A key is a path with dots, where a number picks the item of a list, or belongs to a name such as
+    `betas.0`; the value is read as YAML; `key=null` takes the key away, so that its default counts.
 
     >>> values, _ = apply_overrides({"seed": 1}, Source(), ["optimizer.lr=1e-3", "seed=null"])
     >>> values
@@ -267,11 +267,9 @@ def apply_overrides(
         ConfigError: an override is not `key=value`, or leads through something that has no keys.
     """
     values = copy.deepcopy(values)
-    lines = dict(source.lines)
-    overridden = set(source.overridden)
+    lines, overridden = dict(source.lines), set(source.overridden)
     for text in overrides:
-        path, value = parse_override(text)
-        _set(values, path, value, text)
+        path = _set(values, *parse_override(text), text)
         # The lines of the old value would mislead.
         for known in [known for known in lines if known[: len(path)] == path]:
             del lines[known]
@@ -282,8 +280,8 @@ def apply_overrides(
 def parse_override(text: str) -> tuple[Path, Value]:
     """Return the path and the value of one `key=value`.
 
-    >>> parse_override("schedules.lr.periods.0.duration=10%")
-    (('schedules', 'lr', 'periods', 0, 'duration'), '10%')
+    >>> parse_override("schedules.lr.Periods.0.0=10%")
+    (('schedules', 'lr', 'Periods', 0, 0), '10%')
 
     Raises:
         ConfigError: it is not of that form.
@@ -299,23 +297,39 @@ def parse_override(text: str) -> tuple[Path, Value]:
     return path, parse_yaml(rest, repr(f"{shown(key)}=...")).value
 
 
-def _set(values: Value, path: Path, value: Value, text: str) -> None:
+def _set(values: Value, path: Path, value: Value, text: str) -> Path:
+    """Set the value at a path; return the path with the keys as they are in the mappings."""
     inner: Any = values
-    for depth, part in enumerate(path):
-        above, is_last = show_path(path[:depth]), depth == len(path) - 1
-        place: Any = part if isinstance(inner, list) else str(part)
+    rest, found = path, tuple[str | int, ...]()
+    while rest:
+        above, key = show_path(found), cast(Any, rest[0])
         if not isinstance(inner, (dict, list)):
             raise _no_override(text, f"{above} has no keys", f"{above}=...")
-        if isinstance(inner, list) and not (isinstance(part, int) and part < len(inner)):
+        if isinstance(inner, list) and not (isinstance(key, int) and key < len(inner)):
             raise _no_override(text, f"{above} is a list of {len(inner)}", f"{above}.0=...")
-        if not is_last:
-            if isinstance(inner, dict) and inner.get(place) is None:
-                inner[place] = {}
-            inner = inner[place]
+        parts = 1
+        if isinstance(inner, dict):
+            parts = _parts_of_key(inner, rest)
+            key = show_path(rest[:parts])
+        rest, found = rest[parts:], (*found, key)
+        if rest:
+            if isinstance(inner, dict) and inner.get(key) is None:
+                inner[key] = {}
+            inner = inner[key]
         elif value is None and isinstance(inner, dict):
-            inner.pop(place, None)
+            inner.pop(key, None)
         else:
-            inner[place] = value
+            inner[key] = value
+    return found
+
+
+def _parts_of_key(inner: Mapping[Any, Any], rest: Path) -> int:
+    """Return how many parts of a path are one key of a mapping, such as `betas.0` in schedules."""
+    for parts in range(len(rest), 1, -1):
+        if show_path(rest[:parts]) in inner:
+            return parts
+    is_index = len(rest) > 1 and re.fullmatch(r"[0-9]+(@.*)?", str(rest[1])) is not None
+    return 2 if is_index and not isinstance(inner.get(str(rest[0])), (dict, list)) else 1
 
 
 def _no_override(text: str, why: str, example: str) -> ConfigError:

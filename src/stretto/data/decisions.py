@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from itertools import chain, repeat
@@ -116,13 +116,28 @@ class Decisions:
         if self._unmeasured >= 0:
             self._watch(signals)
 
-    def decide(self) -> int:
-        """Return the size that comes next."""
-        return self._policy.decide(self._timer.timestamp, self.state, self.signals)[0]
+    def check_shares(self, run: Prepared, part: Part) -> None:
+        """Refuse a run with a later batch that is too small to be shared.
 
-    def log_values(self) -> Mapping[str, float]:
-        """Return the values behind the policy's last decision, by name, for the log."""
-        return self._policy.log_values(self.state)
+        Args:
+            run: the run, as it continues.
+            part: the ranks.
+
+        Raises:
+            PlanError: a later stage has fewer samples than there are ranks. If sizes are decided
+                during the run: the smallest one (at the start) or the next one has.
+        """
+        now = self._timer.timestamp
+        if run.sizes is not None:
+            plan_prepared(
+                run,
+                world_size=part.world_size,
+                micro_batch_size=part.micro_batch_size,
+                resume_at=now,
+            )
+        else:
+            size = self._policy.decide(now, self.state, self.signals)[0] if now.batch else None
+            check_least(run.bound_policy, world_size=part.world_size, size=size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON; signals that are not finite become text."""
@@ -173,36 +188,6 @@ class Decisions:
                 RuntimeWarning,
                 stacklevel=5,  # the loop that asks the loader for steps
             )
-
-
-def check_shares(
-    part: Part,
-    run: Prepared,
-    timestamp: Timestamp,
-    decide: Callable[[], int],
-) -> None:
-    """Refuse a run with a batch after `timestamp` that is too small to be shared.
-
-    Args:
-        part: this rank's part.
-        run: the run.
-        timestamp: where the run continues.
-        decide: returns the next size.
-
-    Raises:
-        PlanError: a later stage has fewer samples than there are ranks. If sizes are decided during
-            the run: the smallest one (at the start) or the next one has.
-    """
-    if run.sizes is not None:
-        plan_prepared(
-            run,
-            world_size=part.world_size,
-            micro_batch_size=part.micro_batch_size,
-            resume_at=timestamp,
-        )
-    else:
-        size = decide() if timestamp.batch else None
-        check_least(run.bound_policy, world_size=part.world_size, size=size)
 
 
 @contextmanager

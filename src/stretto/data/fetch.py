@@ -49,15 +49,10 @@ class Fetch:
         self.collate: Collate = default_collate if collate_fn is None else collate_fn
         self._keyed_seed = keyed_seed
         self._num_samples = len(dataset)
-        self._get_batch = get_batch
+        self.get_batch = get_batch
         is_plain = keyed_seed is None and get_batch is None and self.collate is default_collate
         is_tensors = is_plain and type(dataset) is TensorDataset
         self.tensors: tuple[Tensor, ...] | None = dataset.tensors if is_tensors else None
-
-    @property
-    def reads_whole(self) -> bool:
-        """Whether batches are made of indices."""
-        return self._get_batch is not None
 
     def uncollated(self) -> Fetch:
         """Return a fetcher of bundles of samples."""
@@ -87,8 +82,8 @@ class Fetch:
             return self.collate(self._keyed(indices, self._keyed_seed))
         if self.tensors is not None:
             return [tensor[indices] for tensor in self.tensors]
-        if self._get_batch is not None:
-            return self._get_batch(indices)
+        if self.get_batch is not None:
+            return self.get_batch(indices)
         own = getattr(self.dataset, "__getitems__", None)
         samples = own(indices) if own is not None else [self.dataset[index] for index in indices]
         return self.collate(samples)
@@ -176,6 +171,11 @@ def _share_sizes(
     return Split(size, world_size, micro_batch_size, start).micro_batch_sizes(rank)
 
 
-def pinned(batch: Any) -> Any:
-    """Return a batch with its tensors in pinned memory."""
-    return mapped(lambda tensor: tensor.pin_memory(), batch)
+def pinned(steps: Iterator[FetchedStep]) -> Iterator[FetchedStep]:
+    """Yield steps whose tensors are in pinned memory."""
+    for step in steps:
+        batches = [
+            (mapped(lambda tensor: tensor.pin_memory(), batch), count)
+            for batch, count in step.micro_batches
+        ]
+        yield step._replace(micro_batches=batches)

@@ -12,14 +12,13 @@ from itertools import chain
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyLike, Signals, checked_size
-from stretto.data.decisions import Decisions, check_shares, other_order, reading_state
-from stretto.data.fetch import FetchedStep, Part
+from stretto.data.decisions import Decisions, other_order, reading_state
+from stretto.data.fetch import FetchedStep, Part, pinned
 from stretto.data.source import Source, make_source, prepared_for
 from stretto.data.spec import DataSpec
 from stretto.data.step import MicroBatch, Step
 from stretto.errors import CheckpointError, DataError
 from stretto.planning import Prepared, resumed
-from stretto.runtime.random_state import kept_generators
 from stretto.runtime.ranks import Ranks, all_same, marks
 from stretto.settings import Loading, read_settings
 from stretto.timing import TimeLike, Timer, Timestamp, TimeUnit
@@ -66,15 +65,9 @@ class TokenCounter:
         May read one sample to find out; an iterable is assumed to count until its first batch.
         """
         if self._tells is None and self._source.map_source is not None:
-            with kept_generators():
-                batch = self._source.map_source.fetch([0])
+            batch = self._source.example_batch([0])
             self._note(tells=self._spec.count_tokens(batch) is not None)
         return self._tells is not False
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether tokens differ from sample to sample and are counted."""
-        return self.each is None
 
     def __call__(self, batch: Any, num_samples: int) -> int:
         """Return the tokens of a batch; 0 if they are not tracked."""
@@ -102,7 +95,7 @@ class TokenCounter:
         A caller who passes both has made the ranks agree. Otherwise the signals are compared.
         """
         ranks, is_open = self._source.part.ranks, tokens is None or seconds is None
-        counts = tokens is None and self.is_counted
+        counts = tokens is None and self.each is None
         may_read = self._may_read_seconds and ranks.are_all_dp
         measures = seconds is None and (self._reads_seconds or may_read)
         if counts or measures or (is_open and self._run.bound_policy.reads and ranks.are_all_dp):
@@ -140,7 +133,7 @@ class TokenCounter:
 
         Counted if this rank has the whole step; otherwise their share, rounded down.
         """
-        if self.is_counted and step.local_num_samples == step.num_samples:
+        if self.each is None and step.local_num_samples == step.num_samples:
             try:
                 return self._counted(step.micro_batches, samples)
             except DataError:  # packed batches cannot be cut
@@ -399,7 +392,7 @@ class StepLoader(Iterator[Step]):
 
     def log_values(self) -> Mapping[str, float]:
         """Return the values behind the policy's last decision, by name, for the log."""
-        return self._decisions.log_values()
+        return self._from_start.bound_policy.log_values(self._decisions.state)
 
     def note_metric(self, value: float) -> None:
         """Give the policy a metric measured since the last step."""
@@ -522,12 +515,11 @@ class StepLoader(Iterator[Step]):
         source, decisions = self._source, self._decisions
         if self.ranks.dp_world_size > 1:
             if not self._idle_ranks:
-                check_shares(
-                    self._source.part, self.prepared, self.timer.timestamp, decisions.decide
-                )
+                decisions.check_shares(self.prepared, source.part)
             source.check_streams()
         self.timer.start()  # time before the first step does not count
-        return source.steps(decisions.plans(is_ahead=source.looks_ahead))
+        steps = source.steps(decisions.plans(is_ahead=source.looks_ahead))
+        return pinned(steps) if source.pins else steps
 
     def _arrive(self) -> None:
         """Skip what `drop` leaves out at the end of the run."""

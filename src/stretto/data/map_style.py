@@ -18,13 +18,11 @@ from stretto.data.fetch import (
     FetchedStep,
     Part,
     Plans,
-    no_such_sample,
-    pinned,
     share_sizes,
 )
 from stretto.data.indices import IndexStream
 from stretto.data.spec import DataSpec
-from stretto.data.workers import Element, pins_memory, start_workers
+from stretto.data.workers import Element, fetched_ahead
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder, stream_start
 from stretto.planning import PlannedBatch
@@ -59,19 +57,6 @@ class MapSource:
         """Return the place of a position in this rank's stream."""
         return stream_start(position, self.part.rank, self.part.world_size)
 
-    def fetched_ahead(
-        self, elements: Iterator[Element], *, uncollated: bool = False
-    ) -> Iterator[Any]:
-        """Yield the batches of `elements`, or bundles of samples, which workers fetch ahead."""
-        fetch, loading = self.fetch, self.loading
-        if uncollated:
-            fetch, loading = fetch.uncollated(), replace(loading, pin_memory=False)
-        batches = start_workers(fetch, elements, loading, self.spec.data, rank=self.part.rank)
-        try:
-            yield from batches
-        except IndexError as error:
-            raise no_such_sample(self.order.num_samples, error) from error
-
     def check(self, batch: Any, num_samples: int) -> None:
         """Refuse a batch with another number of samples than requested."""
         count = self.spec.get_num_samples_in_batch
@@ -87,7 +72,7 @@ class MapSource:
 def direct_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
     """Fetch each micro-batch in the main process, at the step."""
     stream, fetch, part = source.stream(), source.fetch, source.part
-    world, pins = part.world_size, pins_memory(source.loading)
+    world = part.world_size
     size = after = 0
     rows: Iterator[Tensor] = iter(())
     for plan, start in plans:
@@ -109,7 +94,7 @@ def direct_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
                 if fetch.tensors is None:
                     source.check(batch, count or 1)
             place += count
-            micro_batches.append((pinned(batch) if pins else batch, count))
+            micro_batches.append((batch, count))
         yield FetchedStep(plan, micro_batches, plan.size)
 
 
@@ -129,7 +114,7 @@ def planned_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
                 yield place, stream.take(place, count) if count else [stream.at(start)]
                 place += count
 
-    batches = source.fetched_ahead(elements())
+    batches = fetched_ahead(source.fetch, elements(), source.spec, source.loading, source.part.rank)
     for batch in batches:
         plan, sizes = ahead.popleft()
         micro_batches = [(batch, sizes[0]), *((next(batches), count) for count in sizes[1:])]
@@ -152,7 +137,7 @@ def sample_steps(
         end: the position at which the run ends; None if unknown.
         plans: the decided batches.
     """
-    stream, part, pins = source.stream(), source.part, pins_memory(source.loading)
+    stream, part, unpinned = source.stream(), source.part, replace(source.loading, pin_memory=False)
     last = None if end is None else source.place(end)
     bundles: Iterator[Any] | None = None
     samples: deque[Any] = deque()
@@ -174,7 +159,9 @@ def sample_steps(
         place = source.place(start)
         if bundles is None:
             next_place = place - place % bundle_size  # place of the first sample in `samples`
-            bundles = source.fetched_ahead(elements(next_place), uncollated=True)
+            bundles = fetched_ahead(
+                source.fetch.uncollated(), elements(next_place), source.spec, unpinned, part.rank
+            )
         taken(place - next_place)  # skipped, or before the position of a resumed run
         next_place = place
         micro_batches: list[CountedBatch] = []
@@ -184,5 +171,5 @@ def sample_steps(
             )
             next_place += count
             source.check(batch, count or 1)
-            micro_batches.append((pinned(batch) if pins else batch, count))
+            micro_batches.append((batch, count))
         yield FetchedStep(plan, micro_batches, plan.size)

@@ -73,6 +73,8 @@ class Source:
     part: Part
     looks_ahead: bool = False
     """Whether batches must be decided ahead of the step."""
+    pins: bool = False
+    """Whether batches still have to be copied to pinned memory."""
 
     @property
     def order_record(self) -> dict[str, Any]:
@@ -137,22 +139,20 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: Part) -> 
         stream: Stream = SameStream(chunks, part)
         if spec.sharded:
             stream = OwnStreams(chunks, part, part.ranks.gather_dp)
-        steps: Steps = partial(
-            cut_steps, stream, chunks.kind, run.horizon, pins=pins_memory(loading)
-        )
-        return Source(steps, None, chunks, spec, part)
+        steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon)
+        return Source(steps, None, chunks, spec, part, pins=pins_memory(loading))
     order = SampleOrder(len(spec.dataset), loading.seed, is_shuffled(spec, asked=loading.shuffle))
     keyed_seed = loading.seed if loading.keyed_randomness else None
     fetch = Fetch(spec.dataset, loading.collate_fn, get_batch=spec.get_batch, keyed_seed=keyed_seed)
     source = MapSource(spec, order, part, fetch, loading)
     # Indexing tensors is faster than any worker; `get_batch` does not give single samples.
-    is_direct = fetch.tensors is not None or (fetch.reads_whole and not run.is_planned)
-    if is_direct or not loading.num_workers:
-        return Source(partial(direct_steps, source), source, None, spec, part)
-    if run.is_planned:
+    is_direct = fetch.tensors is not None or (fetch.get_batch is not None and not run.is_planned)
+    if run.is_planned and loading.num_workers and not is_direct:
         return Source(partial(planned_steps, source), source, None, spec, part, looks_ahead=True)
     steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample)
-    return Source(steps, source, None, spec, part)
+    if is_direct or not loading.num_workers:
+        steps = partial(direct_steps, source)
+    return Source(steps, source, None, spec, part, pins=pins_memory(loading))
 
 
 def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:

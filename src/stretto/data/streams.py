@@ -13,7 +13,6 @@ from stretto.data.fetch import (
     FetchedStep,
     Part,
     Plans,
-    pinned,
     share_sizes,
 )
 from stretto.errors import DataError
@@ -184,9 +183,7 @@ def _check_samples(source: ChunkSource, everybody: Sequence[_Taken]) -> None:
         raise DataError.bad("sharded", value=True, why=why, instead=instead)
 
 
-def cut_steps(
-    stream: Stream, kind: str, horizon: Horizon, plans: Plans, *, pins: bool
-) -> Iterator[FetchedStep]:
+def cut_steps(stream: Stream, kind: str, horizon: Horizon, plans: Plans) -> Iterator[FetchedStep]:
     """Cut each batch out of the chunks of the data, as views.
 
     Args:
@@ -194,7 +191,6 @@ def cut_steps(
         kind: the type of the data, for messages.
         horizon: the run; its `dataset_num_samples`, if known, must match the data.
         plans: the decided batches.
-        pins: whether batches go to pinned memory.
     """
     is_sized = horizon.dataset_num_samples is not None
     for plan, start in plans:
@@ -205,8 +201,6 @@ def cut_steps(
         micro_batches = stream.micro_batches()
         if not is_sized and horizon.last_batch == "drop" and size < plan.size:
             micro_batches = []
-        elif pins:
-            micro_batches = [(pinned(batch), count) for batch, count in micro_batches]
         yield FetchedStep(plan, micro_batches, size, crossings)
 
 

@@ -12,6 +12,7 @@ from stretto.data import Step, count_target_tokens
 from stretto.data.tokens import needs_label_shift
 from stretto.errors import TrainingError
 from stretto.runtime.ranks import Ranks
+from stretto.schedules.fields import one_of
 from stretto.settings import Stepping
 
 
@@ -90,10 +91,8 @@ def check_units(units: Units) -> None:
     Raises:
         TrainingError: it is none.
     """
-    if units not in ("samples", "tokens") and not callable(units):
-        raise TrainingError.bad(
-            "units", units, "it names no units", "write 'samples', 'tokens' or a function"
-        )
+    if not callable(units):
+        one_of(units, "units", ("samples", "tokens"), TrainingError)
 
 
 class MicroBatchView(NamedTuple):

@@ -57,7 +57,7 @@ def attach(
     micro_batch_size: int | None = None,
     loading: Loading | None = None,
     model: nn.Module | None = None,
-) -> tuple[MicroBatches, ClockScheduler]:
+) -> tuple[AccelerateLoader, ClockScheduler]:
     """Return a loader of micro-batches and a scheduler, for a loop that accumulates gradients.
 
     The loader is registered for `accelerator.save_state()` and `load_state()`.
@@ -81,28 +81,20 @@ def attach(
         StrettoError: the arguments do not fit; the message says what to write instead.
     """
     each: Any = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    is_other = not isinstance(each, Sequence) or not all(isinstance(one, Optimizer) for one in each)
-    host, what = type(accelerator).__name__, f"follow optimizer={type(optimizer).__name__}"
+    is_list = isinstance(each, Sequence) and all(isinstance(item, Optimizer) for item in each)
+    what, attached = f"follow optimizer={type(optimizer).__name__}", type(accelerator).__name__
+    is_other = not isinstance(accelerator, Accelerator)
     refuse(
-        (
-            not isinstance(accelerator, Accelerator),
-            f"attach to {host}",
-            "it is none",
-            "pass an Accelerator",
-        ),
-        (is_other, what, "it is no optimizer", "pass what accelerator.prepare returned"),
+        (is_other, f"attach to {attached}", "it is none", "pass an Accelerator"),
+        (not is_list, what, "it is no optimizer", "pass what accelerator.prepare returned"),
     )
     steps, kind = accelerator.gradient_accumulation_steps, accelerator.distributed_type
+    is_own = steps != 1 and type(steps) is not _Share
     engines = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     prepared = isinstance(data, (DataLoaderShard, DataLoaderDispatcher))
     refuse(
         (kind in engines, f"use {kind.value}", "it accumulates by itself", "use DDP or FSDP2"),
-        (
-            steps != 1 and type(steps) is not _Share,
-            f"use gradient_accumulation_steps={steps}",
-            BY_SIZE,
-            "leave it out",
-        ),
+        (is_own, f"use gradient_accumulation_steps={steps}", BY_SIZE, "leave it out"),
         (prepared, f"read {type(data).__name__}", "it is cut for ranks", "do not prepare the data"),
     )
     check_units("samples" if units is None else units)
@@ -119,7 +111,7 @@ def attach(
         loading=loading,
     )
     run.bind(each, rank=accelerator.process_index, world_size=accelerator.num_processes)
-    loader = MicroBatches(accelerator, run, units, model)
+    loader = AccelerateLoader(accelerator, run, units, model)
     last = each[-1]
     inner: Any = last.optimizer if isinstance(last, AcceleratedOptimizer) else last
     inner.register_step_post_hook(lambda *_: loader.note_update())
@@ -154,7 +146,7 @@ class _Share(float):
 
 
 @final
-class MicroBatches:
+class AccelerateLoader:
     """The micro-batches of an epoch, on the device; made by `attach`."""
 
     def __init__(

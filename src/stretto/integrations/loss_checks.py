@@ -6,17 +6,17 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, final
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from stretto.data import count_target_tokens
 from stretto.data.containers import join_samples, opened, take_samples
 from stretto.data.weights import Units
 from stretto.errors import DataError
 from stretto.integrations.shared import refuse
-from stretto.run import Run
+from stretto.run import BATCH_NORMS, Run
 from stretto.runtime.losses import Reduction, reduction_of
 
 _MEAN, _SUM = 1, 2
@@ -67,11 +67,8 @@ def _cut(pair: Sequence[tuple[Any, int]]) -> tuple[Any, list[Any], list[int]]:
         with suppress(DataError):
             if half:
                 cuts = slice(half), slice(half, count)
-                return (
-                    whole,
-                    [take_samples(whole, cut, count) for cut in cuts],
-                    [half, count - half],
-                )
+                halves = [take_samples(whole, cut, count) for cut in cuts]
+                return whole, halves, [half, count - half]
     return whole, [whole, whole], [0, 0]
 
 
@@ -86,7 +83,8 @@ def _has_rows(node: Any, num_samples: int) -> bool:
 
 def warn_of_batch_norm(*models: nn.Module) -> None:
     """Warn if statistics of a batch are those of a micro-batch."""
-    if any(isinstance(one, _BatchNorm) and one.training for it in models for one in it.modules()):
+    layers = chain.from_iterable(model.modules() for model in models)
+    if any(isinstance(layer, BATCH_NORMS) and layer.training for layer in layers):
         warnings.warn(
             "the model has BatchNorm, which normalizes by the statistics of each micro-batch, not "
             "of the batch; for others, use GroupNorm, or micro-batches as large as the batch",
@@ -144,10 +142,9 @@ class FirstStep:
 
 def has_gradient(run: Run) -> bool:
     """Return whether what the optimizers of a run change has a gradient that is not zero."""
-    groups = (group for one in run.optimizers for group in one.param_groups)
-    return any(
-        one.grad is not None and bool(one.grad.any()) for group in groups for one in group["params"]
-    )
+    groups = chain.from_iterable(optimizer.param_groups for optimizer in run.optimizers)
+    gradients = (parameter.grad for group in groups for parameter in group["params"])
+    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
 def check_graph(loss: Tensor, num_samples: int, weight: float, *, is_counted: bool) -> None:
@@ -168,25 +165,19 @@ def check_graph(loss: Tensor, num_samples: int, weight: float, *, is_counted: bo
         is_nll = node.name().startswith("NllLoss") and node._saved_reduction == _MEAN
         is_weighted = is_nll and node._saved_weight is not None and not is_counted
         by_class = "it is divided by the weights of the classes in the micro-batch"
-        mean = (
-            "pass units=, a function that adds up these weights; or reduction='none', and .mean()"
-        )
+        mean = "pass units=, a function that adds up these weights; or reduction='none' and .mean()"
         why = "it compares the samples of a batch with each other"
         whole = "have micro-batches as large as the batch (micro_batch_size)"
-        refuse(
-            (_compares(node, num_samples), what, why, whole),
-            (is_weighted, what, by_class, mean),
-        )
+        is_compared = _compares(node, num_samples)
+        refuse((is_compared, what, why, whole), (is_weighted, what, by_class, mean))
     terms = _terms(loss.grad_fn)
-    of_data = [one for one in terms if _reads_data(one[0])]
-    is_sum = any(
-        _num_added(node) and scale * num_samples > 1.001 * weight for node, scale, _ in of_data
-    )
-    divisors = {
-        divisor
-        for node, _, divisor in of_data
-        if _is_mean(node) or (not is_counted and 0 < _num_added(node) < divisor)
-    }
+    is_sum, divisors = False, set[float]()
+    for node, scale, divisor in terms:
+        if _reads_data(node):
+            num_added = _num_added(node)
+            is_sum = is_sum or (num_added > 0 and scale * num_samples > 1.001 * weight)
+            if _is_mean(node) or (not is_counted and 0 < num_added < divisor):
+                divisors.add(divisor)
     divisor = divisors.pop() if len(divisors) == 1 else 1.0
     is_scaled = divisor.is_integer() and divisor not in (1, len(terms))
     of_sum = "return a mean: divide it by what it is over, such as len(batch)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, final
@@ -216,6 +216,13 @@ def is_over(run: Run) -> bool:
     return run.is_done or (run.loading.last_batch == "drop" and run.steps_left.most == 0)
 
 
+def note_metrics(run: Run, metrics: Mapping[str, Any]) -> None:
+    """Give the policy the metric of an evaluation that it follows; none before a fit."""
+    if run.is_bound:
+        for name in run.loader.reads & metrics.keys():
+            run.loader.note_metric(float(metrics[name]))
+
+
 def warn_of_end(run: Run, framework: str, resume: str) -> None:
     """Warn if a framework ends a run before its own end, as early stopping does.
 
@@ -234,7 +241,7 @@ def warn_of_end(run: Run, framework: str, resume: str) -> None:
         )
 
 
-def is_shuffled(dataloader: Any) -> bool:
+def has_random_order(dataloader: Any) -> bool:
     """Return whether a dataloader over map-style data has a random order.
 
     Raises:

@@ -198,7 +198,7 @@ class RunTrainer(Trainer):
         Raises:
             StrettoError: the configuration does not fit; the message says what to write instead.
         """
-        check(config)
+        check_titan(config)
         super().__init__(config)
         # The user's configuration keeps its steps.
         self.config = replace(self.config, training=replace(config.training))
@@ -236,7 +236,7 @@ class RunTrainer(Trainer):
         self.config.training.steps = 2**62 if left is None else run.timer.batch + left
 
 
-def check(config: RunTrainer.Config) -> None:
+def check_titan(config: RunTrainer.Config) -> None:
     """Refuse what cannot be followed, before a model is made.
 
     Raises:

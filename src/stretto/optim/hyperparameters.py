@@ -11,13 +11,8 @@ from torch.optim import Optimizer
 from stretto.batching import RuleLike, as_rule
 from stretto.errors import ScheduleError
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
-from stretto.schedules.fields import (
-    check_group,
-    checked_factor,
-    find_name,
-    group_name,
-    parse_name,
-)
+from stretto.schedules.fields import checked_factor
+from stretto.schedules.names import check_group, find_name, group_name, parse_name
 from stretto.schedules.schedule import Base, Column, product_of
 from stretto.timing import Horizon, Timestamp
 

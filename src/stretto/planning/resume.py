@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from stretto.batching import Bound, Hold, PolicyState, Signals
 from stretto.batching.policy import Decision
-from stretto.batching.steps import stairs
+from stretto.batching.steps import bound_steps
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, horizon_of
@@ -47,7 +47,7 @@ def resumed(run: Prepared, now: Timestamp, past: Past | None, state: PolicyState
     batches = facts.axis(TimeUnit.BATCH)
     if past is not None:
         edges = [(batches, first) for first, _ in past[1:]]
-        had = stairs(edges, tuple(size for _, size in past))
+        had = bound_steps(edges, tuple(size for _, size in past))
         with suppress(PlanError):  # too many sizes for a run whose end is not known
             before = PlannedSizes(facts, run.policy, bound=had)
         before = before if passes(before, now, None) else None

@@ -14,7 +14,8 @@ from stretto.errors import Argument, ConversionError, PlanError, samples_text
 from stretto.planning.bind import Prepared
 from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, unknown_count
 from stretto.schedules import BoundSchedule, Schedule
-from stretto.schedules.fields import checked_factor, parse_name
+from stretto.schedules.fields import checked_factor
+from stretto.schedules.names import parse_name
 from stretto.schedules.schedule import Base
 from stretto.timing import Axis, BoundTrigger, Horizon, Timestamp, TimeUnit
 from stretto.timing.epochs import UnknownCountError, known_counts, unknown_counters

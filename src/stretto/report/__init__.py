@@ -1,10 +1,10 @@
-"""Plots, tables and comparisons of plans and runs."""
+"""Tables, pictures and pages of plans and runs, and comparisons of both."""
 
 from __future__ import annotations
 
-from stretto.report.ledger import Comparison, Difference, compare
 from stretto.report.pictures import draw
-from stretto.report.run import RunMetrics, read_metrics, run_table
+from stretto.report.run import Comparison, Difference, RunMetrics, compare, read_metrics
+from stretto.report.tables import plan_table, run_table
 from stretto.run_folder import LedgerRow, read_ledger
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "RunMetrics",
     "compare",
     "draw",
+    "plan_table",
     "read_ledger",
     "read_metrics",
     "run_table",

@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from stretto._optional import import_optional
 from stretto.errors import ConfigError, PlanError
 from stretto.planning import Plan
 from stretto.planning.plan import plan_record
-from stretto.report.page.reading import PANELS, plan_data, read
-from stretto.report.page.series import UNITS, Series
 from stretto.timing import TimeUnit
 from stretto.timing.grammar import parse_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from stretto.report.page.series import Series
 
 FORMATS = (".png", ".svg", ".pdf")
 """The supported file endings."""
@@ -41,28 +39,17 @@ STYLE: dict[str, Any] = {
     "axes.edgecolor": MUTED,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "axes.labelcolor": INK,
-    "axes.labelsize": 9.5,
-    "axes.linewidth": 0.8,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
-    "axes.titlesize": 10,
     "axes.titleweight": "bold",
-    "font.family": "DejaVu Sans",
     "font.size": 9.5,
     "grid.color": FAINT,
-    "grid.linewidth": 0.8,
-    "legend.fontsize": 9,
     "legend.frameon": False,
     "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "butt",
     "svg.hashsalt": "stretto",  # the same picture is the same file
-    "text.color": INK,
     "xtick.color": MUTED,
-    "xtick.labelcolor": INK,
     "ytick.color": MUTED,
-    "ytick.labelcolor": INK,
     "ytick.left": False,
 }
 FIRST = ("loss", "batch_size", "accumulation")
@@ -91,6 +78,11 @@ def draw(source: Plan | Path, path: Path, *, unit: str | None = None) -> None:
         PlanError: the plan has no end, or it cannot be shown in that unit.
         MissingPackageError: matplotlib is not installed.
     """
+    import numpy as np
+
+    from stretto.report.page.reading import PANELS, plan_data, read
+    from stretto.report.page.series import UNITS
+
     if path.suffix.lower() not in FORMATS:
         why = "its name does not say what kind of picture it is"
         raise ConfigError.bad("path", str(path), why, f"let it end in {', '.join(FORMATS)}")

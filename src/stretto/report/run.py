@@ -1,14 +1,16 @@
-"""What a run has left in its folder, read and shown as a table."""
+"""What a run has left in its folder: its metrics, and its ledger beside its plan."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
-from stretto.run_folder import METRICS, metrics_lines, unreadable
+from stretto.planning import Plan, PlannedBatch
+from stretto.run_folder import LEDGER, METRICS, LedgerRow, metrics_lines, read_ledger, unreadable
 
 
 @final
@@ -62,66 +64,113 @@ def read_metrics(folder: Path) -> RunMetrics:
     return RunMetrics(training, evaluations)
 
 
-MAX_ROWS = 24
-"""The most rows; of more evaluations, evenly spaced ones are shown, with the last."""
-FOLLOWED = ("noise_scale", "gain")
-"""Measurements that batch sizes and learning rates can depend on."""
-_CLOCK = {"ep": "epoch", "ba": "batches", "sp": "samples", "tok": "tokens"}
+FIRST = 10
+"""The most differences that a comparison lists."""
 
 
-def run_table(metrics: RunMetrics, folder: Path) -> str:
-    """Return a run as text: a row per evaluation, or per log if there are none."""
-    rows = metrics.evaluations or metrics.training
-    shown = _evenly_spaced(list(rows))
-    counts = [unit for unit in _CLOCK if unit != "tok" or rows[-1]["tok"]]
-    names = [name for name in metrics.measured if name not in metrics.references]
-    followed = [name for name in FOLLOWED if any(name in line for line in metrics.training)]
-    heads = [*(_CLOCK[unit] for unit in counts), "time", "batch size"]
-    heads += [name.replace("_", " ") for name in followed] + ["loss", *names]
-    table = [heads]
-    for row in shown:
-        trained = _line_at(metrics, row)
-        cells = [_count(row[unit]) for unit in counts]
-        cells += [_time(row["sec"]), _count(trained.get("batch_size"))]
-        cells += [_about(trained.get(name)) for name in followed] + [_loss(trained.get("loss"))]
-        table.append([*cells, *(_loss(row.get(name)) for name in names)])
-    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in table
-    ]
-    notes = [f"{name}: {value:.4f} throughout" for name, value in metrics.references.items()]
-    return "\n".join([f"{folder}:", "", *lines, *([""] if notes else []), *notes])
+class Difference(NamedTuple):
+    """A difference between a run and its plan."""
+
+    batch: int
+    what: str
+    planned: float | str
+    done: float | str
+
+    def __str__(self) -> str:
+        return f"batch {self.batch:,}: {self.what} {self.done}, planned {self.planned}"
 
 
-def _evenly_spaced(rows: list[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    if len(rows) <= MAX_ROWS:
-        return rows
-    picked = {round(number * (len(rows) - 1) / (MAX_ROWS - 1)) for number in range(MAX_ROWS)}
-    return [rows[number] for number in sorted(picked)]
+@final
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A run against its plan, batch for batch."""
+
+    batches: int
+    """Number of batches in the run."""
+    planned: int | None
+    """Number of batches in the plan; None if unknown."""
+    differences: tuple[Difference, ...]
+    """The first few."""
+    compared: tuple[str, ...]
+    """What was compared."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every batch of the run is as planned."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        if self.differences:
+            listed = "\n".join(f"  {difference}" for difference in self.differences)
+            return f"the run left its plan:\n{listed}"
+        what = f"({', '.join(self.compared)})"
+        if self.planned is None or self.batches == self.planned:
+            return f"all {self.batches:,} batches as planned {what}"
+        return (
+            f"the first {self.batches:,} of {self.planned:,} batches as planned {what}; "
+            "the run is not at its end"
+        )
 
 
-def _line_at(metrics: RunMetrics, row: Mapping[str, float]) -> Mapping[str, float]:
-    """Return the last line of training up to `row`."""
-    before = [line for line in metrics.training if line["ba"] <= row["ba"]]
-    return before[-1] if before else {}
+def compare(plan: Plan, folder: Path, *, since: int = 0) -> Comparison:
+    """Compare the run in `folder` with `plan`: sizes, clock and hyper-parameters.
+
+    Counts must be equal. Hyper-parameters may differ in the last digits, because a plan multiplies
+    base, schedule and rule in another order than an optimizer does. Tokens are compared if the plan
+    has them.
+
+    Args:
+        plan: the plan.
+        folder: the run folder.
+        since: the batch from which hyper-parameters are compared; those before had another plan.
+
+    Raises:
+        DataError: there is no ledger in the folder, or it is invalid.
+    """
+    differences: list[Difference] = []
+    batches, names = 0, ["size", "epoch", "sample", "micro_batches"]
+    if plan.horizon.tokens_per_sample is not None:
+        names += ["token", "tokens"]
+    for row, planned in zip_longest(read_ledger(folder), plan.batches()):
+        if row is None or len(differences) >= FIRST:
+            break
+        if planned is None:
+            differences.append(Difference(batches, "size", "no batch", row.counts["size"]))
+            batches += 1
+            continue
+        if batches == 0:
+            names += [name for name in row.values if name in planned.values]
+        expected = _expected(planned, plan.horizon.tokens_per_sample or 0)
+        those = names if batches >= since else [name for name in names if name in row.counts]
+        differences += _differences(row, expected, those, batches)
+        batches += 1
+    if batches == 0:
+        raise unreadable(folder / LEDGER, "it holds no batch")
+    return Comparison(batches, plan.num_batches, tuple(differences[:FIRST]), tuple(names))
 
 
-def _count(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value.is_integer() else f"{value:,.4g}"
+def _expected(planned: PlannedBatch, tokens_per_sample: int) -> dict[str, float]:
+    """Return the expected row of the ledger for a planned batch."""
+    at = planned.timestamp
+    return {
+        "batch": at.batch,
+        "epoch": at.epoch,
+        "sample": at.sample,
+        "token": at.token,
+        "size": planned.size,
+        "tokens": planned.size * tokens_per_sample,
+        "micro_batches": planned.accumulation,
+        **planned.values,
+    }
 
 
-def _about(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
-def _loss(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
+def _differences(
+    row: LedgerRow, expected: Mapping[str, float], names: Sequence[str], number: int
+) -> Iterator[Difference]:
+    done = {**row.counts, **row.values}
+    for name in ("batch", *names):
+        equal = done[name] == expected[name]
+        if name in row.values:
+            equal = math.isclose(done[name], expected[name], rel_tol=1e-12, abs_tol=1e-300)
+        if not equal:
+            yield Difference(number, name, expected[name], done[name])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
 from stretto.errors import ScheduleError, StrettoError
 from stretto.schedules.fields import checked_length, fill
 from stretto.schedules.schedule import Schedule, ScheduleLike, as_schedule
-from stretto.schedules.scope import END, BoundSchedule, Mark, Scope, counted
+from stretto.schedules.scope import END, BoundSchedule, Scope, counted
 from stretto.timing import Horizon, Time, TimeLike, TimeUnit
 
 Rest: TypeAlias = Literal["rest"]
@@ -63,7 +64,8 @@ class Periods(Schedule):
                 # A fraction inside is one of this period, whose length is already placed.
                 times += [duration, *(time for time in inner if time.unit is not TimeUnit.DURATION)]
         # Periods after the rest are measured back from the end.
-        return (*times, END) if self._around_rest()[1] else tuple(times)
+        is_around = any(duration == "rest" for duration, _ in self.periods[:-1])
+        return (*times, END) if is_around else tuple(times)
 
     def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
         """Return the units of the durations, and what any of the schedules reads."""
@@ -89,70 +91,35 @@ class Periods(Schedule):
 
     def _parts(self, scope: Scope) -> list[Scope]:
         """Return the scope of each period: forward from the start, backward from the end."""
-        head, tail = self._around_rest()
-        starts, end = [scope.first], scope.last
+        durations = [duration for duration, _ in self.periods]
+        rest = durations.index("rest") if "rest" in durations else len(durations)
+        head, tail = durations[:rest], durations[rest + 1 :]
+        starts, ends = [scope.first], [scope.last]
         for duration in head:
-            starts.append(scope.moved(starts[-1], duration))
-        known = starts[-1]
-        if tail is None:
-            end = starts.pop()
-        else:
-            starts += reversed(_backward(scope, tail))
+            starts.append(scope.moved(starts[-1], Time(duration)))
+        for duration in reversed(tail):
+            ends.append(scope.moved(ends[-1], -Time(duration)))
         # The last mark from the start, against the first one from the end.
-        first = starts[-len(tail)] if tail else None
-        own = scope.on(known.axis if first is None else first.axis)
-        limit = own.end if first is None else first.tick
+        known, first = starts[-1], ends[-1]
+        own = scope.on(first.axis if tail else known.axis)
+        limit = first.tick if tail else own.end
         if limit is not None and own.place(known) > limit:
             around = own.place(scope.last) - own.start
-            listed = ", ".join(f"'{duration}'" for duration, _ in self.periods)
+            listed = ", ".join(f"'{duration}'" for duration in durations)
             what = f"fit the periods {listed} into '{own.show(around)}'"
             instead = "write shorter durations, or 'rest' for one of them"
             raise ScheduleError.cannot(what, why="together they are longer", instead=instead)
-        marks = zip(self.periods, starts, [*starts[1:], end], strict=True)
+        marks = [*starts, *reversed(ends)] if rest < len(durations) else starts
         return [
             scope.part(first, last, None if length == "rest" else scope.along(length.unit).axis)
-            for (length, _), first, last in marks
+            for length, (first, last) in zip(durations, pairwise(marks), strict=True)
         ]
-
-    def _around_rest(self) -> tuple[list[Time], list[Time] | None]:
-        """Return the durations before and after the rest; None if there is no rest."""
-        head: list[Time] = []
-        tail: list[Time] | None = None
-        for duration, _ in self.periods:
-            if duration == "rest":
-                tail = []
-            else:
-                (head if tail is None else tail).append(duration)
-        return head, tail
 
     def __repr__(self) -> str:
         return f"Periods({list(self.periods)!r})"
 
 
-def _backward(scope: Scope, durations: list[Time]) -> list[Mark]:
-    """Return the start of each period after the rest, the last one first."""
-    starts: list[Mark] = []
-    for duration in reversed(durations):
-        starts.append(scope.moved(starts[-1] if starts else scope.last, -duration))
-    return starts
-
-
 Inside = TypeVar("Inside")
-
-
-def time_or_rest(
-    value: Any, read: Callable[[Any, str, type[StrettoError]], Time], name: str, error: Any
-) -> Time | Rest:
-    """Return the duration of a period, as `read` returns a time.
-
-    Raises:
-        StrettoError: it is -1, which other libraries write for the rest; or as `read` does.
-    """
-    if isinstance(value, str) and value == "rest":
-        return "rest"
-    if str(value) == "-1":
-        raise error.bad(name, value, "it is no duration", "write 'rest'")
-    return read(value, name, error)
 
 
 def read_periods(
@@ -171,7 +138,11 @@ def read_periods(
         if not isinstance(period, (tuple, list)) or len(period) != 2:
             raise error.bad("period", period, "it is not a pair", "write for example ('5%', 8)")
         duration, inside = period
-        found.append((time_or_rest(duration, duration_of, "duration", error), read(inside)))
+        if str(duration) == "-1":  # how other libraries write it
+            raise error.bad("duration", duration, "it is no duration", "write 'rest'")
+        is_rest = isinstance(duration, str) and duration == "rest"
+        length: Time | Rest = "rest" if is_rest else duration_of(duration, "duration", error)
+        found.append((length, read(inside)))
     if not found:
         raise error.bad("periods", periods, "there are none", "write one period")
     if sum(duration == "rest" for duration, _ in found) > 1:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 from math import isfinite
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, TypeAlias, final
@@ -23,14 +24,14 @@ from stretto.checkpoint import UrlStore
 from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
 from stretto.data.indices import seed_generators
-from stretto.errors import TrainingError
+from stretto.errors import CheckpointError, TrainingError
 from stretto.optim.hyperparameters import INITIAL, restore_base_values
 from stretto.run import Run
 from stretto.runtime import TrainStep
 from stretto.runtime.compiled import plain_naming, uncompiled
 from stretto.runtime.random_state import kept_generators
 from stretto.runtime.ranks import Ranks
-from stretto.schedules.fields import group_name
+from stretto.schedules.names import group_name
 from stretto.timing import parse_trigger
 from stretto.training.callback import Callback, overrides, unique
 
@@ -166,38 +167,79 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[st
 
 
 @final
-class BuiltWith:
-    """The hyperparameters that an optimizer was built with, before anything is loaded.
+class Setup:
+    """The settings of a run: ranks compare them, checkpoints keep them, loggers get them.
 
-    >>> weight = torch.zeros(2, requires_grad=True)
-    >>> built = BuiltWith(torch.optim.SGD([weight], lr=0.1))
-    >>> built.read()
-    >>> built.values["optimizer.lr"]
-    (0, 'lr', 0.1)
+    With a fingerprint of the data, they show what changes on a resume.
+
+    Args:
+        optimizer: the optimizers of the run as one, before anything is loaded.
+        described: returns the settings, once the run is prepared.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(
+        self, optimizer: Optimizer, described: Callable[[Run], Mapping[str, Plain]]
+    ) -> None:
         restore_base_values(optimizer)  # an earlier run may have scheduled other values
-        self._optimizer = optimizer
-        self.values: dict[str, tuple[int, str, Any]] = {}
-        """By the name in a description: the number of the group, the key and the value."""
+        self._optimizer, self._described = optimizer, described
+        self.settings: dict[str, Plain] = {}
+        """By name; `read` fills it."""
+        self.changes: list[str] = []
+        """A line for each setting that is not as in the checkpoint that was loaded."""
+        self.has_other_length = False
+        """Whether the checkpoint that was loaded is of a run of another `max_duration`."""
+        self.run_id = secrets.token_hex(8)
+        """Of which run the checkpoints are: that of the checkpoint that was loaded."""
+        self._built: list[tuple[str, int, str, Any]] = []
+        """What the optimizer was built with: name, number of the group, key and value."""
 
-    def read(self) -> None:
-        """Read the hyperparameters, once."""
-        self.values = self.values or {
-            name: (number, key, value)
-            for name, number, key, value in _values_of(self._optimizer)
-            if key in self._optimizer.defaults
-        }
+    def read(self, run: Run) -> None:
+        """Read the settings, before the run changes anything."""
+        self._run = run
+        if not self.settings:
+            defaults = self._optimizer.defaults
+            self._built = [one for one in _values_of(self._optimizer) if one[2] in defaults]
+            self.settings |= self._described(run)
+        self.settings["batch_size"] = plain(run.prepared.policy)
 
-    def keep_changed(self, saved: Mapping[str, Any]) -> None:
+    @cached_property
+    def _samples(self) -> str | None:
+        return samples_mark(self._run.spec)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings and the fingerprint."""
+        return {**self.settings, "samples": self._samples, "run": self.run_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Compare with saved settings; keep hyperparameters that changed since.
+
+        Raises:
+            CheckpointError: the data are others.
+        """
+        saved, size = dict(state), "micro_batch_size"
+        self.run_id = saved.pop("run", self.run_id)
+        samples = saved.pop("samples")
+        if "auto" in (saved.get(size), self.settings.get(size)):
+            saved[size] = self.settings.get(size)  # it was found, or is found again
+        if None not in (samples, self._samples) and samples != self._samples:
+            why = "the first, middle or last sample is another one, so some would come twice"
+            instead = "pass the same data in the same order, or start a new run from its weights"
+            raise CheckpointError.cannot("continue with these data", why=why, instead=instead)
+        length = "max_duration"
+        self.has_other_length = saved.get(length) != self.settings.get(length)
+        self._keep_changed(saved)
+        self.changes = list(changes(saved, self.settings))
+        if self._run.loader.has_dropped_state:
+            self.changes.append("batch_size: begins afresh, and its former state is dropped")
+
+    def _keep_changed(self, saved: Mapping[str, Any]) -> None:
         """Keep hyperparameters that changed since the checkpoint; restore the rest.
 
         Other values stay as loaded: a callback may have changed them during training. Groups are
         compared by their place, as their state is loaded: one may have another name now.
         """
-        before = _by_key(saved)
-        for name, present in _by_key(self.values).items():
+        before = _by_key(saved.items())
+        for name, present in _by_key((name, one) for name, *one in self._built).items():
             known = before.get(name, [])
             # An older version kept one value of groups of the same name. Then those built count.
             has_all = len(known) == len(present)
@@ -250,10 +292,10 @@ def _values_of(optimizer: Optimizer) -> Iterator[tuple[str, int, str, Any]]:
                 yield f"optimizer.{key}{at}", number, key, value
 
 
-def _by_key(described: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _by_key(described: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
     """Return the values of all groups, in their order, by `optimizer.key`."""
     found: dict[str, list[Any]] = {}
-    for name, value in described.items():
+    for name, value in described:
         if name.startswith("optimizer."):
             found.setdefault(name.partition("@")[0], []).append(value)
     return found

@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 from stretto.batching.metrics import check_monitored, measured_value, metrics_of
 from stretto.checkpoint import checkpoint_path
 from stretto.data import DataSpec, StepLoader, move_batch
-from stretto.data.spec import Collate
 from stretto.distributed.strategy import Strategy, reshard
 from stretto.errors import TrainingError
 from stretto.ordering import evenly
 from stretto.run import Run
+from stretto.runtime import TrainStep
 from stretto.runtime.compiled import plain_naming, plain_state
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.packing import count, count_or_none, number
@@ -35,6 +35,9 @@ from stretto.training.logs.recorder import Recorder
 from stretto.training.metrics import MetricObjects, check_predictable, is_object
 from stretto.training.settings import Evaluation, LossFunction
 
+BATCH_SIZE = 64
+"""Samples of a forward pass in evaluation if there is no micro-batch size."""
+
 
 @final
 class Evaluator:
@@ -44,35 +47,28 @@ class Evaluator:
 
     Args:
         settings: the data and the metrics.
-        model: the model without DDP, because ranks may have different numbers of batches.
-        loss: the training loss, used if the evaluation has no loss.
-        loss_is_sum: whether the training loss returns sums.
+        step: the training step: its model without DDP, because ranks may have different numbers of
+            batches, its loss for an evaluation that has none, and its precision.
+        run: the run.
         count: counts the units over which the loss is averaged; None: samples.
-        autocast: returns the context in which the model runs.
-        batch_size: the default number of samples per forward pass.
-        collate_fn: the collate function of the training data, also used here for plain samples.
         strategy: how the model is spread over ranks.
     """
 
     def __init__(
         self,
         settings: Evaluation,
-        model: nn.Module,
+        step: TrainStep,
+        run: Run,
         *,
-        loss: LossFunction | None,
-        loss_is_sum: bool,
         count: Callable[[Any], float] | None,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        batch_size: int,
-        collate_fn: Collate | None,
         strategy: Strategy,
     ) -> None:
         self.name, ranks = settings.name, strategy.ranks
-        self._model = model
-        chosen = loss if settings.loss is None else settings.loss
-        assert chosen is not None, "checked when the trainer was built"
-        self._loss = chosen
-        self._loss_is_sum = loss_is_sum and settings.loss is None
+        self._model = step.model
+        loss = step.loss if settings.loss is None else settings.loss
+        assert loss is not None, "checked when the trainer was built"
+        self._loss = loss
+        self._loss_is_sum = step.loss_reduction == "sum" and settings.loss is None
         self._metrics: dict[str, LossFunction] = {
             name: cast(LossFunction, metric)
             for name, metric in settings.metrics.items()
@@ -83,11 +79,12 @@ class Evaluator:
         if isinstance(settings.loss, CriterionLoss):
             settings.loss.to(ranks.device)
             self._count = settings.loss.count if settings.loss.is_over_targets else None
-        self._autocast = autocast
+        self._autocast = step.autocast
         self._strategy, self._ranks = strategy, ranks
         self._spec = DataSpec.of(settings.data)
-        self._batch_size = batch_size if settings.batch_size is None else settings.batch_size
+        self._batch_size = settings.batch_size or run.loader.micro_batch_size or BATCH_SIZE
         are_samples = self._spec.is_map_style and not isinstance(self._spec.data, DataLoader)
+        collate_fn = run.loading.collate_fn
         self._collate_fn = collate_fn if are_samples and self._spec.get_batch is None else None
         self._most = self._batch_size
         # Fail now, not at the first evaluation, if data cannot be read or predictions not made.
@@ -262,7 +259,7 @@ class Evaluations:
         recorder.write({**self._run.clock(), **named})
         shown = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
         at, text = self._run.timer.timestamp, f"evaluation {name}: {shown}"
-        recorder.event("evaluation", at, text, name=name, seconds=seconds)
+        recorder.files.event("evaluation", at, text, name=name, seconds=seconds)
         return named
 
     def measure(self, name: str) -> None:

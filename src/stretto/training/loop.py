@@ -232,12 +232,12 @@ class Loop:
         self.stepper.clear()
         why = "the update left the weights as they were, as an overflow of the loss scale does"
         why = why if is_finite else "a loss or gradient was not finite"
-        self.recorder.event("skipped_step", step.timestamp, f"skipped step: {why}")
+        self.recorder.files.event("skipped_step", step.timestamp, f"skipped step: {why}")
         self.run.skipped.add(step.timestamp)
 
     def _note_fall_back(self, at: Timestamp, before: int, now: int) -> None:
         text = f"out of memory with micro-batches of {before:,}; repeated with {now:,}"
-        self.recorder.event("out_of_memory", at, text, before=before, now=now)
+        self.recorder.files.event("out_of_memory", at, text, before=before, now=now)
 
     def _agree(self, step: Step, result: StepResult) -> None:
         """Exchange what ranks know about the step, in one all-reduce."""

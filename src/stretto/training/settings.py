@@ -153,6 +153,8 @@ def named_settings(
 def named_callbacks(callbacks: Sequence[Callback], taken: Iterable[str]) -> dict[str, Callback]:
     """Return the callbacks that are due now and then, by names that are not taken."""
     own = [one for one in callbacks if one.every is not None and overrides(one, "on_due")]
+    if not own:
+        return {}
     others = [*taken, "flush"]
     names = unique([*others, *(type(one).__name__ for one in own)])
     return dict(zip(names[len(others) :], own, strict=True))

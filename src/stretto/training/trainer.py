@@ -51,7 +51,6 @@ from stretto.training.checkpointing.resuming import find_checkpoint, open_run
 from stretto.training.checkpointing.saver import Saver
 from stretto.training.checkpointing.state import (
     Part,
-    Setup,
     callback_parts,
     check_states,
     check_texts,
@@ -59,11 +58,11 @@ from stretto.training.checkpointing.state import (
     share_random_state,
 )
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
-from stretto.training.describe import BuiltWith, Plain, compare_ranks, describe, plain
+from stretto.training.describe import Setup, compare_ranks, describe
 from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
 from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.loggers import ConsoleLogger, has_terminal
-from stretto.training.logs.recorder import Recorder
+from stretto.training.logs.recorder import FILES, Recorder
 from stretto.training.loop import Loop, Stops, raise_for
 from stretto.training.metrics import check_merging
 from stretto.training.settings import (
@@ -88,8 +87,6 @@ if TYPE_CHECKING:
 
 MicroBatchSize: TypeAlias = int | Literal["auto"] | None
 """None: the whole share of a rank; `"auto"`: what fits into memory."""
-_EVALUATION_BATCH = 64
-"""Samples of a forward pass in evaluation if there is no micro-batch size."""
 
 
 @final
@@ -218,8 +215,6 @@ class Trainer:
         self.fitting: Answer | None = None
         """How the micro-batch size was found; None if it was given."""
         self._is_training = self._is_resumed = False
-        self._settings: dict[str, Plain] = {}
-        """The description of the run, which `_describe` fills."""
         self.changes: tuple[str, ...] = ()
         """The settings that differ from those of the checkpoint that was resumed, a line each."""
         self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
@@ -239,10 +234,9 @@ class Trainer:
         self.optimizer = joined(self.step.optimizers)
         """The optimizer; of several one that has the parameter groups of all, in order."""
         varies = any(one.changes_tokens for one in self.callbacks)
-        self._built = BuiltWith(self.optimizer)
         listening = named_callbacks(self.callbacks, named)
         due: dict[str, Any] = {**named, **listening}
-        self._described = partial(
+        described = partial(
             describe,
             self.step,
             named,
@@ -253,6 +247,7 @@ class Trainer:
             micro_batch_size=micro_batch_size,
             mesh=self._strategy.mesh,
         )
+        self._setup = Setup(self.optimizer, described)
         prepared = partial(
             prepare,
             DataSpec.of(train_data, tokens_vary=True if varies else None),
@@ -276,8 +271,8 @@ class Trainer:
         awaits = awaits_maximum(sizes)
         run = prepared(with_maximum(sizes, NO_LIMIT) if awaits else sizes)
         if self._ranks.world_size > 1:
-            self._describe(run)
-            compare_ranks(self._settings, self.step, self.callbacks, self._ranks)
+            self._setup.read(run)
+            compare_ranks(self._setup.settings, self.step, self.callbacks, self._ranks)
         if awaits:
             self.found_maximum = find_maximum(self.step, run, self._ranks)
             run = prepared(with_maximum(sizes, self.found_maximum.size))
@@ -287,7 +282,8 @@ class Trainer:
         """Build the callbacks, and find the micro-batch size beside what they allocate."""
         events = Events(self.callbacks, self.run)
         events.tell("on_build")
-        check_states({**callback_parts(self.callbacks), "step": self.step})
+        if self.callbacks or not isinstance(self.step, SupervisedStep):
+            check_states({**callback_parts(self.callbacks), "step": self.step})
         transforms = events.listeners("transform_batch")
         self.step.transforms = [partial(call, self.run) for call in transforms]
         self._refusal = self._refused()
@@ -323,7 +319,7 @@ class Trainer:
         )
         is_shown = ranks.is_first and (has_terminal() if log.console is None else log.console)
         folder = None if self.folder is None else str(self.folder)
-        given = self._settings if log.config is None else dict(log.config)
+        given = self._setup.settings if log.config is None else dict(log.config)
         recorder = Recorder(
             run,
             log.loggers,
@@ -334,23 +330,15 @@ class Trainer:
         )
         if self._weights.optimizers:
             names = [type(one).__name__ for one in self._weights.optimizers]
-            recorder.facts["evaluates_with"] = " and ".join(f"{name}.eval()" for name in names)
+            recorder.files.facts["evaluates_with"] = " and ".join(
+                f"{name}.eval()" for name in names
+            )
         if self.fitting is not None and self.fitting.peak is not None:
-            recorder.facts["predicted_memory_bytes"] = self.fitting.peak
+            recorder.files.facts["predicted_memory_bytes"] = self.fitting.peak
         measuring = Evaluations(
             run,
             [
-                Evaluator(
-                    one,
-                    self.model,
-                    loss=step.loss,
-                    loss_is_sum=step.loss_reduction == "sum",
-                    count=stepper.count,
-                    autocast=step.autocast,
-                    batch_size=run.loader.micro_batch_size or _EVALUATION_BATCH,
-                    collate_fn=run.loading.collate_fn,
-                    strategy=self._strategy,
-                )
+                Evaluator(one, step, run, count=stepper.count, strategy=self._strategy)
                 for one in evaluations
             ],
             best=Best(checkpoint, evaluations),
@@ -359,7 +347,6 @@ class Trainer:
             events=events,
             recorder=recorder,
         )
-        self._setup = Setup(run, self._settings, self._built)
         parts = parts_of(
             step,
             run,
@@ -402,13 +389,6 @@ class Trainer:
             ranks=ranks,
         )
         run.evaluate_with(self.evaluate)
-
-    def _describe(self, run: Run) -> None:
-        """Describe the run for ranks, checkpoints and loggers, before it changes anything."""
-        if not self._settings:
-            self._built.read()
-            self._settings |= self._described(run)
-        self._settings["batch_size"] = plain(run.prepared.policy)
 
     @property
     def plan(self) -> Plan | None:
@@ -486,7 +466,7 @@ class Trainer:
         """
         one_of(on_signal, "on_signal", ("raise", "return"), TrainingError)
         self._check_outside("train", "fit()")
-        self._describe(self.run)
+        self._setup.read(self.run)
         if resume is not None:
             self.resume(resume)
         if self._refusal is not None:
@@ -588,7 +568,7 @@ class Trainer:
                 writes to that; or a callback calls it while the run trains.
         """
         self._check_outside("resume", "resume()")
-        self._describe(self.run)
+        self._setup.read(self.run)
         if unpickle:
             folder = local_path(path, "resume from", CheckpointError)
             unused = load_dcp_weights(self.model, folder)
@@ -602,7 +582,7 @@ class Trainer:
             if found is not None:
                 self._restore(found)
             elif not self.timer.batch:
-                self._loop.recorder.start_over()
+                self._loop.recorder.files.lengths = dict.fromkeys(FILES, 0)
         return found
 
     def _restore(self, found: Path) -> None:
@@ -611,7 +591,7 @@ class Trainer:
         dropped = self._loop.saver.restore(found)
         self._loop.stepper.resumed_from = found
         self.changes = (*self._setup.changes, *dropped)
-        self._loop.recorder.resumed = found, self.changes
+        self._loop.recorder.files.resumed = found, self.changes
         self._refusal = self.run.prepared.refused
         self.run.plan  # noqa: B018  making it checks the stages that are still to come
 

@@ -33,7 +33,7 @@ from stretto.batching import (
     as_policy,
 )
 from stretto.batching.seesaw import paired
-from stretto.errors import BatchSizeError, ConversionError, PlanError, ScheduleError
+from stretto.errors import BatchSizeError, PlanError, ScheduleError
 from stretto.planning import Plan, PlannedSizes, plan
 from stretto.schedules import (
     WSD,
@@ -215,13 +215,6 @@ def test_the_bound_of_a_warmed_up_batch_is_that_of_its_end() -> None:
     assert "64 times the 4 before" in got.warnings[0]
 
 
-def test_beyond_the_maximum_the_rate_decays_like_the_base() -> None:
-    pair = IncreaseInsteadOfDecay(Linear(), 8, maximum=32, smooth=True)
-    values = [batch.values for batch in planned(pair).batches() if batch.decided == 32]
-    ratios = {round(each["lr"] / each["base"], 9) for each in values}
-    assert ratios == {4.0}
-
-
 def test_nothing_changes_up_to_the_peak() -> None:
     decay = Cosine(warmup="25%")
     batches = list(planned(Seesaw(decay, 8)).batches())
@@ -299,11 +292,6 @@ def test_schedules_that_a_batch_size_cannot_follow_are_refused(
         pair.policy.bind(run)
     with pytest.raises(BatchSizeError, match=why):
         pair.schedule.bind(run)
-
-
-def test_schedules_in_times_of_unknown_length_say_so() -> None:
-    with pytest.raises(ConversionError, match="samples"):
-        Seesaw(Linear(over="1.5ep"), 8).policy.bind(Horizon("2ep"))
 
 
 def test_only_sizes_that_are_a_function_of_time_are_multiplied() -> None:
@@ -422,7 +410,7 @@ wraps = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(couplings, wraps)
 def test_the_rate_follows_the_sizes_that_a_wrapper_leaves(pair: Pair, wrap: Any) -> None:
     schedules = {"lr": pair.schedule, "base": pair.schedule}

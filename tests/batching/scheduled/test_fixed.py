@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.batching import NO_SIGNALS, Fixed, PiecewiseConstant, Signals
-from stretto.errors import BatchSizeError, ConversionError, TimeError
+from stretto.errors import BatchSizeError, TimeError
 from stretto.timing import Horizon, Time, Timestamp
 
 
@@ -152,11 +152,6 @@ def test_commas_and_any_order_are_steps_as_megatron_takes_them(steps: Any) -> No
 def test_a_wrong_time_is_refused_as_such() -> None:
     with pytest.raises(TimeError, match="3epoch"):
         PiecewiseConstant("0ep:8 3epoch:16")
-
-
-def test_a_part_of_an_epoch_needs_its_size() -> None:
-    with pytest.raises(ConversionError, match="dataset_num_samples"):
-        PiecewiseConstant("0ep:8 0.5ep:16").bind(Horizon("2ep"))
 
 
 @given(st.text(max_size=30))

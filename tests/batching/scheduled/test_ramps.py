@@ -16,7 +16,7 @@ from stretto.batching import (
     StagedRamp,
     rampup,
 )
-from stretto.errors import BatchSizeError, ConversionError, TimeError
+from stretto.errors import BatchSizeError, ConversionError
 from stretto.planning import plan
 from stretto.timing import Horizon, Time, Timestamp
 
@@ -116,11 +116,6 @@ def test_whole_epochs_of_unknown_length_are_enough() -> None:
     assert got == [8, 16, 64, 64]
 
 
-def test_parts_of_epochs_of_unknown_length_are_refused() -> None:
-    with pytest.raises(ConversionError, match="dataset_num_samples"):
-        DoublingRamp(8, 64, "2ep").bind(Horizon("4ep"))
-
-
 def test_scaling_stretches_the_length_but_not_fractions() -> None:
     assert LinearRamp(8, 64, "2ep", increment=8).scaled(0.5) == LinearRamp(
         8, 64, "1ep", increment=8
@@ -197,11 +192,6 @@ def test_wrong_ramps_are_refused(make: object, match: str) -> None:
     assert callable(make)
     with pytest.raises(BatchSizeError, match=match):
         make()
-
-
-def test_a_length_that_is_no_time_is_refused() -> None:
-    with pytest.raises(TimeError, match="3epoch"):
-        LinearRamp(8, 16, "3epoch")
 
 
 def modernbert(start: int, end: int, tokens: int) -> list[int]:

@@ -13,7 +13,7 @@ from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig, dump_run_file, parse_run_file
 from stretto.config.training import build_finding, build_trainer, make_loggers, resolved
 from stretto.errors import ConfigError, StrettoError
-from stretto.report.ledger import compare
+from stretto.report.run import compare
 from stretto.timing import Time
 from stretto.training import TensorBoardLogger, WandbLogger
 

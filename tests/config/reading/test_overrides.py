@@ -52,6 +52,16 @@ def test_makes_the_mappings_on_the_way() -> None:
     }
 
 
+@pytest.mark.parametrize("key", ["betas.0", "lr@a.b", "betas.1@a"])
+def test_a_key_may_have_a_dot(key: str) -> None:
+    assert overridden(f"schedules.{key}=1")["schedules"].get(key) == (None if "a.b" in key else 1)
+    there, source = apply_overrides({"schedules": {key: {"Cosine": {}}}}, Source(), [
+        f"schedules.{key}.Cosine.end=0.1"])  # fmt: skip
+    assert there == {"schedules": {key: {"Cosine": {"end": 0.1}}}}
+    assert "command line" in str(source.where(("schedules", key, "Cosine", "end")))
+    assert apply_overrides(there, Source(), [f"schedules.{key}=null"])[0] == {"schedules": {}}
+
+
 def test_null_takes_a_key_away() -> None:
     assert "lr" not in overridden("optimizer.lr=null")["optimizer"]
     assert overridden("seed=null") == VALUES

@@ -273,14 +273,6 @@ def test_a_copy_can_be_named(problem: Make, tmp_path: Path) -> None:
         other.resume(f"{url}/checkpoint-000000000001-00000000")
 
 
-def test_copies_in_the_memory_of_the_process(problem: Make, tmp_path: Path) -> None:
-    url = f"memory://{tmp_path.name}/run"
-    run(problem, tmp_path / "a", url=url).fit()
-    other = problem().trainer(max_duration="12ba")
-    other.resume(url)
-    assert other.timer.batch == 12
-
-
 @pytest.mark.parametrize("inside", ["", "checkpoints"])
 def test_copies_beside_the_checkpoints(problem: Make, tmp_path: Path, inside: str) -> None:
     """Useless, but not wrong."""

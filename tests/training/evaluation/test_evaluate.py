@@ -110,11 +110,6 @@ def test_batches_can_be_evaluated_on_again_and_again(problem: Make) -> None:
         assert measured["batches/loss"] == pytest.approx(measured["samples/loss"], rel=1e-12)
 
 
-def test_what_can_be_read_once_is_refused_before_the_run(problem: Make) -> None:
-    with pytest.raises(TrainingError, match="once"):
-        Evaluation(iter([torch.zeros(2, 5)]))
-
-
 def test_settings_that_would_be_taken_for_others_are_refused(problem: Make) -> None:
     run = problem()
     with pytest.raises(BatchSizeError, match="batch"):

@@ -28,20 +28,20 @@ from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import DataSpec
 from stretto.errors import TrainingError
 from stretto.integrations.composer.batches import (
+    ComposerLoader,
     Noise,
-    Steps,
+    check_composer,
     check_fit,
-    check_run,
+    check_length,
     check_size,
-    check_trainer,
-    plain,
+    unshared,
 )
-from stretto.integrations.shared import StepMeter, ends_epoch, refuse, warn_of_end
+from stretto.integrations.shared import StepMeter, ends_epoch, note_metrics, refuse, warn_of_end
 from stretto.planning.bind import UNKNOWN, smallest_step
 from stretto.run import Run, prepare
 from stretto.settings import Loading
 
-__all__ = ["FollowRun", "attach"]
+__all__ = ["ComposerCallback", "attach"]
 
 
 def attach(
@@ -50,7 +50,7 @@ def attach(
     *,
     rule: RuleLike | None = None,
     loading: Loading | None = None,
-) -> FollowRun:
+) -> ComposerCallback:
     """Return a callback that lets a trainer follow a changing batch size and exact schedules.
 
     Pass it in `Trainer(callbacks=[...])`. The run is as long as `max_duration` of the trainer. The
@@ -63,15 +63,15 @@ def attach(
         rule: how learning rates follow the batch size.
         loading: how data are loaded, as far as the `DataLoader` does not say.
     """
-    return FollowRun(batch_size=batch_size, schedules=schedules, rule=rule, loading=loading)
+    return ComposerCallback(batch_size=batch_size, schedules=schedules, rule=rule, loading=loading)
 
 
-class FollowRun(Callback):
+class ComposerCallback(Callback):
     """Gives a trainer the steps of a run and keeps both clocks equal; `attach` makes it."""
 
     run: Run
     """The run, from when the trainer is made: its clock is `run.timer`."""
-    _steps: Steps
+    _steps: ComposerLoader
     _length: Time[int] | None
 
     def __init__(self, **settings: Any) -> None:
@@ -82,19 +82,19 @@ class FollowRun(Callback):
 
     def before_load(self, state: State, logger: Logger) -> None:
         """Bind the run: optimizers and data exist, and no saved state is loaded."""
-        check_trainer(state)
+        check_composer(state)
         length = state.max_duration
         assert length is not None, "checked"
-        data = DataSpec.of(plain(state.train_dataloader))
+        data = DataSpec.of(unshared(state.train_dataloader))
         self.run = run = prepare(data, max_duration=length.to_timestring(), **self._settings)
-        check_run(run, state)
+        check_length(run, state)
         run.bind(
             list(state.optimizers),
             rank=dist.get_global_rank(),
             world_size=dist.get_world_size(),
         )
         check_size(smallest_step(run.prepared), run.loader.world_size)
-        self._steps = state.train_dataloader = Steps(run)
+        self._steps = state.train_dataloader = ComposerLoader(run)
         # At first the length is known in any case: without one, fit() refuses epochs.
         state.set_dataloader(self._steps, state.dataloader_label, self._steps.length or UNKNOWN)
         self._length = state.dataloader_len
@@ -169,10 +169,8 @@ class FollowRun(Callback):
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Give the policy the metric that it follows."""
-        reads = self.run.loader.reads
-        for name, value in state.eval_metric_values.items():
-            if f"{state.dataloader_label}/{name}" in reads:
-                self.run.loader.note_metric(float(value))
+        label, values = state.dataloader_label, state.eval_metric_values
+        note_metrics(self.run, {f"{label}/{name}": value for name, value in values.items()})
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Warn if the run has not reached its end."""

@@ -23,7 +23,7 @@ _NOISE, _PLAN = "follow the noise of the gradient", "plan the sizes, such as '0e
 
 
 @final
-class Steps:
+class ComposerLoader:
     """The train dataloader: one pass over it is one epoch of steps of this rank."""
 
     batch_size = None
@@ -64,7 +64,7 @@ class Steps:
             yield join_samples([one.batch for one in own], [one.num_samples for one in own])
 
 
-def plain(dataloader: Any) -> Any:
+def unshared(dataloader: Any) -> Any:
     """Return a dataloader with the order of a single process if each rank has its own samples."""
     sampler = getattr(dataloader, "sampler", None)
     if not isinstance(dataloader, DataLoader) or type(sampler) is not DistributedSampler:
@@ -140,7 +140,7 @@ def _check_parts(is_wrong: object) -> None:
     refuse((is_wrong, _NOISE, why, f"{_PLAN}, or leave split_batch out"))
 
 
-def check_trainer(state: State) -> None:
+def check_composer(state: State) -> None:
     """Refuse a trainer that cannot be followed.
 
     Raises:
@@ -165,7 +165,7 @@ def check_trainer(state: State) -> None:
     )
 
 
-def check_run(run: Run, state: State) -> None:
+def check_length(run: Run, state: State) -> None:
     """Refuse schedulers of the trainer that contradict the run, and ends counted differently.
 
     Raises:
@@ -190,7 +190,7 @@ def check_fit(run: Run, state: State) -> None:
     Raises:
         TrainingError: there is something.
     """
-    check_run(run, state)
+    check_length(run, state)
     ours, theirs = run.timer.batch, int(state.timestamp.batch)
     repeats = any(getattr(one, "_step_supports_amp_closure", False) for one in state.optimizers)
     is_hidden = "noise" in run.loader.reads and (state.fsdp_enabled or repeats)

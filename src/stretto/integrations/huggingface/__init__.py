@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.batching.seesaw import Pair
-from stretto.integrations.huggingface.trainer import Follows, StrettoCallback, check_trainer
+from stretto.integrations.huggingface.trainer import Follows, StrettoCallback, check_hugging_face
 from stretto.settings import Loading
 from stretto.timing import LastBatch, TimeLike, Trigger
 
@@ -65,7 +65,7 @@ def attach(
         StrettoError: the trainer or its settings cannot follow; the message says why.
     """
     when = {} if every is None else every
-    check_trainer(trainer, when)
+    check_hugging_face(trainer, when)
     args, kind = trainer.args, type(trainer)
     if issubclass(kind, Follows):  # attached before, as in a notebook
         kind = next(one for one in kind.__mro__ if not issubclass(one, Follows))  # type: ignore[assignment]

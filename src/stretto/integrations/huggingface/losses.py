@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -28,16 +28,16 @@ from stretto.integrations.shared import refuse
 from stretto.run import Run
 from stretto.runtime.losses import Reduction, is_close, only_looking, tolerance_for
 
-Kind: TypeAlias = Literal["divided", "divided on its rank", "targets", "shifted", "samples"]
+LossKind: TypeAlias = Literal["divided", "divided on its rank", "targets", "shifted", "samples"]
 """`divided`: by `num_items_in_batch`, times the number of ranks, as transformers does it; `divided
 on its rank`: without that factor. The others are means: over labels that are not -100, over these
 without the first of each sequence, and over samples."""
-KINDS: tuple[Kind, ...] = ("divided", "divided on its rank", "targets", "shifted", "samples")
+LOSS_KINDS: Sequence[LossKind] = get_args(LossKind)
 _LOGS = ("_metrics", "_total_train_tokens", "_stored_metrics", "accum_loss_components")
 """Where the trainers of TRL and sentence-transformers collect what they log."""
 
 
-def units(kind: Kind, ignored: int) -> Units:
+def units(kind: LossKind, ignored: int) -> Units:
     """Return what counts the units of a mean; see `ignored_pixel`."""
     return "samples" if kind == "samples" else lambda one: _targets(one, ignored, kind == "shifted")
 
@@ -50,7 +50,7 @@ def ignored_pixel(model: Any) -> int:
 
 def measure(
     trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items: Any
-) -> tuple[Kind | None, Kind | None]:
+) -> tuple[LossKind | None, LossKind | None]:
     """Return what the loss is a mean over, and what counts the number that it is divided by.
 
     None: no known kind; and the number of the trainer. All ranks must call it.
@@ -69,8 +69,8 @@ def measure(
     known = [row for row in trainer.stretto.run.loader.ranks.gather(fits) if row[-1]]
     why = "the loss of the samples that it is measured with is not finite"
     refuse((not known, "weigh the losses of micro-batches", why, "check the data and the labels"))
-    *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(KINDS) + 2))
-    kind = next((one for one, fits_all in zip(KINDS, kinds, strict=True) if fits_all), None)
+    *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(LOSS_KINDS) + 2))
+    kind = next((one for one, fits_all in zip(LOSS_KINDS, kinds, strict=True) if fits_all), None)
     return kind, "targets" if targets else "shifted" if shifted else None
 
 
@@ -134,12 +134,12 @@ def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool)
 
     labels, items = _classes(whole), _targets(whole, ignored)
     # Only sequences of labels can be shifted.
-    both: tuple[tuple[Kind, bool], ...] = (("targets", False), ("shifted", True))
+    both: tuple[tuple[LossKind, bool], ...] = (("targets", False), ("shifted", True))
     kinds = both[: 0 if labels is None else labels.ndim]
     mean, means = mean_of(whole), [mean_of(one) for one in halves]
     world_size = trainer.args.world_size
     tolerance = _tolerance(trainer, trainer.model)
-    found, is_known = dict.fromkeys(KINDS, False), math.isfinite(mean)
+    found, is_known = dict.fromkeys(LOSS_KINDS, False), math.isfinite(mean)
     divisors = [False, False]
     if divides:
         once, twice = at(whole, items), at(whole, 2 * items)

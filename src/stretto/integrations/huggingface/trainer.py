@@ -22,14 +22,21 @@ from stretto.data import DataSpec, Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units, units_of
 from stretto.errors import CheckpointError
-from stretto.integrations.huggingface.losses import Kind, ignored_pixel, keeps_kind, measure, units
+from stretto.integrations.huggingface.losses import (
+    LossKind,
+    ignored_pixel,
+    keeps_kind,
+    measure,
+    units,
+)
 from stretto.integrations.loss_checks import warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
     StepMeter,
     counted_as_collated,
-    is_shuffled,
+    has_random_order,
+    note_metrics,
     refuse,
     warn_of_end,
 )
@@ -39,7 +46,7 @@ from stretto.settings import Loading
 
 _EVENTS = ("evaluate", "save", "log")
 """What a trainer can do during a run."""
-MOST_SIZES = 32
+_MOST_MEASURED_SIZES = 32
 """Sizes at which the loss is measured: a policy that follows the noise may have one each step."""
 _MEANS = frozenset(
     {
@@ -51,7 +58,7 @@ _MEANS = frozenset(
 """Losses of sentence-transformers that are means over samples."""
 
 
-def check_trainer(trainer: Any, every: Mapping[str, Any]) -> None:
+def check_hugging_face(trainer: Any, every: Mapping[str, Any]) -> None:
     """Refuse a trainer that cannot be followed, or would train on something else.
 
     Raises:
@@ -77,7 +84,7 @@ def check_trainer(trainer: Any, every: Mapping[str, Any]) -> None:
     )
 
 
-def check_loss(trainer: Any, run: Run, kind: Kind | None) -> None:
+def check_loss(trainer: Any, run: Run, kind: LossKind | None) -> None:
     """Refuse a loss that cannot be computed in parts, if ranks or micro-batches share a step.
 
     Raises:
@@ -114,7 +121,7 @@ def _is_mean(loss: Any) -> bool:
 
 
 @final
-class Steps:
+class TrainerLoader:
     """The train dataloader: one pass over it is one epoch of steps."""
 
     def __init__(self, run: Run, dataset: Any) -> None:
@@ -151,9 +158,9 @@ class StrettoCallback(TrainerCallback, ExportableState):
     """Fields of `DataSpec`."""
     meter: StepMeter | None
     """None before the first step."""
-    kind: Kind | None
+    kind: LossKind | None
     """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
-    divisor: Kind | None
+    divisor: LossKind | None
     """What counts the number that a loss is divided by; None: the trainer does."""
     num_steps: int
     """Steps of this call of `trainer.train()`."""
@@ -209,9 +216,7 @@ class StrettoCallback(TrainerCallback, ExportableState):
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
         """Give the policy the metric that it follows."""
-        if self.run.is_bound:  # not in an evaluation before the training
-            for name in self.run.loader.reads & set(metrics or {}):
-                self.run.loader.note_metric(metrics[name])
+        note_metrics(self.run, metrics or {})
 
 
 class Follows(Trainer):
@@ -221,7 +226,7 @@ class Follows(Trainer):
     control: Any
     lr_scheduler: Any
 
-    def get_train_dataloader(self) -> Steps:
+    def get_train_dataloader(self) -> TrainerLoader:
         """Prepare the run of the data and the order of the stock dataloader."""
         stock, args, own = super().get_train_dataloader(), self.args, self.stretto
         data, workers = stock.dataset, args.dataloader_num_workers
@@ -243,15 +248,17 @@ class Follows(Trainer):
         else:
             loading = replace(
                 loading,
-                shuffle=is_shuffled(stock),
+                shuffle=has_random_order(stock),
                 collate_fn=stock.collate_fn,
                 num_workers=workers,
                 prefetch_factor=args.dataloader_prefetch_factor,
                 pin_memory=args.dataloader_pin_memory,
             )
-        return Steps(own.begin(counted_as_collated(data, **own.facts), loading), stock.dataset)
+        return TrainerLoader(
+            own.begin(counted_as_collated(data, **own.facts), loading), stock.dataset
+        )
 
-    def set_initial_training_values(self, args: Any, dataloader: Steps) -> tuple[Any, ...]:
+    def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> tuple[Any, ...]:
         """Return the numbers of a run; see `Trainer`."""
         num_samples = dataloader.run.horizon.dataset_num_samples
         return (
@@ -370,7 +377,7 @@ class Follows(Trainer):
             num_items = torch.as_tensor(found, device=self.args.device).to(torch.int64)
         own.num_steps += 1
         is_due = own.num_steps.bit_count() == 1
-        if size not in own.sizes and len(own.sizes) < MOST_SIZES:
+        if size not in own.sizes and len(own.sizes) < _MOST_MEASURED_SIZES:
             is_due, own.sizes = True, own.sizes | {size}
         if is_due and own.kind is not None:
             is_kept = keeps_kind(self, model, step.micro_batches, num_items)

@@ -33,9 +33,9 @@ from stretto.data import DataSpec
 from stretto.data.weights import Units, check_units
 from stretto.errors import DataError
 from stretto.integrations.lightning.callback import (
-    FollowRun,
-    MicroBatches,
-    check_trainer,
+    LightningCallback,
+    LightningLoader,
+    check_lightning,
     own_interval,
     own_length,
 )
@@ -43,7 +43,7 @@ from stretto.run import prepare
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
 
-__all__ = ["MicroBatches", "attach"]
+__all__ = ["LightningLoader", "attach"]
 
 
 def attach(
@@ -57,7 +57,7 @@ def attach(
     max_duration: TimeLike | None = None,
     units: Units = "samples",
     loading: Loading | None = None,
-) -> MicroBatches:
+) -> LightningLoader:
     """Let a trainer follow a batch size that changes, and schedules on an exact clock.
 
     Call it before `trainer.fit`, on every rank, and pass what it returns to `trainer.fit`; or pass
@@ -84,9 +84,9 @@ def attach(
         StrettoError: the trainer or the settings cannot be followed; the message says why.
     """
     when = {} if every is None else every
-    check_trainer(trainer, when)
+    check_lightning(trainer, when)
     check_units(units)
-    FollowRun.leave(trainer)  # one that was attached before
+    LightningCallback.leave(trainer)  # one that was attached before
     module = data if isinstance(data, LightningDataModule) else None
     if module is not None:
         data = _opened(module, trainer)
@@ -111,9 +111,9 @@ def attach(
         micro_batch_size=data.batch_size if isinstance(data, DataLoader) else None,
         loading=loading,
     )
-    batches = MicroBatches(run, units)
+    batches = LightningLoader(run, units)
     # First, so that other callbacks see the clock behind the step and the rates of the next one.
-    trainer.callbacks.insert(0, FollowRun(batches, ends_epochs=evaluate == "1ep"))
+    trainer.callbacks.insert(0, LightningCallback(batches, ends_epochs=evaluate == "1ep"))
     if module is not None:
         module.train_dataloader = lambda: batches
     return batches

@@ -33,6 +33,7 @@ from stretto.integrations.shared import (
     counted_steps,
     ends_epoch,
     is_over,
+    note_metrics,
     refuse,
     warn_of_end,
 )
@@ -48,7 +49,7 @@ _CHANGE_BATCHES = (
 )
 
 
-def check_trainer(trainer: Trainer, every: Iterable[str]) -> None:
+def check_lightning(trainer: Trainer, every: Iterable[str]) -> None:
     """Refuse a trainer with settings or callbacks that cannot be followed.
 
     Raises:
@@ -100,7 +101,7 @@ _OUTSIDE = Pass(None, weight=1.0, is_first=True, is_last=True, num_samples=0, wa
 
 
 @final
-class MicroBatches:
+class LightningLoader:
     """The train dataloader: one pass over it is one epoch of micro-batches."""
 
     def __init__(self, run: Run, units: Units) -> None:
@@ -151,8 +152,8 @@ class MicroBatches:
         return UNKNOWN if exact is None else exact
 
     def __iter__(self) -> Iterator[Any]:
-        trainer = self._trainer
-        is_led = trainer is not None and any(type(one) is FollowRun for one in trainer.callbacks)
+        callbacks = [] if self._trainer is None else self._trainer.callbacks
+        is_led = any(type(callback) is LightningCallback for callback in callbacks)
         why = "the trainer does not have the callback of attach(), as in Tuner.lr_find"
         instead = "do that with your own DataLoader, before attach()"
         refuse((not is_led, "train on what attach() returned", why, instead))
@@ -226,10 +227,10 @@ class _NeverReached(int):
 
 
 @final
-class FollowRun(Callback):
+class LightningCallback(Callback):
     """Weighs the losses, moves the clock, and says when to evaluate and to save."""
 
-    def __init__(self, batches: MicroBatches, *, ends_epochs: bool) -> None:
+    def __init__(self, batches: LightningLoader, *, ends_epochs: bool) -> None:
         self._batches, self._run = batches, batches.run
         self._ends_epochs = ends_epochs
         """Whether to evaluate at the end of each epoch, as Lightning does by itself."""
@@ -433,7 +434,7 @@ class FollowRun(Callback):
             why, instead = "its loss has no weight", "multiply it: dataloader.weight * loss"
             refuse((not batches.is_weighed, "train in manual optimization", why, instead))
         elif not isinstance(trainer.strategy, ModelParallelStrategy):
-            is_mean = _is_mean(trainer, pl_module, self._seen[-2:], batches.units, batch_idx)
+            is_mean = _has_mean(trainer, pl_module, self._seen[-2:], batches.units, batch_idx)
             is_other = self._run.loader.ranks.agree([not is_mean])[0]
             name = "samples" if batches.units == "samples" else "its units"
             why = f"that of a batch is not the mean over {name} of those of its parts"
@@ -489,12 +490,11 @@ class FollowRun(Callback):
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Give the policy the metric that it follows."""
-        if self._run.is_bound and not trainer.sanity_checking:
-            for name in self._run.loader.reads & set(trainer.callback_metrics):
-                self._run.loader.note_metric(float(trainer.callback_metrics[name]))
+        if not trainer.sanity_checking:
+            note_metrics(self._run, trainer.callback_metrics)
 
 
-def _is_mean(
+def _has_mean(
     trainer: Any, module: Any, pair: Sequence[tuple[Any, int]], units: Units, batch_idx: int
 ) -> bool:
     """Return whether the loss of a Lightning module is a mean over its units; see `keeps`.

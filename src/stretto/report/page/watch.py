@@ -142,8 +142,8 @@ def serve(folder: Path, port: int) -> None:
     build(runs_payload([]))  # a part that is missing is an error here, not in the browser
     try:
         opened = server(folder, port)
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
+    except (OSError, OverflowError) as error:
+        why = (getattr(error, "strerror", None) or str(error)).lower()
         raise ConfigError.bad("--port", port, why, "choose another one") from None
     with opened:
         opened.serve_forever()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import shutil
 import time
@@ -40,7 +39,6 @@ UNFINISHED = ".upload"
 """Ends the names of folders that are copied to or from a store."""
 PATIENCE_SECONDS = 20.0
 """How long the end of a run waits for its last upload; torchrun kills after 30 s."""
-_OF_A_RANK = re.compile(r"-(\d{5})-of-\d{5}\.")
 
 
 def open_store(address: Any, ranks: Ranks, *, call: str) -> Store:
@@ -276,7 +274,8 @@ def fetch(
             seen = ranks.together(lambda: sorted(mark.name for mark in unfinished.glob("rank*")))
             own = seen[ranks.rank]
             members = [rank for rank, marks in enumerate(seen) if own and marks == own]
-            share = _share(files, members, ranks.rank)
+            own_files = list(files)[members.index(ranks.rank) :: len(members)] if members else []
+            share = {name: files[name] for name in own_files}
             ranks.together(lambda: _get(store, copy, share, unfinished))
             ranks.together(finish)
     finally:
@@ -299,17 +298,6 @@ def writing() -> Iterator[None]:
             why=first_line(error),
             instead="free space or choose another folder",
         ) from error
-
-
-def _share(files: Mapping[str, Entry], members: Sequence[int], rank: int) -> dict[str, Entry]:
-    """Return the files that a rank fetches: those that a rank of the same number wrote."""
-    share = {}
-    for place, (file, entry) in enumerate(files.items()):
-        written_by = _OF_A_RANK.search(file)
-        number = int(written_by[1]) if written_by else place
-        if rank in members and members[number % len(members)] == rank:
-            share[file] = entry
-    return share
 
 
 def _get(store: Store, copy: str, files: Mapping[str, Entry], folder: Path) -> None:

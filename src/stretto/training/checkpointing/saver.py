@@ -170,7 +170,7 @@ class Saver:
             records=records,
             rank=self._ranks.rank,
             writers=writers,
-            files=self._recorder.files,
+            files=self._recorder.files.paths,
             newest=self._settings.keep,
             others=self._best.paths(self.folder) + (self._uploader.held if self._uploader else []),
         ).start()
@@ -203,7 +203,7 @@ class Saver:
             self._best.confirm(self.saved_at)
         else:
             self.saved_at = None
-            self._recorder.leave_files()
+            self._recorder.files.lengths = None  # they are in another folder
             self._best.start_over()
         return dropped
 
@@ -268,7 +268,7 @@ class Saver:
         self.saved_at, self.failure = job.sample, None
         self._best.confirm(job.sample)
         text = f"checkpoint {job.path.name} is written"
-        self._recorder.event("checkpoint", job.at, text, path=job.path.name)
+        self._recorder.files.event("checkpoint", job.at, text, path=job.path.name)
         self._submit(job.path)
 
     def _submit(self, path: Path) -> None:
@@ -277,7 +277,7 @@ class Saver:
 
     def _report(self, error: Exception | None, at: Timestamp) -> None:
         self.failure = str(error) if error is not None else "another rank could not write"
-        self._recorder.event("checkpoint_failed", at, f"no checkpoint: {self.failure}")
+        self._recorder.files.event("checkpoint_failed", at, f"no checkpoint: {self.failure}")
         if error is not None:
             warnings.warn(f"{error}; training continues", RuntimeWarning, stacklevel=4)
 

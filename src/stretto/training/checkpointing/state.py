@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +26,7 @@ from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import RandomState
 from stretto.runtime.ranks import Ranks
 from stretto.training.callback import Callback, overrides, unique
-from stretto.training.describe import BuiltWith, as_text, changes, samples_mark
+from stretto.training.describe import as_text
 
 if TYPE_CHECKING:
     from stretto.training.evaluate import Evaluations, TrainingWeights
@@ -433,55 +432,3 @@ def check_replicas(model: nn.Module, ranks: Ranks) -> None:
                 why = f"the weights of rank {first} and rank {rank} differ"
                 instead = "resume from an earlier one with a step that updates all ranks alike"
                 raise TrainingError.cannot("write a checkpoint", why=why, instead=instead)
-
-
-@final
-class Setup:
-    """The settings of a run and a fingerprint of its data, to see what changes on resume.
-
-    Args:
-        run: the run.
-        described: its settings.
-        built: the hyperparameters that the optimizers were built with.
-    """
-
-    def __init__(self, run: Run, described: Mapping[str, Any], built: BuiltWith) -> None:
-        self.changes: list[str] = []
-        """A line for each setting that is not as in the checkpoint that was loaded."""
-        self.has_other_length = False
-        """Whether the checkpoint that was loaded is of a run of another `max_duration`."""
-        self.run_id = secrets.token_hex(8)
-        """Of which run the checkpoints are: that of the checkpoint that was loaded."""
-        self._run = run
-        self._described = described
-        self._built = built
-
-    @cached_property
-    def _samples(self) -> str | None:
-        return samples_mark(self._run.spec)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the settings and the fingerprint."""
-        return {**self._described, "samples": self._samples, "run": self.run_id}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare with saved settings; keep hyperparameters that changed since.
-
-        Raises:
-            CheckpointError: the data are others.
-        """
-        saved, size = dict(state), "micro_batch_size"
-        self.run_id = saved.pop("run", self.run_id)
-        samples = saved.pop("samples")
-        if "auto" in (saved.get(size), self._described.get(size)):
-            saved[size] = self._described.get(size)  # it was found, or is found again
-        if None not in (samples, self._samples) and samples != self._samples:
-            why = "the first, middle or last sample is another one, so some would come twice"
-            instead = "pass the same data in the same order, or start a new run from its weights"
-            raise CheckpointError.cannot("continue with these data", why=why, instead=instead)
-        length = "max_duration"
-        self.has_other_length = saved.get(length) != self._described.get(length)
-        self._built.keep_changed(saved)
-        self.changes = list(changes(saved, self._described))
-        if self._run.loader.has_dropped_state:
-            self.changes.append("batch_size: begins afresh, and its former state is dropped")

@@ -50,6 +50,181 @@ MOST_PENDING = 256
 
 
 @final
+class RunFiles:
+    """The files of a run: metrics, the ledger, events and the plan; the first rank writes them.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.folder = run.folder if run.ranks.is_first else None
+        self.facts: dict[str, Any] = {}
+        """What the first event of an attempt says of the run, besides its settings."""
+        self.resumed: tuple[Path, Sequence[str]] | None = None
+        """The checkpoint that the next attempt continues from, and what has changed since."""
+        self.lengths: Mapping[str, int] | None = None
+        """How much the next attempt keeps of each file; 0: it is set aside; None: there must be
+        none."""
+        self._files: dict[str, Appender] = {}
+        self._order: list[int | None] | None = None
+        """Which of a batch's values each column of the ledger is, if an earlier attempt has
+        written its first line; None: all, in order."""
+        self._is_full = False
+        self._attempt = 1
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that a resume cuts back."""
+        return [] if self.folder is None else [self.folder / name for name in FILES]
+
+    def open(self, at: Timestamp) -> None:
+        """Open the files, cut back to where the checkpoint left them.
+
+        Raises:
+            TrainingError: the folder holds another run, or cannot be written to.
+        """
+        if self.folder is None:
+            return
+        try:
+            plan = self._run.plan  # it may read the data, whose errors are no fault of ours
+        except PlanError:
+            plan = None
+        try:
+            self._open(self.folder, at, plan)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+
+    def _open(self, folder: Path, at: Timestamp, plan: Plan | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        done = ledger_end(folder)
+        sizes = {one.name: one.stat().st_size for one in self.paths if one.exists()}
+        if self.lengths is None and sizes.get(LEDGER):
+            raise TrainingError.cannot(
+                f"begin a run in {folder}",
+                why="it has one already",
+                instead="choose another folder, or call trainer.resume() first to continue it",
+            )
+        lengths = self.lengths or {}
+        for path in self.paths:
+            length = lengths.get(path.name)
+            if length == 0 and sizes.get(path.name):
+                set_aside(path)
+            elif missing := cut_back(path, length, at.batch):
+                warnings.warn(f"{path} {missing}", RuntimeWarning, stacklevel=2)
+            self._files[path.name] = Appender(path)
+        columns = (*LEDGER_COLUMNS, *self._run.hyperparameters.values())
+        if self._files[LEDGER].is_empty:
+            self._files[LEDGER].add(",".join(columns) + "\n")
+            self._order = None
+        else:
+            self._order = _order(columns, ledger_names(folder))
+        self.lengths = {}
+        record = plan and plan_record(plan) | {"resumed_at": at.batch}
+        replace_file(folder / PLAN, json.dumps(record) + "\n")
+        self._files[EVENTS], self._attempt = open_events(folder / EVENTS)
+        self._begin_attempt(at, done)
+
+    def _begin_attempt(self, at: Timestamp, done: tuple[int, int] | None) -> None:
+        """Write the event of a start or a resume."""
+        run, (path, changes) = self._run, self.resumed or (None, ())
+        self.resumed = None
+        batches, samples = done or (at.batch, at.sample)
+        again = {"batches": max(batches - at.batch, 0), "samples": max(samples - at.sample, 0)}
+        text = "start" if not at.batch else f"resume at batch {at.batch:,}"
+        text += f" from {path.name}" if path else ""
+        text += f"; {again['batches']:,} batches are done again" if again["batches"] else ""
+        text += "".join(f"; changed: {one}" for one in changes)
+        parameters = sum(p.numel() for p in run.model.parameters() if not is_unmade(p))
+        facts = {
+            "model": f"{type(uncompiled(run.model)).__name__}, {parameters:,} parameters",
+            "max_duration": str(run.horizon.max_duration),
+            "batch_size": as_text(run.prepared.policy),
+            "ranks": run.ranks.world_size,
+            "device": run.ranks.device.type,
+            **self.facts,
+        }
+        self.event(
+            "resume" if at.batch or path else "start",
+            at,
+            text,
+            resumed_from=None if path is None else _nearby(path, self.folder),
+            changes=list(changes),
+            done_again=again,
+            facts=facts,
+        )
+
+    def event(
+        self, kind: EventKind, at: Timestamp, text: str, *, ago: float = 0.0, **more: Any
+    ) -> None:
+        """Write an event at once, on rank 0.
+
+        Args:
+            kind: what has happened.
+            at: the clock there.
+            text: the same in one line.
+            ago: how many seconds ago it was.
+            more: values of the event, as JSON keeps them.
+        """
+        if EVENTS not in self._files:
+            return
+        clock, utc = self._run.clock(at), time.time() - ago
+        line = event_line(kind, clock, text, attempt=self._attempt, utc=utc, **more)
+        self._files[EVENTS].add(line)
+        self.flush(EVENTS)
+
+    def add(self, name: str, text: str) -> None:
+        """Add text to a file; it may wait in memory."""
+        if name in self._files:
+            self._files[name].add(text)
+
+    def add_batches(self, lines: Sequence[str]) -> None:
+        """Add lines to the ledger."""
+        order = self._order
+        ordered = lines if order is None else [_ordered(line, order) for line in lines]
+        self.add(LEDGER, "\n".join([*ordered, ""]))
+
+    def flush(self, *names: str, is_last: bool = False) -> None:
+        """Flush files, by default all, or close them; warn once if the disk is full."""
+        failure = None
+        for name in names or self._files:
+            try:
+                (Appender.close if is_last else Appender.flush)(self._files[name])
+            except OSError as error:
+                failure = error
+        if failure is not None and not self._is_full:
+            why = (failure.strerror or str(failure)).lower()
+            then = "they are lost" if is_last else "they are kept and training continues"
+            message = f"cannot write lines of {', '.join(self._files)}: {why}; {then}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        self._is_full = failure is not None or (bool(names) and self._is_full)
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        self._is_full = False
+        self.flush(is_last=True)
+        self._files = {}
+
+    def present_lengths(self) -> dict[str, int]:
+        """Return how long the files are, all lines included.
+
+        Raises:
+            CheckpointError: they cannot be written, so a run could not continue them.
+        """
+        try:
+            if any(self._files[name].waiting for name in FILES if name in self._files):
+                raise OSError(f"{METRICS} and {LEDGER} cannot be written")
+            return {path.name: path.stat().st_size for path in self.paths}
+        except OSError as error:  # the disk is full, or a file was moved
+            raise CheckpointError.cannot(
+                f"write a checkpoint of {self.folder}",
+                why=str(error),
+                instead="make room, or put them back",
+            ) from error
+
+
+@final
 class Throughput:
     """Samples, tokens and seconds of training since the last line of metrics."""
 
@@ -111,28 +286,16 @@ class Recorder:
         self.console = console if is_first else None
         self._run, self._events, self._largest_piece = run, events, largest_piece
         self._config = config
-        self._folder = run.folder if is_first else None
+        self.files = RunFiles(run)
         shown = () if self.console is None else (self.console,)
         self._given = [Guarded(one) for one in (*loggers, *shown)] if is_first else []
         self._loggers: list[Guarded] = []
-        self._files: dict[str, Appender] = {}
-        self._lengths: Mapping[str, int] | None = None
-        """How much to keep of each file; None: they must be new."""
-        self._order: list[int | None] | None = None
-        """Which of a batch's values each column of the ledger is, if an earlier attempt has
-        written its first line; None: all, in order."""
-        self._is_full = False
         self._throughput = Throughput(Timestamp())
         self._size: int | None = None
         self._decided: int | None = None
         """The last decided size."""
-        self._attempt = 1
         self._follows_run = run.prepared.decided_between is not None
         """Whether batch sizes are decided during the run."""
-        self.facts: dict[str, Any] = {}
-        """What the first event of an attempt says of the run, besides its settings."""
-        self.resumed: tuple[Path, Sequence[str]] | None = None
-        """The checkpoint that the next attempt continues from, and what has changed since."""
 
     @property
     def is_waiting(self) -> bool:
@@ -148,105 +311,11 @@ class Recorder:
             TrainingError: the folder holds another run, or cannot be written to.
         """
         self._throughput = Throughput(timestamp)
-        if self._folder is not None:
-            try:
-                plan = self._run.plan  # it may read the data, whose errors are no fault of ours
-            except PlanError:
-                plan = None
-            try:
-                self._open_files(self._folder, timestamp, plan)
-            except OSError as error:
-                raise unwritable(self._folder, error) from error
+        self.files.open(timestamp)
         arguments = ("start", dict(self._config), timestamp.sample)
         self._loggers = [one for one in self._given if one.call(*arguments)]
         if self.console is not None:
             self.console.show(self._run.clock(timestamp))
-
-    def _open_files(self, folder: Path, at: Timestamp, plan: Plan | None) -> None:
-        """Open the files, cut back to where the checkpoint left them; say what they lack."""
-        folder.mkdir(parents=True, exist_ok=True)
-        done = ledger_end(folder)
-        sizes = {one.name: one.stat().st_size for one in self.files if one.exists()}
-        if self._lengths is None and sizes.get(LEDGER):
-            raise TrainingError.cannot(
-                f"begin a run in {folder}",
-                why="it has one already",
-                instead="choose another folder, or call trainer.resume() first to continue it",
-            )
-        lengths = self._lengths or {}
-        for path in self.files:
-            length = lengths.get(path.name)
-            if length == 0 and sizes.get(path.name):
-                set_aside(path)
-            elif missing := cut_back(path, length, at.batch):
-                warnings.warn(f"{path} {missing}", RuntimeWarning, stacklevel=2)
-            self._files[path.name] = Appender(path)
-        columns = (*LEDGER_COLUMNS, *self._run.hyperparameters.values())
-        if self._files[LEDGER].is_empty:
-            self._files[LEDGER].add(",".join(columns) + "\n")
-            self._order = None
-        else:
-            self._order = _order(columns, ledger_names(folder))
-        self._lengths = {}
-        record = plan and plan_record(plan) | {"resumed_at": at.batch}
-        replace_file(folder / PLAN, json.dumps(record) + "\n")
-        self._files[EVENTS], self._attempt = open_events(folder / EVENTS)
-        self._begin_attempt(at, done)
-
-    def _begin_attempt(self, at: Timestamp, done: tuple[int, int] | None) -> None:
-        """Write the event of a start or a resume."""
-        run, (path, changes) = self._run, self.resumed or (None, ())
-        self.resumed = None
-        batches, samples = done or (at.batch, at.sample)
-        again = {"batches": max(batches - at.batch, 0), "samples": max(samples - at.sample, 0)}
-        text = "start" if not at.batch else f"resume at batch {at.batch:,}"
-        text += f" from {path.name}" if path else ""
-        text += f"; {again['batches']:,} batches are done again" if again["batches"] else ""
-        text += "".join(f"; changed: {one}" for one in changes)
-        parameters = sum(p.numel() for p in run.model.parameters() if not is_unmade(p))
-        facts = {
-            "model": f"{type(uncompiled(run.model)).__name__}, {parameters:,} parameters",
-            "max_duration": str(run.horizon.max_duration),
-            "batch_size": as_text(run.prepared.policy),
-            "ranks": run.ranks.world_size,
-            "device": run.ranks.device.type,
-            **self.facts,
-        }
-        self.event(
-            "resume" if at.batch or path else "start",
-            at,
-            text,
-            resumed_from=None if path is None else _nearby(path, self._folder),
-            changes=list(changes),
-            done_again=again,
-            facts=facts,
-        )
-
-    def event(
-        self, kind: EventKind, at: Timestamp, text: str, *, ago: float = 0.0, **more: Any
-    ) -> None:
-        """Write an event at once, on rank 0.
-
-        Args:
-            kind: what has happened.
-            at: the clock there.
-            text: the same in one line.
-            ago: how many seconds ago it was.
-            more: values of the event, as JSON keeps them.
-        """
-        if EVENTS not in self._files:
-            return
-        self._files[EVENTS].add(
-            event_line(
-                kind,
-                self._run.clock(at),
-                text,
-                attempt=self._attempt,
-                utc=time.time() - ago,
-                **more,
-            )
-        )
-        self._try(EVENTS)
 
     def record(self) -> None:
         """Record the batches that are pending, and read their losses."""
@@ -258,7 +327,7 @@ class Recorder:
         pending, self.pending = self.pending, []
         if not pending:
             return
-        lines, each, order = [], self._run.horizon.tokens_per_sample or 0, self._order
+        lines, each = [], self._run.horizon.tokens_per_sample or 0
         for one in pending:
             at, after, size, decided = one.at, one.after, one.size, one.batch_size
             assert after is not None, "it is finished"
@@ -270,13 +339,11 @@ class Recorder:
                 f"{one.num_micro_batches},{at.run_nanoseconds / NANOSECONDS:.6f},{decided},"
                 + ",".join(map(repr, map(float, one.values)))
             )
-            lines.append(line if order is None else _ordered(line, order))
+            lines.append(line)
             if self._follows_run and decided != self._decided:
                 self._note_size(decided, at)
         self._size = pending[-1].batch_size
-        lines.append("")
-        if LEDGER in self._files:
-            self._files[LEDGER].add("\n".join(lines))
+        self.files.add_batches(lines)
         for one in pending:
             self.loss.add_losses(one.losses)
 
@@ -285,7 +352,7 @@ class Recorder:
         before, self._decided = self._decided, decided
         said = f"batch size {decided:,}" + (f", was {before:,}" if before else "")
         ago = (self._run.timer.timestamp.run_nanoseconds - at.run_nanoseconds) / NANOSECONDS
-        self.event("decided_size", at, said, ago=ago, size=decided, before=before)
+        self.files.event("decided_size", at, said, ago=ago, size=decided, before=before)
 
     def show_progress(self, timestamp: Timestamp) -> None:
         """Move the bar of the console, if it is time to."""
@@ -336,8 +403,7 @@ class Recorder:
 
     def write(self, record: Mapping[str, float]) -> None:
         """Write one line of metrics, and hand it to every logger."""
-        if METRICS in self._files:
-            self._files[METRICS].add(json_line(record))
+        self.files.add(METRICS, json_line(record))
         for logger in self._loggers:
             logger.call("log", record)
 
@@ -353,7 +419,7 @@ class Recorder:
     def flush(self) -> None:
         """Write everything that was recorded to the files; what does not fit is kept."""
         self.record()
-        self._try()
+        self.files.flush()
         for logger in self._loggers:
             logger.call("flush")
 
@@ -364,33 +430,11 @@ class Recorder:
             text = f"stop: {first_line(error)}"
         else:
             text = f"stop: {self._run.stop_reason}" if self._run.stop_reason else "the end"
-        self.event("stop", self._run.timer.timestamp, text)
-        self._is_full = False
-        self._try(is_last=True)
-        self._files = {}
+        self.files.event("stop", self._run.timer.timestamp, text)
+        self.files.close()
         for logger in self._loggers:
             logger.call("close")
         self._loggers = []
-
-    def _try(self, *names: str, is_last: bool = False) -> None:
-        """Flush files, by default all, or close them; warn once if the disk is full."""
-        failure = None
-        for name in names or self._files:
-            try:
-                (Appender.close if is_last else Appender.flush)(self._files[name])
-            except OSError as error:
-                failure = error
-        if failure is not None and not self._is_full:
-            why = (failure.strerror or str(failure)).lower()
-            then = "they are lost" if is_last else "they are kept and training continues"
-            message = f"cannot write lines of {', '.join(self._files)}: {why}; {then}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        self._is_full = failure is not None or (bool(names) and self._is_full)
-
-    @property
-    def files(self) -> list[Path]:
-        """The files that this rank writes."""
-        return [] if self._folder is None else [self._folder / name for name in FILES]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums since the last log, and the lengths of the files.
@@ -404,18 +448,13 @@ class Recorder:
         ranks = self._run.ranks
         total, weight = ranks.agree(ranks.counted((self.loss.total, self.loss.weight)))
         logged = self._run.logged.state_dict(self._run.ranks)
-        try:
-            if any(self._files[name].waiting for name in FILES if name in self._files):
-                raise OSError(f"{METRICS} and {LEDGER} cannot be written")
-            lengths = {file.name: file.stat().st_size for file in self.files}
-        except OSError as error:  # the disk is full, or a file was moved
-            raise CheckpointError.cannot(
-                f"write a checkpoint of {self._folder}",
-                why=str(error),
-                instead="make room, or put them back",
-            ) from error
         loss = {"sum": total, "weight": weight}
-        return {"loss": loss, "logged": logged, "size": self._size, "files": lengths}
+        return {
+            "loss": loss,
+            "logged": logged,
+            "size": self._size,
+            "files": self.files.present_lengths(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from saved sums, and from where the files were."""
@@ -424,16 +463,8 @@ class Recorder:
         self.loss = sums if ranks.is_first else Sums()
         self._run.logged.load_state_dict(state["logged"], ranks)
         self._size = count_or_none(state, "size", least=1)
-        self._lengths = {name: count(state["files"], name) for name in state["files"]}
+        self.files.lengths = {name: count(state["files"], name) for name in state["files"]}
         self._decided = None
-
-    def leave_files(self) -> None:
-        """Do not continue the files: the checkpoint is of another folder."""
-        self._lengths = None
-
-    def start_over(self) -> None:
-        """Set the files aside: a run without a checkpoint is done once more."""
-        self._lengths = dict.fromkeys(FILES, 0)
 
 
 def _order(columns: Sequence[str], present: Sequence[str]) -> list[int | None] | None:

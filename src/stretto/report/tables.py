@@ -1,0 +1,316 @@
+"""Tables of plans, runs and memory, as text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from stretto.planning import Event, Plan, Stage, bound_of
+from stretto.report.run import RunMetrics
+from stretto.timing import Horizon, Timestamp, TimeUnit
+
+if TYPE_CHECKING:
+    from stretto.memory import Answer
+
+WIDTH = 100
+"""Columns of text."""
+_LOOKS = 64
+"""Batches per row that are sampled in search of a peak, before the search narrows."""
+Column: TypeAlias = Sequence[str]
+"""A heading and the cells below it."""
+
+
+def plan_table(plan: Plan, *, max_rows: int = 24) -> str:
+    """Return a plan as text of at most 100 columns: its stages, its events and its warnings.
+
+    >>> from stretto import Horizon, plan
+    >>> print(plan_table(plan(Horizon("1ep", dataset_num_samples=320), 32)))
+    run of 1ep: 10 batches, 320 samples on 1 rank
+    batch size: Fixed(32)
+    <BLANKLINE>
+    stage  batch size  batches  from batch  sample  epoch  of run
+        1          32       10           0       0      0    0.0%
+      end                               10     320      1  100.0%
+
+    Args:
+        plan: the plan.
+        max_rows: if there are more stages than this, neighbours share a row.
+    """
+    size = "as many batches as that takes,"
+    if plan.num_batches is not None and plan.num_samples is not None:
+        size = f"{plan.num_batches:,} batches, {plan.num_samples:,} samples"
+        bound = bound_of(plan.sizes)
+        if bound is not None:
+            is_counted = plan.horizon.max_duration.unit is TimeUnit.BATCH
+            size = f"{plan.num_batches:,} batches, {bound}" if is_counted else bound
+    lines = list(_headline(plan, size))
+    for block in blocks(_columns(plan, groups(plan.stages, max_rows))):
+        lines += ["", *block]
+    notes = [f"note: {warning}" for warning in plan.warnings]
+    for lot in ([_event(event) for event in plan.events], notes):
+        lines += _paragraph(lot)
+    return "\n".join(lines)
+
+
+def _paragraph(texts: Sequence[str]) -> Iterator[str]:
+    """Yield an empty line and the wrapped texts; nothing if there are none."""
+    for number, text in enumerate(texts):
+        if number == 0:
+            yield ""
+        yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+
+
+def groups(stages: Sequence[Stage], max_rows: int) -> list[Sequence[Stage]]:
+    """Return the stages by row; neighbours share a row if there are too many.
+
+    The first and the last stage keep rows of their own.
+    """
+    max_rows = max(3, max_rows)
+    if len(stages) <= max_rows:
+        return [[stage] for stage in stages]
+    middle = stages[1:-1]
+    each = -(-len(middle) // (max_rows - 2))
+    shared = [middle[start : start + each] for start in range(0, len(middle), each)]
+    return [stages[:1], *shared, stages[-1:]]
+
+
+def blocks(columns: Sequence[Column]) -> Iterator[list[str]]:
+    """Yield the lines of tables that fit the width; each repeats the first column."""
+    first, *others = columns
+    taken = [first]
+    for column in [*others, None]:
+        lines = aligned(taken)
+        if column is None or (len(taken) > 1 and max(map(len, aligned([*taken, column]))) > WIDTH):
+            # Not the row of the run's end, if it is empty in this block.
+            yield lines if any(one[-1] for one in taken[1:]) else lines[:-1]
+            taken = [first]
+        if column is not None:
+            taken.append(column)
+
+
+def aligned(columns: Sequence[Column]) -> list[str]:
+    """Return columns as lines, each right-aligned and as narrow as possible."""
+    widths = [max(map(len, column)) for column in columns]
+    return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
+
+
+def _headline(plan: Plan, size: str) -> Iterator[str]:
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    micro = ""
+    if plan.micro_batch_size is not None:
+        micro = f", micro-batches of at most {plan.micro_batch_size}"
+    yield f"run of {plan.horizon.max_duration}: {size} on {ranks}{micro}"
+    yield from textwrap.wrap(f"batch size: {plan.policy!r}", WIDTH, subsequent_indent="  ")
+
+
+def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
+    """The columns of the table; the last row is the end of the run."""
+    columns: list[Column] = [
+        ["stage", *(span(row[0].number, row[-1].number) for row in rows), "end"],
+        ["batch size", *map(_sizes, rows), ""],
+        ["batches", *map(_batches, rows), ""],
+    ]
+    clocks = [row[0].first for row in rows] + ([plan.end] if plan.end else [])
+    for heading, show in _clock(plan.horizon, is_open=plan.end is None).items():
+        columns.append([heading, *map(show, clocks), *([] if plan.end else ["?"])])
+    if plan.world_size > 1:
+        shares = [[share for stage in row for share in stage.shares] for row in rows]
+        columns.append(["per rank", *(span(min(row), max(row)) for row in shares), ""])
+    if plan.micro_batch_size is not None:
+        steps = [[stage.accumulation for stage in row] for row in rows]
+        columns.append(["accumulation", *(span(min(row), max(row)) for row in steps), ""])
+    names = plan.stages[0].values
+    return columns + [[name, *(_values(plan, name, row) for row in rows), ""] for name in names]
+
+
+def _clock(horizon: Horizon, *, is_open: bool) -> dict[str, Callable[[Timestamp], str]]:
+    """Return how the clock is shown, by heading."""
+    shown: dict[str, Callable[[Timestamp], str]] = {
+        "from batch": lambda now: f"{now.batch:,}",
+        "sample": lambda now: f"{now.sample:,}",
+    }
+    if horizon.tokens_per_sample is not None:
+        shown["token"] = lambda now: f"{now.token:,}"
+    if horizon.dataset_num_samples is not None:
+        shown["epoch"] = lambda now: f"{float(horizon.position(now, 'ep').amount):.4g}"
+    if not is_open:
+        shown["of run"] = lambda now: f"{horizon.elapsed(now):.1%}"
+    return shown
+
+
+def _sizes(row: Sequence[Stage]) -> str:
+    if row[0].size > row[-1].size:
+        return f"{row[0].size:,}-{row[-1].size:,}"
+    return span(min(stage.size for stage in row), max(stage.size for stage in row))
+
+
+def _batches(row: Sequence[Stage]) -> str:
+    counts = [stage.batches for stage in row]
+    return "?" if None in counts else f"{sum(filter(None, counts)):,}"
+
+
+def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
+    """Return the first and the last value, and extremes in between."""
+    if row[-1].values[name].last is None:
+        return f"{row[0].values[name].first:.4g} to ?"
+    start, count = row[0].first.batch, sum(filter(None, (stage.batches for stage in row)))
+    batches = range(start, start + count)
+
+    def value(batch: int) -> float:
+        return plan.values_at(batch)[name]
+
+    turns = {_extreme(value, batches, best) for best in (max, min)}
+    texts = [f"{value(batch):.4g}" for batch in sorted({batches[0], batches[-1], *turns})]
+    return " to ".join(text for text, _ in groupby(texts))
+
+
+def _extreme(value: Callable[[int], float], batches: range, best: Callable[..., Any]) -> int:
+    """Return the batch with the largest or the smallest value.
+
+    It looks at 64 batches and narrows the search around the best. It can miss the extreme of a
+    value that oscillates faster than that.
+    """
+    stride = -(-(batches.stop - batches.start) // _LOOKS)  # may exceed what `len` can return
+    looks = [*batches[::stride], batches[-1]]
+    while True:
+        at: int = best(looks, key=value)
+        if stride == 1:
+            return at
+        stride = -(-stride // 2)
+        looks = [batch for batch in (at, at - stride, at + stride) if batch in batches]
+
+
+def _event(event: Event) -> str:
+    if event.follows is not None:
+        return f"{event.name}: by {event.follows}, so its times are only known in the run"
+    if event.count == 0:
+        return f"{event.name}: never in this run"
+    often = "again and again"
+    if event.count is not None:
+        often = f"{'' if event.is_exact else 'at most '}{event.count:,} times"
+        often = "once" if event.count == 1 and event.is_exact else often
+    listed = ", ".join(f"{timestamp.batch:,}" for timestamp in event.first)
+    more = ", ..." if event.count is None or event.count > len(event.first) else ""
+    batches = "batch" if len(event.first) == 1 and not more else "batches"
+    return f"{event.name}: {often}, after {batches} {listed}{more}"
+
+
+def span(least: int, most: int) -> str:
+    """Return a range as text; one number if both are equal."""
+    return f"{least:,}" if least == most else f"{least:,}-{most:,}"
+
+
+MAX_ROWS = 24
+"""The most rows; of more evaluations, evenly spaced ones are shown, with the last."""
+FOLLOWED = ("noise_scale", "gain")
+"""Measurements that batch sizes and learning rates can depend on."""
+_CLOCK = {"ep": "epoch", "ba": "batches", "sp": "samples", "tok": "tokens"}
+
+
+def run_table(metrics: RunMetrics, folder: Path) -> str:
+    """Return a run as text: a row per evaluation, or per log if there are none."""
+    rows = metrics.evaluations or metrics.training
+    shown = _evenly_spaced(list(rows))
+    counts = [unit for unit in _CLOCK if unit != "tok" or rows[-1]["tok"]]
+    names = [name for name in metrics.measured if name not in metrics.references]
+    followed = [name for name in FOLLOWED if any(name in line for line in metrics.training)]
+    heads = [*(_CLOCK[unit] for unit in counts), "time", "batch size"]
+    heads += [name.replace("_", " ") for name in followed] + ["loss", *names]
+    table = [heads]
+    for row in shown:
+        trained = _line_at(metrics, row)
+        cells = [_count(row[unit]) for unit in counts]
+        cells += [_time(row["sec"]), _count(trained.get("batch_size"))]
+        cells += [_about(trained.get(name)) for name in followed] + [_loss(trained.get("loss"))]
+        table.append([*cells, *(_loss(row.get(name)) for name in names)])
+    lines = aligned(list(zip(*table, strict=True)))
+    notes = [f"{name}: {value:.4f} throughout" for name, value in metrics.references.items()]
+    return "\n".join([f"{folder}:", "", *lines, *([""] if notes else []), *notes])
+
+
+def _evenly_spaced(rows: list[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    if len(rows) <= MAX_ROWS:
+        return rows
+    picked = {round(number * (len(rows) - 1) / (MAX_ROWS - 1)) for number in range(MAX_ROWS)}
+    return [rows[number] for number in sorted(picked)]
+
+
+def _line_at(metrics: RunMetrics, row: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the last line of training up to `row`."""
+    before = [line for line in metrics.training if line["ba"] <= row["ba"]]
+    return before[-1] if before else {}
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value.is_integer() else f"{value:,.4g}"
+
+
+def _about(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def memory_table(answer: Answer) -> str:
+    """Return one line for each size around an answer; empty if it comes from trials.
+
+    >>> from stretto.memory.answer import Cost
+    >>> from stretto.memory.limits import MemoryLimit
+    >>> answer = Answer(8, "phantom", 9, MemoryLimit(1024, "as stated"), 24, Cost(),
+    ...                 peaks={4: 500, 8: 990, 9: 1110})
+    >>> print(memory_table(answer))
+    batch size      peak  headroom
+             4     500 B     500 B
+             8     990 B      10 B  the largest that fits
+             9  1.08 KiB    -110 B
+    """
+    from stretto.memory.amounts import show_bytes
+
+    if not answer.peaks:
+        return ""
+    rows = [("batch size", "peak", "headroom", "")]
+    for size, peak in answer.peaks.items():
+        mark = answer.bound if size == answer.size else ""
+        headroom = answer.limit.bytes - answer.reserve - peak
+        rows.append((f"{size:,}", show_bytes(peak), show_bytes(headroom), mark))
+    return _with_remarks(rows)
+
+
+def answers_table(rows: Sequence[tuple[Mapping[str, object], Answer | None]]) -> str:
+    """Return one line for each answer, after what was asked; then the notes of all of them.
+
+    Args:
+        rows: what was asked, such as `{"ranks": 8}`, and the answer; None: nothing fits.
+    """
+    from stretto.memory.amounts import show_bytes
+
+    table = [(*rows[0][0], "micro-batch", "batch", "peak of a rank", "by")]
+    for asked, answer in rows:
+        shown = (f"{one:,}" if isinstance(one, int) else str(one) for one in asked.values())
+        cells = ("none fits", "", "", "")
+        if answer is not None:
+            peak = "" if answer.peak is None else show_bytes(answer.peak)
+            batch = answer.size * int(str(asked.get("ranks", 1)))
+            cells = (f"{answer.size:,}", f"{batch:,}", peak, answer.certainty)
+        table.append((*shown, *cells))
+    notes = dict.fromkeys(note for _, answer in rows if answer for note in answer.notes)
+    return "\n".join([_with_remarks(table), *notes])
+
+
+def _with_remarks(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as lines; the last cell of each is a remark, aligned to the left."""
+    lines = aligned(list(zip(*(row[:-1] for row in rows), strict=True)))
+    return "\n".join(f"{line}  {row[-1]}".rstrip() for line, row in zip(lines, rows, strict=True))
