@@ -27,12 +27,11 @@ from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override
 from stretto.errors import ConfigError, PlanWarning
 from stretto.planning import UnknownSizes, bound_of
-from stretto.run_folder import LEDGER, RUN_FILE, replace_file
+from stretto.run_folder import LEDGER, RUN_FILE, replace_file, unwritable
 from stretto.timing import TimeUnit
 from stretto.training import Callback
-from stretto.training.checkpointing.lock import unwritable
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
-from stretto.training.logs.console import show_metrics, show_position, show_seconds
+from stretto.training.logs.loggers import show_metrics, show_position, show_seconds
 from stretto.training.loop import exit_code
 
 if TYPE_CHECKING:
