@@ -16,7 +16,7 @@ from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.batching.seesaw import Pair, paired
 from stretto.data import DataSpec, Step, StepLoader
-from stretto.data.mistakes import Mistakes
+from stretto.data.mistakes import LoopMistakes
 from stretto.data.spec import check_workers
 from stretto.data.weights import MicroBatchView, Units, weights_of
 from stretto.distributed.logged import Logged, Reduce
@@ -147,7 +147,7 @@ def prepare(
     )
     if optimizer is not None:
         run.bind(optimizer)
-        run.own_loop = Mistakes(run.optimizers, model)
+        run.own_loop = LoopMistakes(run.optimizers, model)
     return run
 
 
@@ -218,7 +218,7 @@ class Run:
         """The same; None if the run leaves them alone."""
         self._plan: Plan | None = None
         self._state: Mapping[str, Any] | None = None
-        self.own_loop: Mistakes | None = None
+        self.own_loop: LoopMistakes | None = None
         """Looks at the first steps of a loop of your own; None: at no other loop."""
         self._evaluate: Callable[[], dict[str, float]] | None = None
         self._triggers: dict[str, BoundTrigger] = dict(prepared.bound_triggers)
@@ -265,6 +265,7 @@ class Run:
         if strategy is None and rank is None and self._mesh is not None:
             self._mesh.tell(ranks)
         self.prepared, self.horizon = self._from_start, self._from_start.horizon
+        self._is_shared = ranks.dp_world_size > 1
         self._loader = StepLoader(
             self.spec,
             self.prepared,
@@ -409,9 +410,8 @@ class Run:
         if step is not None:
             self.step, self.is_open, self.batch_size = step, True, step.batch_size
             self.latest_loss = _NAN
-            loader = self._loader
-            is_shared = loader is not None and loader.world_size > 1 and self._model is not None
-            if is_shared and not all(one.weight for one in step.micro_batches):
+            may_be_dummy = self._is_shared and self._model is not None
+            if may_be_dummy and not all(micro.weight for micro in step.micro_batches):
                 step.around_dummy = partial(kept_buffers, self.model)
             loop, scheduled = self.own_loop, self._scheduled
             row = None if scheduled is None else scheduled.row

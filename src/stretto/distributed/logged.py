@@ -98,11 +98,11 @@ class Logged:
                 instead="choose another name",
             )
         self._values = {}
-        return {name: one.result() for name, one in merged.items()}
+        return {name: sums.result() for name, sums in merged.items()}
 
     def state_dict(self, ranks: Ranks) -> dict[str, Sequence[str | float]]:
         """Return the values of all ranks since the last line. Every rank must call it."""
-        return {name: one.record() for name, one in self._merged(ranks).items()}
+        return {name: sums.record() for name, sums in self._merged(ranks).items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[str | float]], ranks: Ranks) -> None:
         """Continue from saved values, which the first rank takes over for all."""
@@ -110,15 +110,15 @@ class Logged:
 
     def _merged(self, ranks: Ranks) -> dict[str, Sums]:
         values = self._values if ranks.is_loss_rank else {}
-        own = {name: one.record() for name, one in values.items()}
+        own = {name: sums.record() for name, sums in values.items()}
         merged: dict[str, Sums] = {}
         for text in ranks.gather(json.dumps(own)):
             for name, other in _read(json.loads(text)).items():
-                one = merged.setdefault(name, other)
-                _check_same(name, one.reduce, other.reduce)
-                if one is not other and one.reduce != "last":
-                    one.total += other.total
-                    one.weight += other.weight
+                sums = merged.setdefault(name, other)
+                _check_same(name, sums.reduce, other.reduce)
+                if sums is not other and sums.reduce != "last":
+                    sums.total += other.total
+                    sums.weight += other.weight
         return merged
 
 
@@ -169,7 +169,7 @@ class Sums:
         if not pending:
             return
         device = pending[0][0].device
-        values = torch.stack([one.to(device).double().reshape(()) for one, _, _ in pending])
+        values = torch.stack([value.to(device).double().reshape(()) for value, _, _ in pending])
         for value, (_, factor, weight) in zip(values.tolist(), pending, strict=True):
             self.total += value * factor
             self.weight += weight

@@ -32,7 +32,7 @@ class Mesh:
 
     def __init__(self, mesh: DeviceMesh, data: Sequence[str] | None = None) -> None:
         names = mesh.mesh_dim_names or ()
-        ours = [one for one in names if one in DATA_DIMENSIONS] if data is None else list(data)
+        ours = [name for name in names if name in DATA_DIMENSIONS] if data is None else list(data)
         if not set(ours) <= set(names) or (data is None and not ours):
             raise TrainingError.cannot(
                 f"share out samples over a mesh of {shape_text(mesh)}",
@@ -49,9 +49,9 @@ class Mesh:
                 instead="make a mesh of all ranks with init_device_mesh",
             )
         self.mesh = mesh
-        self.data = tuple(one for one in names if one in ours)
+        self.data = tuple(name for name in names if name in ours)
         """The data-parallel dimensions, in the order of the mesh."""
-        axes = [names.index(one) for one in self.data]
+        axes = [names.index(name) for name in self.data]
         self.dp_rank = 0
         """The number of this rank's model group."""
         for axis in axes:
@@ -71,7 +71,7 @@ class Mesh:
     def has_order_of(self, mesh: DeviceMesh) -> bool:
         """Return whether the dimensions of `mesh` come in the same order as in this one."""
         names, others = self.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
-        places = [names.index(one) for one in others if one in names]
+        places = [names.index(name) for name in others if name in names]
         return places == sorted(places)
 
     def __repr__(self) -> str:

@@ -308,7 +308,7 @@ def shard_blocks(
         return model
     data = named.data
     copies, parts = data[:-1], data[-1:]
-    is_other = not parts or "replicate" in parts[0] or any("shard" in one for one in copies)
+    is_other = not parts or "replicate" in parts[0] or any("shard" in name for name in copies)
     if is_other or len(copies) > 1:
         raise TrainingError.cannot(
             f"shard the blocks of a model over {named}",
@@ -328,8 +328,8 @@ def _averaged_over(model: nn.Module) -> dict[int, frozenset[int]]:
     found: dict[int, frozenset[int]] = {}
     for module in filter(is_fully_sharded, model.modules()):
         state = cast("Any", module)._get_fsdp_state()  # torch has no public way
-        one = () if hasattr(state, "_fsdp_param_groups") else (state._fsdp_param_group,)
-        for group in filter(None, getattr(state, "_fsdp_param_groups", one)):
+        single = () if hasattr(state, "_fsdp_param_groups") else (state._fsdp_param_group,)
+        for group in filter(None, getattr(state, "_fsdp_param_groups", single)):
             ranks = frozenset(group.mesh_info.mesh.mesh.flatten().tolist())
             found |= {id(parameter.sharded_param): ranks for parameter in group.fsdp_params}
     return found
@@ -374,7 +374,7 @@ def _unaveraged(model: nn.Module, mesh: Mesh) -> TrainingError:
 
 def _limit_waiting(model: nn.Module, ranks: Ranks) -> None:
     """Let ranks wait in the groups of a model only as long as in others."""
-    meshes = {one.device_mesh for one in model.parameters() if is_dtensor(one)}
+    meshes = {parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)}
     for group in (group for mesh in meshes for group in mesh.get_all_groups()):
         ranks.limit_waiting(group)
 

@@ -131,9 +131,8 @@ def _check_targets(step: Step) -> None:
         TrainingError: they have.
     """
     try:
-        each = [
-            (count_target_tokens(one.batch), one.num_samples) for one in step if one.num_samples
-        ]
+        own = [micro for micro in step if micro.num_samples]
+        each = [(count_target_tokens(micro.batch), micro.num_samples) for micro in own]
     except DataError:
         return
     is_other = any(count * each[0][1] != each[0][0] * size for count, size in each)

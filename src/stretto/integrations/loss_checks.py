@@ -78,7 +78,7 @@ def _has_rows(node: Any, num_samples: int) -> bool:
         return not node.ndim or len(node) == num_samples
     is_list = isinstance(node, list) and len(node) == num_samples
     container = None if is_list else opened(node)
-    return container is None or all(_has_rows(one, num_samples) for one in container.items)
+    return container is None or all(_has_rows(item, num_samples) for item in container.items)
 
 
 def warn_of_batch_norm(*models: nn.Module) -> None:
@@ -199,10 +199,11 @@ def _terms(node: Any) -> list[tuple[Any, float, float]]:
         node, scale, divisor = left.pop()
         if node is None:
             continue
-        name, inputs = node.name(), [one for one, _ in node.next_functions if one is not None]
+        name = node.name()
+        inputs = [before for before, _ in node.next_functions if before is not None]
         is_scaled = name in ("DivBackward0", "MulBackward0") and len(inputs) == 1
         if name in ("AddBackward0", "SubBackward0"):
-            left += [(one, scale, divisor) for one in inputs]
+            left += [(before, scale, divisor) for before in inputs]
         elif name in _SAME or is_scaled:
             number = 1.0
             if is_scaled:
@@ -238,7 +239,7 @@ def _nodes(node: Any) -> Iterator[Any]:
         if node is not None and node not in seen:
             seen.add(node)
             yield node
-            left += [one for one, _ in node.next_functions]
+            left += [before for before, _ in node.next_functions]
 
 
 def _compares(node: Any, num_samples: int) -> bool:
@@ -247,13 +248,13 @@ def _compares(node: Any, num_samples: int) -> bool:
         return False
     *more, rows, columns = node._input_metadata[0].shape
     is_square = math.prod(more) == 1 and rows == columns and rows % num_samples == 0
-    return is_square and all(_reads_data(one) for one, _ in node.next_functions)
+    return is_square and all(_reads_data(before) for before, _ in node.next_functions)
 
 
 def _reads_data(node: Any) -> bool:
     """Return whether it is a function of data, and not of parameters alone."""
     return any(
-        one.name().startswith("Embedding") or None in [before for before, _ in one.next_functions]
-        for one in _nodes(node)
-        if one.name().startswith(_LAYERS)
+        layer.name().startswith("Embedding") or None in dict(layer.next_functions)
+        for layer in _nodes(node)
+        if layer.name().startswith(_LAYERS)
     )

@@ -43,7 +43,7 @@ __all__ = ["RunTrainer", "Schedules", "StepDataLoader"]
 
 def _as_text(config: Any) -> dict[str, str]:
     """Return the fields of a configuration for the log: schedules and functions are no JSON."""
-    return {one.name: repr(getattr(config, one.name)) for one in fields(config)}
+    return {field.name: repr(getattr(config, field.name)) for field in fields(config)}
 
 
 class StepDataLoader(BaseDataLoader):
@@ -171,7 +171,7 @@ class Schedules(LRSchedulersContainer):
     def follow(self, run: Run) -> None:
         """Report what this run sets."""
         self._run = run
-        self.schedulers = [ClockScheduler(one, run.timer) for one in run.optimizers]
+        self.schedulers = [ClockScheduler(optimizer, run.timer) for optimizer in run.optimizers]
 
     def get_metrics(self) -> dict[str, float]:
         """Return the learning rates as torchtitan names them, and the clock and the batch size."""
@@ -251,7 +251,7 @@ def check_titan(config: RunTrainer.Config) -> None:
         instead = f"write {kind.__name__}.Config(...)"
         refuse((is_other, what, "it does not follow the run", instead))
         base = fields(kind.__mro__[1].Config)
-        changed = [one.name for one in base if getattr(part, one.name) != one.default]
+        changed = [field.name for field in base if getattr(part, field.name) != field.default]
         why = f"{kind.__name__} does not read it"
         refuse((changed, f"use {', '.join(changed)} of {name}", why, "leave it out"))
     training, pipelines = config.training, config.parallelism.pipeline_parallel_degree

@@ -35,7 +35,7 @@ def plain_naming(model: nn.Module) -> Callable[[str], str]:
     'weight'
     """
     wrapped = [
-        name for name, one in model.named_modules(remove_duplicate=False) if is_compiled(one)
+        name for name, module in model.named_modules(remove_duplicate=False) if is_compiled(module)
     ]
 
     def plain(name: str) -> str:
@@ -89,4 +89,4 @@ class Weights:
         plain = plain_naming(self._model)
         own = {plain(name): name for name in self._model.state_dict()}
         named = {known_as(name, own): value for name, value in state.items()}
-        self._model.load_state_dict({own.get(name, name): one for name, one in named.items()})
+        self._model.load_state_dict({own.get(name, name): value for name, value in named.items()})

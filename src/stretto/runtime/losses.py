@@ -77,9 +77,9 @@ def reduction_of(
     return "other"
 
 
-def is_close(one: float, other: float, tolerance: float) -> bool:
+def is_close(first: float, other: float, tolerance: float) -> bool:
     """Return whether two losses are equal up to rounding."""
-    return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-12)
+    return math.isclose(first, other, rel_tol=tolerance, abs_tol=1e-12)
 
 
 def tolerance_for(parameters: Iterable[Tensor], *, is_coarse: bool = False) -> float:
@@ -90,7 +90,7 @@ def tolerance_for(parameters: Iterable[Tensor], *, is_coarse: bool = False) -> f
         is_coarse: whether it computes in half precision or TF32 all the same.
     """
     halves = (torch.bfloat16, torch.float16)
-    return 3e-3 if is_coarse or any(one.dtype in halves for one in parameters) else 3e-6
+    return 3e-3 if is_coarse or any(parameter.dtype in halves for parameter in parameters) else 3e-6
 
 
 @contextmanager
@@ -102,13 +102,13 @@ def only_looking(model: nn.Module) -> Iterator[RandomState]:
     Yields:
         The random state, to restore before each of several losses.
     """
-    modes, random = [(one, one.training) for one in model.modules()], RandomState.now()
+    modes, random = [(module, module.training) for module in model.modules()], RandomState.now()
     try:
-        for one, _ in modes:
-            one.training = False
+        for module, _ in modes:
+            module.training = False
         with torch.no_grad():
             yield random
     finally:
-        for one, mode in modes:
-            one.training = mode
+        for module, mode in modes:
+            module.training = mode
         random.restore()

@@ -36,8 +36,9 @@ class Norms:
         """Add more parts."""
         single: list[Tensor] = []
         half: list[Tensor] = []
-        for one in tensors:
-            tensor = one if type(one) is Tensor and one.layout is torch.strided else _values(one)
+        for part in tensors:
+            is_plain = type(part) is Tensor and part.layout is torch.strided
+            tensor = part if is_plain else _values(part)
             is_large = tensor.numel() > _LARGE and tensor.device.type == "cpu"
             pieces = tensor.reshape(-1).split(_LARGE) if is_large else (tensor,)
             if tensor.dtype in _WIDE and is_large:
@@ -61,9 +62,9 @@ def read_squares(parts: Sequence[Norms]) -> list[float]:
     >>> [round(square, 4) for square in read_squares([norms])]
     [19.0]
     """
-    scalars = [one for part in parts for one in (*part.norms, *part.squares)]
-    if len({one.device for one in scalars}) > 1:
-        scalars = [one.cpu() for one in scalars]
+    scalars = [scalar for part in parts for scalar in (*part.norms, *part.squares)]
+    if len({scalar.device for scalar in scalars}) > 1:
+        scalars = [scalar.cpu() for scalar in scalars]
     values = iter(torch.stack(scalars).tolist() if scalars else ())
     return [
         _sum([next(values) for _ in part.norms], [next(values) for _ in part.squares])
@@ -93,10 +94,10 @@ def _values(gradient: Tensor) -> Tensor:
     """Return the local part of a gradient as a dense tensor."""
     placements = getattr(gradient, "placements", None)
     if placements is not None:
-        if any(one.is_partial() for one in placements):  # such as a norm's of sequence parallelism
+        if any(place.is_partial() for place in placements):  # as a norm's of sequence parallelism
             from torch.distributed.tensor import Replicate
 
-            whole = [Replicate() if one.is_partial() else one for one in placements]
+            whole = [Replicate() if place.is_partial() else place for place in placements]
             gradient = gradient.redistribute(placements=whole)  # type: ignore[attr-defined]
         gradient = local_part(gradient)
     return gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
@@ -129,7 +130,7 @@ class MicroGradients:
     ) -> None:
         self._parameters = list({id(p): p for p in parameters}.values())
         self._own = {id(parameter) for parameter in self._parameters}
-        self._counted = self._own if measured is None else {id(one) for one in measured}
+        self._counted = self._own if measured is None else {id(parameter) for parameter in measured}
         self._aside: dict[int, Tensor] = {}
         self._in_buckets: Norms | None = None
         self._world_size = 1
@@ -209,7 +210,7 @@ class MicroGradients:
             before = self._aside.setdefault(id(parameter), gradient)
             if before is gradient:
                 continue
-            places = [getattr(one, "placements", None) for one in (before, gradient)]
+            places = [getattr(each, "placements", None) for each in (before, gradient)]
             if before.is_sparse or gradient.is_sparse or places[0] != places[1]:
                 self._aside[id(parameter)] = before + gradient
             else:
@@ -235,12 +236,13 @@ class MicroGradients:
         views_of_own = [view for view, is_own in zip(views, own, strict=True) if is_own]
         norms.add([buffer] if all(own) else views_of_own)
         before = [self._aside.get(id(parameter)) for parameter in parameters]
-        pairs = [(view, one) for view, one in zip(views, before, strict=True) if one is not None]
+        both = zip(views, before, strict=True)
+        pairs = [(view, earlier) for view, earlier in both if earlier is not None]
         if buffer.is_sparse:
             # The order of accumulation decides how entries of a row are rounded.
             return pairs[0][1] + buffer if pairs else buffer
         if pairs:
-            torch._foreach_add_([view for view, _ in pairs], [one for _, one in pairs])
+            torch._foreach_add_([view for view, _ in pairs], [earlier for _, earlier in pairs])
         return buffer
 
 

@@ -89,12 +89,12 @@ def is_out_of_memory(error: BaseException, *, in_finder: bool = False) -> bool:
     False
     """
     if isinstance(error, BaseExceptionGroup):
-        return all(is_out_of_memory(one, in_finder=in_finder) for one in error.exceptions)
+        return all(is_out_of_memory(inner, in_finder=in_finder) for inner in error.exceptions)
     try:
         chain = list(_chain(error))
-        if not isinstance(error, Exception) or any(_is_fatal(one) for one in chain):
+        if not isinstance(error, Exception) or any(_is_fatal(cause) for cause in chain):
             return False
-        return any(_says_so(one, in_finder=in_finder) for one in chain)
+        return any(_says_so(cause, in_finder=in_finder) for cause in chain)
     except MemoryError:  # the error still holds all of it: not enough is left to read what it says
         return True
 
@@ -218,16 +218,18 @@ def _let_go(error: BaseException) -> None:
     """Clear the local variables of all frames that an error, and those behind it, came through."""
     waiting, seen = [error], set[int]()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        current = waiting.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        waiting += [other for other in (one.__cause__, one.__context__) if other is not None]
-        if isinstance(one, BaseExceptionGroup):
-            waiting += one.exceptions
+        seen.add(id(current))
+        waiting += [
+            other for other in (current.__cause__, current.__context__) if other is not None
+        ]
+        if isinstance(current, BaseExceptionGroup):
+            waiting += current.exceptions
         # The frames that are still running, ours among them, refuse and are skipped.
-        traceback.clear_frames(one.__traceback__)
-        one.__traceback__ = None
+        traceback.clear_frames(current.__traceback__)
+        current.__traceback__ = None
 
 
 def _free_scratch() -> None:

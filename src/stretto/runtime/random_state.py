@@ -89,7 +89,7 @@ class RandomState(NamedTuple):
         """Return what `to_row` was called on."""
         content = bytes(row.numpy())
         size = int.from_bytes(content[:8], "little")
-        ends = [one["data_offsets"][1] for one in json.loads(content[8 : 8 + size]).values()]
+        ends = [entry["data_offsets"][1] for entry in json.loads(content[8 : 8 + size]).values()]
         tensors = load(content[: 8 + size + max(ends)])
         record = json.loads(bytes(tensors.pop("record").numpy()))
         return cls.from_state_dict(_without_words(unpack(record, tensors.__getitem__)))

@@ -102,7 +102,7 @@ class Rewind:
 
     def _find(self) -> None:
         """Find all buffers again; copies of those that are still there are kept."""
-        known = {(id(one.owner), one.name): one for one in self._buffers}
+        known = {(id(buffer.owner), buffer.name): buffer for buffer in self._buffers}
         self._buffers, self._copies, self._tensors = [], [], []
         for owner in self._owners:
             for name, tensor in owner._buffers.items():

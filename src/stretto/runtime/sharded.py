@@ -106,8 +106,8 @@ def sparse_tables(model: nn.Module) -> set[int]:
     >>> sparse_tables(nn.Embedding(2, 3))
     set()
     """
-    tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
-    return {id(one.weight) for one in tables if one.sparse}
+    layers, kinds = model.modules(), nn.Embedding | nn.EmbeddingBag
+    return {id(table.weight) for table in layers if isinstance(table, kinds) and table.sparse}
 
 
 def fully_shard_blocks(model: nn.Module, mesh: Any, dtype: torch.dtype | None = None) -> None:

@@ -187,8 +187,8 @@ class SupervisedStep(TrainStep):
         self._optimizer = optimizer
         self._clipped: dict[Any, list[nn.Parameter]] = {}
         """What is clipped, by its mesh: torch computes the norm of one mesh at a time."""
-        for one in [] if clip_norm is None else self.parameters:
-            self._clipped.setdefault(getattr(one, "device_mesh", None), []).append(one)
+        for parameter in [] if clip_norm is None else self.parameters:
+            self._clipped.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         self.measures_norm = False
         """Whether the next update returns the norm of a gradient that is not clipped, too."""
         if precision == "fp16":
@@ -263,15 +263,15 @@ class SupervisedStep(TrainStep):
             _whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
             for group in groups
         ]
-        norm = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
+        norm = torch.linalg.vector_norm(torch.stack([part.to(norms[0].device) for part in norms]))
         for group in groups:
             nn.utils.clip_grads_with_norm_(group, most, norm)
         return {"grad_norm": norm}
 
     def _measured(self, scale: float) -> Info:
         """Return the norm of the gradient; nothing if it is sparse or sharded."""
-        gradients = [one.grad for one in self.parameters if one.grad is not None]
-        if not all(type(one) is Tensor and one.layout is torch.strided for one in gradients):
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if not all(type(grad) is Tensor and grad.layout is torch.strided for grad in gradients):
             return _NOTHING
         return {"grad_norm": nn.utils.get_total_norm(gradients) / scale} if gradients else _NOTHING
 
