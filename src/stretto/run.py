@@ -265,6 +265,7 @@ class Run:
         if strategy is None and rank is None and self._mesh is not None:
             self._mesh.tell(ranks)
         self.prepared, self.horizon = self._from_start, self._from_start.horizon
+        self._is_shared = ranks.dp_world_size > 1
         self._loader = StepLoader(
             self.spec,
             self.prepared,
@@ -409,9 +410,8 @@ class Run:
         if step is not None:
             self.step, self.is_open, self.batch_size = step, True, step.batch_size
             self.latest_loss = _NAN
-            loader = self._loader
-            is_shared = loader is not None and loader.world_size > 1 and self._model is not None
-            if is_shared and not all(one.weight for one in step.micro_batches):
+            may_be_dummy = self._is_shared and self._model is not None
+            if may_be_dummy and not all(micro.weight for micro in step.micro_batches):
                 step.around_dummy = partial(kept_buffers, self.model)
             loop, scheduled = self.own_loop, self._scheduled
             row = None if scheduled is None else scheduled.row

@@ -259,10 +259,10 @@ def unique(names: Iterable[str]) -> list[str]:
     return found
 
 
-def progress(horizon: Horizon, start: Time, end: Time) -> Callable[[Timestamp], float]:
+def passed_between(horizon: Horizon, start: Time, end: Time) -> Callable[[Timestamp], float]:
     """Return how much of the run from `start` to `end` has passed, in [0, 1].
 
-    >>> passed = progress(Horizon("10ba"), Time("2ba"), Time("60%"))
+    >>> passed = passed_between(Horizon("10ba"), Time("2ba"), Time("60%"))
     >>> [passed(Timestamp(batch=batch)) for batch in (0, 2, 4, 6, 9)]
     [0.0, 0.0, 0.5, 1.0, 1.0]
 

@@ -44,7 +44,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LONGEST_TEXT = 100
 
 
-def describe(
+def describe_run(
     step: TrainStep,
     due: Mapping[str, Any],
     run: Run,

@@ -40,7 +40,7 @@ from stretto.runtime.sharded import local_part
 from stretto.runtime.step import Info
 from stretto.settings import Stepping
 from stretto.timing import Timestamp
-from stretto.training.checkpointing.state import UNFIT, unfit
+from stretto.training.checkpointing.state import MISFITS, unfit
 from stretto.training.criterion import HINT
 from stretto.training.reduction import adds_up, has_sum, is_sum
 
@@ -437,7 +437,7 @@ class Stepper:
                 why=f"memory ran out, and some weights may have changed ({first_line(error)})",
                 instead="resume with foreach=False in the optimizer or a smaller micro_batch_size",
             )
-        if self.resumed_from is not None and isinstance(error, UNFIT):
+        if self.resumed_from is not None and isinstance(error, MISFITS):
             return unfit(self.resumed_from, optimizers, error)
         return None
 

@@ -58,11 +58,11 @@ from stretto.training.checkpointing.state import (
     share_random_state,
 )
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
-from stretto.training.describe import Setup, compare_ranks, describe
+from stretto.training.describe import Setup, compare_ranks, describe_run
 from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
 from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.console import ConsoleLogger, has_terminal
-from stretto.training.logs.recorder import FILES, Recorder
+from stretto.training.logs.recorder import RESUMED_FILES, Recorder
 from stretto.training.loop import Loop, Stops, raise_for
 from stretto.training.metrics import check_merging
 from stretto.training.settings import (
@@ -220,7 +220,7 @@ class Trainer:
         self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
         inner = model.model if isinstance(model, TrainStep) else model
         self._strategy = strategy_on(mesh, strategy, inner, ranks)
-        self.step = make_step(
+        self.step = placed_step(
             model,
             optimizer,
             called,
@@ -237,7 +237,7 @@ class Trainer:
         listening = named_callbacks(self.callbacks, named)
         due: dict[str, Any] = {**named, **listening}
         described = partial(
-            describe,
+            describe_run,
             self.step,
             named,
             optimizer=self.optimizer,
@@ -582,7 +582,7 @@ class Trainer:
             if found is not None:
                 self._restore(found)
             elif not self.timer.batch:
-                self._loop.recorder.files.lengths = dict.fromkeys(FILES, 0)
+                self._loop.recorder.files.lengths = dict.fromkeys(RESUMED_FILES, 0)
         return found
 
     def _restore(self, found: Path) -> None:
@@ -617,7 +617,7 @@ class Trainer:
         return None
 
 
-def make_step(
+def placed_step(
     model: nn.Module | TrainStep,
     optimizer: Optimizer | None,
     loss: LossFunction | None,

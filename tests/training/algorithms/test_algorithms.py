@@ -19,7 +19,7 @@ from stretto.training.algorithms import (
     SequenceLengthWarmup,
     StochasticDepth,
 )
-from stretto.training.callback import progress
+from stretto.training.callback import passed_between
 
 
 class Watch(Callback):
@@ -224,8 +224,8 @@ def test_settings_that_cannot_be_are_refused(make: Callable[[], Any]) -> None:
 def test_a_stretch_of_epochs_of_unknown_size_is_refused() -> None:
     """Within them it would stand still: in a run of one epoch, no layer would ever freeze."""
     with pytest.raises(ConversionError, match="dataset_num_samples"):
-        progress(Horizon("1ep"), Time("0ep"), Time("1ep"))
-    assert progress(Horizon("1ep"), Time("0ba"), Time("4ba"))(Timestamp(batch=1)) == 0.25
+        passed_between(Horizon("1ep"), Time("0ep"), Time("1ep"))
+    assert passed_between(Horizon("1ep"), Time("0ba"), Time("4ba"))(Timestamp(batch=1)) == 0.25
 
 
 def test_early_stopping_counts_no_look(problem: Callable[..., Any]) -> None:

@@ -17,7 +17,7 @@ from stretto.checkpoint.manifest import DamagedError
 from stretto.checkpoint.sharding import HostCopies
 from stretto.checkpoint.writing import begin_checkpoint, finish_checkpoint, write_part
 from stretto.runtime import Ranks
-from stretto.training.checkpointing.fetching import fetch
+from stretto.training.checkpointing.copies import fetch
 
 RANKS = 4
 NAME = "checkpoint-000000000640-0a1b2c3d"

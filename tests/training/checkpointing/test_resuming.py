@@ -274,6 +274,6 @@ def test_a_url_is_no_folder(
         problem().trainer(folder=kind("s3://bucket/run"))
     with pytest.raises(TrainingError, match="URL"):
         problem().trainer(folder=kind("file:///data/run"))
-    with pytest.raises(CheckpointError, match="resume"):
+    with pytest.raises(CheckpointError, match="install"):
         problem().trainer(folder="a").resume(kind("gs://bucket/run"))
     assert not list(tmp_path.iterdir())

@@ -32,9 +32,8 @@ from stretto.checkpoint import (
 from stretto.checkpoint.folder import position_of
 from stretto.errors import CheckpointError
 from stretto.runtime.ranks import Ranks
-from stretto.training.checkpointing.fetching import newest_copy
+from stretto.training.checkpointing.copies import Uploader, newest_copy
 from stretto.training.checkpointing.resuming import find_checkpoint
-from stretto.training.checkpointing.upload import Uploader
 
 WHY = "needs moto and s3fs: make test-adapters ARGS=s3"
 pytest.importorskip("moto.server", reason=WHY)

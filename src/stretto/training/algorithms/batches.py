@@ -14,7 +14,7 @@ from stretto.data.containers import mapped
 from stretto.errors import TrainingError
 from stretto.run import Run
 from stretto.timing import Time, TimeLike
-from stretto.training.callback import Callback, progress
+from stretto.training.callback import Callback, passed_between
 
 
 @final
@@ -53,7 +53,7 @@ class SelectiveBackprop(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Resolve the times."""
-        self._progress = progress(run.horizon, self._start, self._end)
+        self._progress = passed_between(run.horizon, self._start, self._end)
         self._is_on = False
 
     def on_batch_start(self, run: Run, step: Step) -> None:
@@ -119,7 +119,7 @@ class SequenceLengthWarmup(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Resolve the time."""
-        self._progress = progress(run.horizon, self._over * 0, self._over)
+        self._progress = passed_between(run.horizon, self._over * 0, self._over)
 
     def on_batch_end(self, run: Run, step: Step) -> None:
         """Warn after the first batch if its tokens cannot be counted."""

@@ -14,7 +14,7 @@ from stretto.errors import TrainingError, shown
 from stretto.run import Run
 from stretto.runtime.compiled import plain_naming
 from stretto.timing import Time, TimeLike
-from stretto.training.callback import Callback, progress
+from stretto.training.callback import Callback, passed_between
 
 
 def find_modules(model: nn.Module, names: Sequence[str], what: str) -> list[nn.Module]:
@@ -79,7 +79,7 @@ class StochasticDepth(Callback):
         """Put chance in front of each block."""
         blocks = find_modules(run.model, self._blocks, "leave out")
         self._grown = (
-            progress(run.horizon, self._warmup * 0, self._warmup) if self._warmup else None
+            passed_between(run.horizon, self._warmup * 0, self._warmup) if self._warmup else None
         )
         for depth, block in enumerate(blocks, start=1):
             self._restore.append(self._lottery(block, depth / len(blocks)))
@@ -168,7 +168,7 @@ class LayerFreezing(Callback):
     def on_fit_start(self, run: Run) -> None:
         """Find the layers and resolve the times."""
         self._modules = find_modules(run.model, self._layers, "freeze")
-        self._progress = progress(run.horizon, self._start, self._end)
+        self._progress = passed_between(run.horizon, self._start, self._end)
         self._alone = run.world_size == 1
 
     def on_batch_start(self, run: Run, step: Step) -> None:

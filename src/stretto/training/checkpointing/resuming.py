@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from typing import NamedTuple
 
 from stretto._location import local_path, read_plain, url_of
 from stretto.checkpoint import UrlStore, latest_good, open_checkpoint
 from stretto.checkpoint.folder import Store, candidates, chosen, newest_whole, position_of
 from stretto.checkpoint.formats import is_dcp
 from stretto.checkpoint.manifest import MANIFEST, DamagedError
-from stretto.errors import CheckpointError, TrainingError, first_line
+from stretto.errors import CheckpointError, TrainingError
 from stretto.runtime.ranks import Ranks
 from stretto.timing import Timestamp
-from stretto.training.checkpointing.fetching import (
-    check_run,
+from stretto.training.checkpointing.copies import (
+    claim,
     copied,
     fetch,
     newest_copy,
+    open_store,
     reading,
-    run_ids,
     writing,
 )
 from stretto.training.checkpointing.lock import locked, set_aside, unwritable
@@ -69,43 +67,43 @@ def find_checkpoint(
     folder = place = None if run_folder is None else run_folder / FOLDER
     damaged: dict[str, str] = {}
     bad: list[str] = []
-    on_disk: list[Path | None] = []
     with ExitStack() as resources:
         if url is not None:
-            opened: list[UrlStore] = []
-            ranks.together(lambda: opened.append(_opened(str(url))))
-            there, only = opened[0].of_one()
+            opened = open_store(url, ranks, call="resume()")
+            assert isinstance(opened, UrlStore)
+            there, only = opened.of_one()
             if there == store and not only and folder is not None:
                 asked, url = "latest", None
             else:
                 store, folder = there, _fetched_folder(run_folder, ranks, resources)
 
-        def look() -> str:
-            """Return a path and its manifest, or a manifest and the copy to fetch."""
-            if url is None and not on_disk:
-                resources.enter_context(_locked_if_there(run_folder))
-                on_disk.append(_find(asked, run_folder, bad))
-            path = on_disk[0] if on_disk else None
-            if store is not None and (url is not None or str(asked) in NEWEST):
-                newest = newest_copy(store, path, damaged, only)
-                if newest is not None:
-                    return json.dumps(["", *newest])
-            path = chosen(path, place or store, [*bad, *damaged.values()])
-            if path is None and str(asked) != "auto":
-                raise _nothing_in(run_folder if url is None else store)
-            return "" if path is None else json.dumps([str(path), _manifest(path), ""])
+        def on_disk() -> tuple[Path, str] | None:
+            resources.enter_context(_locked_if_there(run_folder))
+            path = _find(asked, run_folder, bad)
+            return None if path is None else (path, _manifest(path))
 
-        while True:
-            text = ranks.from_first(look, call="resume()")
-            found = _Found(*json.loads(text)) if text else None
+        own = None if url is not None else ranks.from_first(on_disk, call="resume()")
+        here = own and own[0]
+        while store is not None and (url is not None or str(asked) in NEWEST):
+            newest = partial(newest_copy, store, own and own[0], damaged, only)
+            copy = ranks.from_first(newest)
+            if copy is None:
+                break
+            assert folder is not None, "or the newest of no folder was asked for"
             try:
-                here = found and _on_this_node(asked, found, folder, store, ranks)
+                own, here = None, fetch(store, *copy, folder, ranks, needs=True)
                 break
             except DamagedError as damage:
-                assert found is not None
-                damaged[found.copy] = f"{found.copy} in {store!r} is damaged: {damage}"
-        if found is not None and found.copy and ranks.is_first:
-            chosen(here, place or store, [*bad, *damaged.values()])
+                damaged[copy[0]] = f"{copy[0]} in {store!r} is damaged: {damage}"
+        if own is not None:
+            here = _on_this_node(asked, own, folder, store, ranks)
+
+        def check() -> None:
+            found = chosen(here, place or store, [*bad, *damaged.values()])
+            if found is None and str(asked) != "auto":
+                raise _nothing_in(run_folder if url is None else store)
+
+        ranks.from_first(check)
         yield here
         if url is not None:
             ranks.agree((0,))  # another rank may still read what was fetched
@@ -143,8 +141,8 @@ def open_run(
     at: Timestamp,
     ranks: Ranks,
     *,
-    store: Store | None = None,
-    run_id: str | None = None,
+    store: Store | None,
+    run_id: str,
 ) -> None:
     """Lock the run folder on the first rank and open the log files; all ranks fail together.
 
@@ -157,54 +155,18 @@ def open_run(
     settings = {f"position in {unit}": text for unit, text in place.items()}
     check_agreement(settings, ranks, call="fit()")
 
-    def open_folder() -> str:
+    def open_folder() -> None:
         if folder is not None:
             resources.enter_context(locked(folder))
         if store is not None:
-            _check_copies(store, at, run_id)
+            claim(store, at, run_id)
         recorder.open(at)
         if folder is not None:
             set_newer_aside(folder, at.sample)
-        return ""
 
     ranks.from_first(open_folder)
     if not ranks.is_first:
         recorder.open(at)
-
-
-def _check_copies(store: Store, at: Timestamp, run_id: str | None) -> None:
-    """Refuse copies of another run; delete those after this position, of an earlier attempt.
-
-    If a run that resumes does not reach its copies, that is a warning.
-    """
-    try:
-        with reading(store):
-            names = store.list()
-            there = {*run_ids(store, names if at.batch else ()).values()} - {None, run_id}
-    except CheckpointError as error:
-        if not at.batch:
-            raise
-        _warn_of_copies(store, error)
-        return
-    if names and not at.batch:
-        raise TrainingError.cannot(
-            f"begin a run that copies checkpoints to {store!r}",
-            why="another run has checkpoints there",
-            instead="continue it with resume='auto', or choose another address",
-        )
-    check_run(store, next(iter(there), None), run_id)
-    older = [name for name in names if position_of(name) <= at.sample]
-    if len(older) < len(names):
-        try:
-            store.keep(older)
-        except Exception as error:  # noqa: BLE001  a store may raise anything
-            _warn_of_copies(store, error)
-
-
-def _warn_of_copies(store: Store, error: Exception) -> None:
-    message = f"cannot delete copies of an earlier attempt in {store!r}: {first_line(error)}; "
-    message += "until this run has copied a newer checkpoint, resume='auto' may use one of those"
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _locked_if_there(run_folder: Path | None) -> AbstractContextManager[None]:
@@ -238,65 +200,45 @@ def _find(asked: str | Path, run_folder: Path | None, bad: list[str]) -> Path | 
     return newest_whole(run_folder / FOLDER, bad)
 
 
-def _opened(url: str) -> UrlStore:
-    try:
-        return UrlStore(url)
-    except Exception as error:
-        raise CheckpointError.cannot(
-            f"resume from {url}",
-            why=first_line(error),
-            instead="write an address that fsspec knows, such as 's3://bucket/run', with s3fs "
-            "installed",
-        ) from error
-
-
-class _Found(NamedTuple):
-    """What the first rank has found: a checkpoint on its disk, or the copy to fetch."""
-
-    path: str
-    manifest: str
-    copy: str
-
-
 def _on_this_node(
-    asked: str | Path, found: _Found, folder: Path | None, store: Store | None, ranks: Ranks
+    asked: str | Path,
+    own: tuple[Path, str],
+    folder: Path | None,
+    store: Store | None,
+    ranks: Ranks,
 ) -> Path:
-    """Return the checkpoint as this rank sees it; every rank must call it.
+    """Return the checkpoint of the first rank's disk as this rank sees it; every rank must call it.
 
     Ranks that do not see it fetch a copy. One is made now if there is none: uploads come late.
-
-    Raises:
-        DamagedError: the copy is damaged.
     """
-    path = found.path
-    sees = bool(path) and (ranks.world_size == 1 or _manifest(Path(path)) == found.manifest)
-    if path and not sees and _manifest(Path(asked)) == found.manifest:
-        path, sees = str(asked), True  # a node's own folder of the same checkpoint
-    blind = [rank for rank, other in enumerate(ranks.gather(sees)) if not other]
+    found, manifest = own
+    if ranks.world_size == 1:
+        return found
+    # `asked` is a node's own folder of the same checkpoint, if it names one.
+    path = next((each for each in (found, Path(asked)) if _manifest(each) == manifest), None)
+    blind = [rank for rank, is_blind in enumerate(ranks.gather(path is None)) if is_blind]
     if not blind:
-        return Path(path)
+        assert path is not None
+        return path
     if store is None or folder is None:
         raise CheckpointError.cannot(
             f"resume from {asked}",
             why=f"rank {blind[0]} does not see the folder of the checkpoint",
             instead="use a folder that all nodes see, or Checkpointing(upload=...)",
         )
-    name = Path(path).name
 
     def copy_now() -> str:  # those that do not see it get it from there
         with reading(store):
-            return copied(store, name, Path(path))
+            return copied(store, found.name, found)
 
-    copy = found.copy or ranks.from_first(copy_now)
+    copy = ranks.from_first(copy_now)
     try:
-        fetched = fetch(store, copy, found.manifest, folder, ranks, needs=not sees)
+        fetched = fetch(store, copy, manifest, folder, ranks, needs=path is None)
     except DamagedError as error:
-        if found.copy:
-            raise
         instead = "delete that copy, or keep checkpoints in a folder that all nodes see"
         what = f"resume from {copy} in {store!r}"
         raise CheckpointError.cannot(what, why=str(error), instead=instead) from error
-    return Path(path) if sees else fetched
+    return path or fetched
 
 
 def _manifest(path: Path) -> str:

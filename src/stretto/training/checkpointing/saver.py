@@ -17,7 +17,7 @@ from typing import final
 from torch import nn
 
 from stretto.checkpoint import checkpoint_path, checkpoints, keep, open_checkpoint
-from stretto.checkpoint.folder import position_of
+from stretto.checkpoint.folder import Store, position_of
 from stretto.checkpoint.sharding import HostCopies, Staged
 from stretto.checkpoint.writing import (
     abandon_checkpoint,
@@ -32,6 +32,7 @@ from stretto.run import Run
 from stretto.settings import Checkpointing
 from stretto.timing import Timestamp
 from stretto.training.callback import Events
+from stretto.training.checkpointing.copies import Uploader, open_store
 from stretto.training.checkpointing.lock import check_lock
 from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import (
@@ -42,7 +43,6 @@ from stretto.training.checkpointing.state import (
     only_shards,
     restore,
 )
-from stretto.training.checkpointing.upload import Uploader, as_store
 from stretto.training.evaluate import Best
 from stretto.training.logs.recorder import Recorder
 
@@ -98,11 +98,13 @@ class Saver:
         """The position of the last checkpoint of this run."""
         self.failure: str | None = None
         """Why the last checkpoint could not be written; None if it was written."""
-        self.store = None if settings is None else as_store(settings.upload, self._ranks)
+        self.store: Store | None = None
         """Where copies of checkpoints go."""
         self._uploader: Uploader | None = None
-        if settings is not None and self.store is not None and self._ranks.is_first:
-            self._uploader = Uploader(self.store, settings.keep)
+        if settings is not None and settings.upload is not None:
+            self.store = open_store(settings.upload, self._ranks, call="Trainer()")
+            if self._ranks.is_first:
+                self._uploader = Uploader(self.store, settings.keep)
 
     def check_added(self) -> None:
         """Check the parts that were added since.

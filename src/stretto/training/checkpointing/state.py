@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from stretto.training.stepper import Retry
 
 
-UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """Exceptions that a state from another run, model or version causes."""
 
 
 @contextmanager
-def section(where: object, name: str) -> Iterator[None]:
+def in_part(where: object, name: str) -> Iterator[None]:
     """Add the checkpoint and the part of it to errors raised inside.
 
     Raises:
@@ -50,7 +50,7 @@ def section(where: object, name: str) -> Iterator[None]:
         yield
     except StrettoError as error:
         raise error.recast(type(error), where=f"{name!r} in {where}") from error
-    except (*UNFIT, RuntimeError) as error:
+    except (*MISFITS, RuntimeError) as error:
         why = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         why = f"its {name!r} does not fit this run ({why})"
         instead = "build the run as it was then, or start from another checkpoint"
@@ -319,12 +319,12 @@ def restore(parts: Mapping[str, Part], checkpoint: CheckpointReader, where: obje
     saved = dict.fromkeys((*checkpoint.records, *checkpoint.groups))
     names: dict[str, str | None] = {name: name for name in parts}
     if CALLBACKS in checkpoint.records and CALLBACKS in parts:
-        with section(where, CALLBACKS):
+        with in_part(where, CALLBACKS):
             texts = parts[CALLBACKS].state_dict()
             names |= saved_names(checkpoint.records[CALLBACKS], texts)
     lines = [f"{name}: its state is dropped" for name in saved if name not in names.values()]
     for name, part in parts.items():
-        with section(where, name):
+        with in_part(where, name):
             stored = names[name]
             if stored in saved and stored is not None:
                 part.load_state_dict(_stored_state(checkpoint, stored, part))

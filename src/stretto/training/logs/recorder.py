@@ -43,7 +43,7 @@ from stretto.training.logs.console import ConsoleLogger
 from stretto.training.logs.loggers import Guarded, Logger
 from stretto.training.stepper import StepResult
 
-FILES = (METRICS, LEDGER)
+RESUMED_FILES = (METRICS, LEDGER)
 """Those that a resume cuts back."""
 MOST_PENDING = 256
 """Batches that are kept before they are recorded: reading a loss waits for the device."""
@@ -77,7 +77,7 @@ class RunFiles:
     @property
     def paths(self) -> list[Path]:
         """The files that a resume cuts back."""
-        return [] if self.folder is None else [self.folder / name for name in FILES]
+        return [] if self.folder is None else [self.folder / name for name in RESUMED_FILES]
 
     def open(self, at: Timestamp) -> None:
         """Open the files, cut back to where the checkpoint left them.
@@ -213,7 +213,7 @@ class RunFiles:
             CheckpointError: they cannot be written, so a run could not continue them.
         """
         try:
-            if any(self._files[name].waiting for name in FILES if name in self._files):
+            if any(self._files[name].waiting for name in RESUMED_FILES if name in self._files):
                 raise OSError(f"{METRICS} and {LEDGER} cannot be written")
             return {path.name: path.stat().st_size for path in self.paths}
         except OSError as error:  # the disk is full, or a file was moved
