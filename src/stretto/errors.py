@@ -21,38 +21,15 @@ An error carries its message as fields (`what`, `why`, `instead`, `where`), as i
 `raise TimeError.cannot("read ...", why=..., instead=...)`.
 As text they have one form:
 **cannot <do what> <the value as given>: <why>; <what to write instead> (<where>)**.
-A run file and the command line show the same fields in words of their own (`StrettoError.recast`).
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Self, TypeAlias, TypeVar, final
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """A Python argument that a message names; a run file has a key for it.
-
-    >>> str(Argument("maximum", 8)), str(Argument("at_most", 8, python="AtMost(policy, 8)"))
-    ('maximum=8', 'AtMost(policy, 8)')
-    """
-
-    name: str
-    """The argument's name."""
-    value: object = None
-    """What to give it; None if the message only names it."""
-    python: str | None = None
-    """How it is written in Python, if not as `name=value`."""
-
-    def __str__(self) -> str:
-        field = self.name.removeprefix("dataset_")
-        name = self.name if field == self.name else f"{self.name} or DataSpec(data, {field}=...)"
-        return self.python or (name if self.value is None else f"{self.name}={self.value!r}")
+from typing import Self, TypeVar, final
 
 
 @final
@@ -76,8 +53,6 @@ class Place:
         return self.key if self.file is None else f"{self.key} in {self.file}{line}"
 
 
-Text: TypeAlias = str | tuple[str | Argument, ...]
-"""A part of a message, in which arguments stand apart from the text around them."""
 Error = TypeVar("Error", bound="StrettoError")
 
 
@@ -86,33 +61,35 @@ Error = TypeVar("Error", bound="StrettoError")
 class Message:
     """What an error says, in parts."""
 
-    what: Text
+    what: str
     """What was attempted, with the value as given."""
-    why: Text
+    why: str
     """The reason it cannot be done."""
-    instead: Text
+    instead: str
     """What to write instead."""
     where: tuple[Place, ...] = ()
     """The places that the value came from, the innermost one first."""
 
     def __str__(self) -> str:
         places = "".join(f" ({place})" for place in self.where)
-        what, why, instead = (_joined(text, str) for text in (self.what, self.why, self.instead))
+        # Each on its own: an address in one of them may end with the sign that follows it.
+        what, why, instead = map(without_credentials, (self.what, self.why, self.instead))
         return f"cannot {what}: {why}; {instead}{places}"
 
-    def recast(self, where: Place | None, word: Callable[[Argument], str] | None) -> Message:
-        """Return the message with one more place, and arguments in other words."""
-        places = self.where if where is None else (*self.where, where)
-        if word is None:
-            return replace(self, where=places)
-        what, why, instead = (_joined(text, word) for text in (self.what, self.why, self.instead))
-        return Message(what, why, instead, places)
+    def at(self, where: Place | None) -> Message:
+        """Return the message with one more place."""
+        return self if where is None else replace(self, where=(*self.where, where))
 
 
-def _joined(text: Text, word: Callable[[Argument], str]) -> str:
-    parts = (text,) if isinstance(text, str) else text
-    said = "".join(part if isinstance(part, str) else word(part) for part in parts)
-    return without_credentials(said)
+def fact_text(name: str) -> str:
+    """Return how a message names a fact of a horizon, which is a field of the data in a run.
+
+    >>> fact_text("dataset_num_samples"), fact_text("max_training_duration")
+    ('dataset_num_samples (num_samples of the data)', 'max_training_duration')
+    """
+    of_data = name.removeprefix("dataset_")
+    is_of_data = of_data in ("num_samples", "num_tokens", "tokens_per_sample")
+    return f"{name} ({of_data} of the data)" if is_of_data else name
 
 
 def samples_text(count: int) -> str:
@@ -160,7 +137,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-def cannot(what: Text, *, why: Text, instead: Text, where: Place | str | None = None) -> Message:
+def cannot(what: str, *, why: str, instead: str, where: Place | str | None = None) -> Message:
     """Return the message of an error, in the one form that all of ours have.
 
     Args:
@@ -216,14 +193,12 @@ class StrettoError(Exception):
         super().__init__(*messages)
 
     @classmethod
-    def cannot(
-        cls, what: Text, *, why: Text, instead: Text, where: Place | str | None = None
-    ) -> Self:
+    def cannot(cls, what: str, *, why: str, instead: str, where: Place | str | None = None) -> Self:
         """Return an error of this kind; the arguments are those of the function `cannot`."""
         return cls(cannot(what, why=why, instead=instead, where=where))
 
     @classmethod
-    def bad(cls, name: str, value: object, why: Text, instead: Text) -> Self:
+    def bad(cls, name: str, value: object, why: str, instead: str) -> Self:
         """Return an error for one value that is wrong in itself.
 
         >>> print(BatchSizeError.bad("maximum", 0, "it is not positive", "write 1 or more"))
@@ -253,28 +228,11 @@ class StrettoError(Exception):
         """The first of the messages."""
         return self.messages[0]
 
-    def recast(
-        self,
-        kind: type[Error],
-        *,
-        where: Place | str | None = None,
-        word: Callable[[Argument], str] | None = None,
-    ) -> Error:
-        """Return the same as an error of another kind, or with other words.
-
-        Args:
-            kind: the class of the new error.
-            where: one more place, around those that are known.
-            word: how a face writes an argument; by default as Python does.
-        """
+    def recast(self, kind: type[Error], *, where: Place | str | None = None) -> Error:
+        """Return the same as an error of another kind, or with one more place around the others."""
         place = Place(where) if isinstance(where, str) else where
         # The error of somebody's callback may have been made of a text.
-        return kind(
-            *(
-                message.recast(place, word) if isinstance(message, Message) else message
-                for message in self.args
-            )
-        )
+        return kind(*(one.at(place) if isinstance(one, Message) else one for one in self.args))
 
 
 class TimeError(StrettoError, ValueError):

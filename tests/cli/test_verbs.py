@@ -83,13 +83,13 @@ def test_plans_are_laid_over_each_other_on_a_page(stated: Path, stretto: Stretto
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("0.1dur --to ba --max-duration 90ep --batch-size 8", "set --samples"),
-        ("0.1dur --to ba", "set --max-duration"),
-        ("1ep --to ba --samples 100", "set --batch-size"),
-        ("1ep --to tok --samples 100", "set --tokens"),
+        ("0.1dur --to ba --max-duration 90ep --batch-size 8", "set dataset_num_samples"),
+        ("0.1dur --to ba", "set max_training_duration"),
+        ("1ep --to ba --samples 100", "set batch_size"),
+        ("1ep --to tok --samples 100", "set dataset_num_tokens"),
         (
             "1ep --to ba --samples 100 --batch-size 0",
-            "cannot use --batch-size=0",
+            "cannot use batch_size=0",
         ),
         ("1epoch --to ba", "write '1ep'"),
         ("1ep --to epoch", "there is no such unit"),
@@ -136,7 +136,7 @@ def test_plan_as_json(stated: Path, stretto: Stretto) -> None:
         ("nowhere.yaml", "cannot read 'nowhere.yaml': no such file"),
         ("stated.yaml max_duration", "key=value"),
         ("stated.yaml max_duratoin=1ep", "did you mean 'max_duration'? (max_duratoin on the"),
-        ("stated.yaml batch_size=5000 last_batch=drop", "write at_most: 1000"),
+        ("stated.yaml batch_size=5000 last_batch=drop", "write AtMost(policy, 1000)"),
         ("stated.yaml data.num_samples=null", "No module named 'no'"),
         ("stated.yaml --html plan.gif", "end it in .html"),
         ("stated.yaml --against runs/none", "cannot read runs/none/ledger.csv"),

@@ -188,7 +188,7 @@ class Stream(IterableDataset[Any]):
 def test_an_unknown_number_of_samples_is_stated_with_the_data(call: Any) -> None:
     name = "train_data" if call is trained else "data"
     loader = DataLoader(Stream(), batch_size=8)
-    with pytest.raises(StrettoError, match=r"DataSpec\(data, num_samples=...\)"):
+    with pytest.raises(StrettoError, match="num_samples of the data"):
         call(**{name: loader}, schedules={"lr": Cosine()})
     call(**{name: stretto.DataSpec(loader, num_samples=64)}, schedules={"lr": Cosine()})
 

@@ -26,9 +26,9 @@ FACTS: dict[str, Any] = {
 }
 WHY = {
     "samples": "the number of samples in the data set is not known; "
-    "set dataset_num_samples or DataSpec(data, num_samples=...), or ",
+    "set dataset_num_samples (num_samples of the data), or ",
     "tokens": "the number of tokens in the data set is not known; "
-    "set dataset_num_tokens or DataSpec(data, num_tokens=...), or ",
+    "set dataset_num_tokens (num_tokens of the data), or ",
     "batch": "the batch size is not known in advance; set batch_size, or ",
     "run": "the length of the run is not known; set max_training_duration, or ",
     "clock": "how long a batch will take is not known before the run; ",

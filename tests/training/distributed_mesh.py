@@ -220,7 +220,7 @@ def make(kind: str, folder: Path | None = None, **more: Any) -> tuple[Trainer, W
         "loss": loss,
         "max_duration": "2ep",
         "batch_size": "0sp:6 30sp:11 120sp:17",
-        "micro_batch_size": 2,
+        "micro_batch_size": 4,
         "clip_norm": 0.5,
         "loading": {"seed": 7},
         "log": Logging("1ba", console=False),
@@ -343,7 +343,7 @@ def own_loop(kind: str) -> dict[str, Any]:
         max_duration="2ep",
         optimizer=optimizer,
         every={"look": "7s"},
-        micro_batch_size=2,
+        micro_batch_size=4,
         loading={"seed": 7},
         **parallel,
     )

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import final
 
 from stretto.batching.steps import sample_axis
-from stretto.errors import BatchSizeError, ConversionError, Text
+from stretto.errors import BatchSizeError, ConversionError
 from stretto.schedules import BoundSchedule, Schedule
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 from stretto.timing.grammar import NAMES
@@ -227,7 +227,7 @@ def _first(holds: Callable[[int], bool], before: int, after: int) -> int:
     return after
 
 
-def cannot_grow(schedule: object, why: str, instead: Text) -> BatchSizeError:
+def cannot_grow(schedule: object, why: str, instead: str) -> BatchSizeError:
     """Return the error for a schedule whose decay a batch size cannot replace."""
     what = f"grow the batch with the decay of '{schedule}'"
     return BatchSizeError.cannot(what, why=why, instead=instead)

@@ -18,7 +18,7 @@ from stretto.batching.policy import (
     Size,
     checked_size,
 )
-from stretto.errors import Argument, BatchSizeError, shown
+from stretto.errors import BatchSizeError, shown
 from stretto.schedules.fields import Interval, Timed, check_fields, fill, name_of
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.epochs import UnknownCountError, known_counts, unknown_counters
@@ -129,11 +129,10 @@ class SizeFunction(BatchSizePolicy):
             size = self.function(known, state["size"])
             return checked_size(size, f"the batch size that {name} returned")
         except UnknownCountError as error:
-            python = f"SizeFunction({name}, planned=False)"
             raise BatchSizeError.cannot(
                 f"ask {name} for a batch size before the run",
                 why=f"it reads {error.name!r}, which is known only during the run",
-                instead=("write ", Argument("planned", value=False, python=python)),
+                instead=f"write SizeFunction({name}, planned=False)",
             ) from None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stretto.errors import Argument, Text, TrainingError
+from stretto.errors import TrainingError
 
 LOSS, NOISE = "loss", "noise"
 """What every step can measure; any other signal is a metric of an evaluation."""
@@ -73,7 +73,7 @@ def check_monitored(name: str, measured: Sequence[str], what: str | None = None)
 
 
 def _unmeasured(what: str, measured: Sequence[str]) -> TrainingError:
-    instead: Text = ("set ", Argument("evaluate", "{every: 10%}", python="evaluate=..."))
+    instead = "set evaluate, and every='10%' in it"
     if measured:
         instead = f"write one of {', '.join(map(repr, measured))}"
     return TrainingError.cannot(what, why="no evaluation measures it", instead=instead)

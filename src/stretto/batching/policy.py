@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self, TypeAlias, final
 
-from stretto.errors import BatchSizeError, Text, shown
+from stretto.errors import BatchSizeError, shown
 from stretto.schedules.fields import Check, Timed, fill, number_field
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 from stretto.timing.grammar import whole
@@ -260,7 +260,7 @@ def checked_size(
     value: object,
     what: str = "a batch size",
     *,
-    instead: Text = "write a number of samples such as 128",
+    instead: str = "write a number of samples such as 128",
 ) -> int:
     """Return `value` as an int, if it is a whole number of samples of at least 1.
 

@@ -19,7 +19,7 @@ from stretto.batching.policy import (
     timed,
 )
 from stretto.batching.steps import Fixed, sample_axis
-from stretto.errors import Argument, BatchSizeError
+from stretto.errors import BatchSizeError
 from stretto.schedules.fields import Interval, check_fields, fill
 from stretto.timing import Horizon, Time, TimeLike, Timestamp, TimeUnit
 
@@ -97,8 +97,7 @@ class _Ramp(BatchSizePolicy):
     def __post_init__(self) -> None:
         check_fields(self)
         if self.end < self.start:
-            steps = f"'0ep:{self.start} 1ep:{self.end}'"
-            instead = ("write ", Argument("steps", steps, python=f"PiecewiseConstant({steps})"))
+            instead = f"write PiecewiseConstant('0ep:{self.start} 1ep:{self.end}')"
             what = f"ramp the batch size from {self.start} to {self.end}"
             raise BatchSizeError.cannot(what, why="a ramp does not shrink", instead=instead)
 

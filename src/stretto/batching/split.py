@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 from stretto.batching.policy import checked_size, checked_world_size
-from stretto.errors import Argument, BatchSizeError, Text
+from stretto.errors import BatchSizeError
 from stretto.ordering import evenly, stream_start
 from stretto.schedules.fields import fill
 from stretto.timing.grammar import whole
@@ -115,8 +115,7 @@ def not_even(size: int, world_size: int, micro_batch_size: int | None) -> BatchS
     """Return the error for a size that cannot be split evenly."""
     unit = even_unit(world_size, micro_batch_size)
     lower = max(unit, size - size % unit)
-    multiple = Argument("multiple_of", unit, python=f"MultipleOf(policy, {unit})")
-    instead: Text = (f"write a multiple such as {lower} or {lower + unit}, or ", multiple)
+    instead = f"write a multiple such as {lower} or {lower + unit}, or MultipleOf(policy, {unit})"
     micro = "" if micro_batch_size is None else f" with micro-batches of {micro_batch_size}"
     what = f"split {size} samples evenly over {world_size} ranks{micro}"
     return BatchSizeError.cannot(what, why=f"it is not a multiple of {unit}", instead=instead)

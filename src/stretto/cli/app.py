@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import typer
 
 from stretto.cli.terminal import print_json, progress, verb
-from stretto.errors import Argument, StrettoError
+from stretto.errors import StrettoError
 
 app = typer.Typer(
     name="stretto",
@@ -272,20 +272,6 @@ def export(
         typer.echo(f"wrote the weights of {path} to {folder}")
 
 
-_ARGUMENTS = {
-    "dataset_num_samples": "--samples",
-    "dataset_num_tokens": "--tokens",
-    "max_training_duration": "--max-duration",
-    "batch_size": "--batch-size",
-}
-"""The options of `convert` by the arguments of `stretto.convert`."""
-
-
-def as_option(argument: Argument) -> str:
-    """Return the option of an argument that a message names."""
-    return _ARGUMENTS.get(argument.name, str(argument))
-
-
 @verb(
     app,
     "convert 0.1dur --to ep --max-duration 90ep",
@@ -314,21 +300,17 @@ def convert(
         drop_last: Drop an epoch's last, smaller batch.
         as_json: Print JSON.
     """
-    from stretto.errors import ConversionError
     from stretto.timing import convert as convert_time
 
-    try:
-        found = convert_time(
-            time,
-            to,
-            dataset_num_samples=samples,
-            dataset_num_tokens=tokens,
-            max_training_duration=max_duration,
-            batch_size=batch_size,
-            drop_last=drop_last,
-        )
-    except ConversionError as error:
-        raise error.recast(ConversionError, word=as_option) from error
+    found = convert_time(
+        time,
+        to,
+        dataset_num_samples=samples,
+        dataset_num_tokens=tokens,
+        max_training_duration=max_duration,
+        batch_size=batch_size,
+        drop_last=drop_last,
+    )
     typer.echo(json.dumps({"time": str(found)}) if as_json else str(found))
 
 
@@ -366,10 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except StrettoError as error:
         if TRACEBACK in given:
             raise
-        from stretto.config.yaml import as_key
-
-        in_keys = error.recast(StrettoError, word=as_key)
-        text = "\n".join([str(in_keys), *getattr(error, "__notes__", ())])
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         typer.secho(f"Error [{error.code}]: {text}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None
     finally:

@@ -75,7 +75,7 @@ class Mistakes:
     def add(self, error: StrettoError, path: Path) -> None:
         """Note an error at a place, unless it has one."""
         where = self._source.where(path)
-        self._messages += [one if one.where else one.recast(where, None) for one in error.messages]
+        self._messages += [one if one.where else one.at(where) for one in error.messages]
 
     def check(self) -> None:
         """Raise one error for all mistakes.

@@ -12,7 +12,7 @@ from stretto.batching.metrics import check_monitored, followed_metric, metrics_o
 from stretto.batching.seesaw import paired
 from stretto.config.run import RunConfig
 from stretto.config.targets import Target, bound_target, call_target
-from stretto.config.yaml import Path, as_key
+from stretto.config.yaml import Path
 from stretto.errors import ConfigError, PlanError
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.bind import check_tokens
@@ -229,7 +229,7 @@ def plan_of(config: RunConfig, run: Prepared) -> Plan:
         )
     except PlanError as error:
         where = config.source.where(("batch_size",))
-        raise error.recast(PlanError, where=where, word=as_key) from error
+        raise error.recast(PlanError, where=where) from error
 
 
 def prepare_checked(config: RunConfig, *, resumes: bool = False) -> tuple[TimesAndSizes, Prepared]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, cast, final
 
 import yaml
 
-from stretto.errors import Argument, ConfigError, Place, StrettoError, shown
+from stretto.errors import ConfigError, Place, StrettoError, shown
 
 Path: TypeAlias = tuple[str | int, ...]
 """The keys and list indices that lead to a value."""
@@ -74,31 +74,11 @@ class Source:
         except ConfigError:
             raise
         except StrettoError as error:
-            raise error.recast(ConfigError, where=self.where(path), word=as_key) from error
+            raise error.recast(ConfigError, where=self.where(path)) from error
 
 
 NO_SOURCE = Source()
 """A run file that was not read from anywhere."""
-
-
-_KEYS = {
-    "dataset_num_samples": "data.num_samples",
-    "dataset_num_tokens": "data.num_tokens",
-    "tokens_per_sample": "data.tokens_per_sample",
-    "max_training_duration": "max_duration",
-    **{name: f"stepping.{name}" for name in ("non_finite", "rank_timeout")},
-}
-"""The keys that have another name than the arguments of Python."""
-
-
-def as_key(argument: Argument) -> str:
-    """Return how a run file writes an argument that a message names.
-
-    >>> as_key(Argument("dataset_num_tokens")), as_key(Argument("at_most", 100))
-    ('data.num_tokens', 'at_most: 100')
-    """
-    key = _KEYS.get(argument.name, argument.name)
-    return key if argument.value is None else f"{key}: {argument.value}"
 
 
 Value: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None

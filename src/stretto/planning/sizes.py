@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 
 from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
 from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
-from stretto.errors import Argument, BatchSizeError, ConversionError, PlanError, Text
+from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
 from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
 from stretto.timing.epochs import (
@@ -100,16 +100,10 @@ def next_step(
 def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
     """Return the error for a batch larger than an epoch."""
     most = horizon.dataset_num_samples
-    bound = Argument("at_most", most, python=f"AtMost(policy, {most})")
     return BatchSizeError.cannot(
-        (f"take a batch of {size} samples with ", Argument("last_batch", "drop")),
+        f"take a batch of {size} samples with last_batch='drop'",
         why=f"an epoch has only {most}, so each would be dropped",
-        instead=(
-            "write ",
-            bound,
-            " or ",
-            Argument("last_batch", "carry"),
-        ),
+        instead=f"write AtMost(policy, {most}) or last_batch='carry'",
     )
 
 
@@ -167,7 +161,7 @@ def check_plannable(horizon: Horizon, policy: Bound) -> None:
         raise _unplannable("they follow what the run measures", instead)
 
 
-def _unplannable(why: str, instead: Text) -> PlanError:
+def _unplannable(why: str, instead: str) -> PlanError:
     return PlanError.cannot("know the batch sizes before the run", why=why, instead=instead)
 
 
@@ -181,9 +175,9 @@ def unknown_count(horizon: Horizon, units: Iterable[TimeUnit]) -> str | None:
 
 
 _COUNTS = {TimeUnit.EPOCH: "epochs", TimeUnit.TOKEN: "tokens", TimeUnit.SECOND: "the wall clock"}
-_STATE: dict[str, Text] = {
-    "epochs": ("set ", Argument("dataset_num_samples"), ", or write the times in 'sp' or 'ba'"),
-    "tokens": ("set ", Argument("tokens_per_sample"), ", or write the times in 'sp' or 'ba'"),
+_STATE = {
+    "epochs": f"set {fact_text('dataset_num_samples')}, or write the times in 'sp' or 'ba'",
+    "tokens": f"set {fact_text('tokens_per_sample')}, or write the times in 'sp' or 'ba'",
     "the wall clock": "write the times in 'sp', 'ep' or 'ba'",
 }
 
@@ -492,7 +486,7 @@ write the time in 'sp', 'ep' or 'dur' like those it goes with
     """
 
     why: str
-    instead: Text = "write the time in 'sp', 'ep' or 'dur' like those it goes with"
+    instead: str = "write the time in 'sp', 'ep' or 'dur' like those it goes with"
 
     past: PlannedSizes | None = None
     """The batches that it had before it was resumed; None: they are unknown, too."""
@@ -523,7 +517,6 @@ def horizon_of(sizes: PlannedSizes) -> Horizon:
     """Return the horizon of planned sizes, which converts as far as these are exact."""
     if sizes.is_exact:
         return sizes.horizon.with_batch_sizes(sizes)
-    carry = Argument("last_batch", "carry")
-    instead = ("set ", Argument("dataset_num_samples"), ", or write ", carry)
+    instead = f"set {fact_text('dataset_num_samples')}, or write last_batch='carry'"
     why = "an epoch of unknown length may end inside one of them"
     return sizes.horizon.with_batch_sizes(UnknownSizes(why, instead))

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 
 from stretto.batching import BatchSizePolicy, Bound, LearningRateRule
 from stretto.batching.split import even_unit, is_learning_rate, not_even, split
-from stretto.errors import Argument, ConversionError, PlanError, samples_text
+from stretto.errors import ConversionError, PlanError, samples_text
 from stretto.planning.bind import Prepared
 from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, unknown_count
 from stretto.schedules import BoundSchedule, Schedule
@@ -144,14 +144,11 @@ def _below(
     most: int | None = None,
     where: str | None = None,
 ) -> PlanError:
-    least = Argument("at_least", world_size, python=f"AtLeast(policy, {world_size})")
     return PlanError.cannot(
         f"run batches of {size} on {world_size} ranks",
         why="each rank needs at least one sample",
-        instead=(
-            *("write ", least, f", start {most or size} ranks, or pass "),
-            Argument("idle_ranks", value=True),
-        ),
+        instead=f"write AtLeast(policy, {world_size}), start {most or size} ranks, or pass "
+        "idle_ranks=True",
         where=where,
     )
 

@@ -19,7 +19,7 @@ from typing import final
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from stretto.errors import Argument, StrettoError, Text, TrainingError
+from stretto.errors import StrettoError, TrainingError
 
 _LOST = (
     *("gloo/transport", "connection closed by peer", "connection reset by peer"),
@@ -28,7 +28,6 @@ _LOST = (
 """What gloo and NCCL say if another process has ended, or does not come."""
 _LATE = "timed out waiting"
 """What gloo says if another process does not come in time."""
-_TIMEOUT = Argument("rank_timeout", python="Stepping(rank_timeout=...)")
 _MOST = timedelta(seconds=30)
 """How long to wait for other ranks that give up: they began to wait at different times."""
 _MOMENT = timedelta(seconds=0.5)
@@ -95,21 +94,21 @@ class RankMonitor:
         asking.start()
         asking.join(grace.total_seconds() + _ANSWER_SECONDS)
         missing = answers[0] if answers else None
-        instead: Text
+        instead: str
         if missing:
             listed = ", ".join(map(str, missing[:8]))
             who = f"rank {listed}" if len(missing) == 1 else f"ranks {listed}"
             timeout = self._timeout
             wait = "in time" if timeout is None else f"within {timeout.total_seconds():g} s"
             why = f"{who} did not come {wait}"
-            instead = ("look at it, for example with py-spy; if it needs longer, raise ", _TIMEOUT)
+            instead = "look at it, for example with py-spy; if it needs longer, raise rank_timeout"
         elif not is_late and missing is None:
             why, instead = "one of them has ended", "look for its own error, which came first"
         elif missing is None:
             why, instead = "one did not come in time", "look at rank 0, which keeps the store"
         else:
             why = "all of them wait, each for something else, or one came too late"
-            instead = ("make the same calls on every rank, or raise ", _TIMEOUT)
+            instead = "make the same calls on every rank, or raise rank_timeout"
         said = textwrap.shorten(str(error), 200, placeholder=" ...")
         return TrainingError.cannot(
             "go on with the other ranks", why=f"{why} ({said})", instead=instead

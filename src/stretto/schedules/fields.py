@@ -25,7 +25,7 @@ from typing import (
 )
 
 from stretto._foreign import check_foreign
-from stretto.errors import Argument, ScheduleError, StrettoError, nearest, shown
+from stretto.errors import ScheduleError, StrettoError, nearest, shown
 from stretto.timing import Time, TimeLike, TimeUnit
 from stretto.timing.grammar import exact, is_number
 from stretto.timing.time import Number, rounded
@@ -199,7 +199,7 @@ def one_of(
     if value not in choices:
         near = nearest(value, choices)
         instead = f"did you mean {near!r}?" if near else f"write {' or '.join(map(repr, choices))}"
-        what = ("use ", Argument(name, value))
+        what = f"use {name}={shown(value)}"
         raise error.cannot(what, why="there is no such choice", instead=instead)
     return value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.errors import Argument, ConversionError
+from stretto.errors import ConversionError
 from stretto.timing.grammar import TimeUnit, parse_unit
 from stretto.timing.horizon import Horizon, checked_count
 from stretto.timing.time import Time, TimeLike
@@ -51,7 +51,7 @@ def convert(
     needs_run = TimeUnit.DURATION in (found.unit, target) and found.unit is not target
     if max_training_duration is None:
         if needs_run:
-            instead = ("set ", Argument("max_training_duration"), f", or write it in '{target}'")
+            instead = f"set max_training_duration, or write it in '{target}'"
             why = "the length of the run is not known"
             raise ConversionError.cannot(f"convert {found} to {target}", why=why, instead=instead)
         max_training_duration = "1s"  # no wall time has an end among the samples

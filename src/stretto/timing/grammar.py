@@ -14,7 +14,7 @@ from enum import StrEnum
 from fractions import Fraction
 from numbers import Number, Rational
 
-from stretto.errors import StrettoError, Text, TimeError, shown
+from stretto.errors import StrettoError, TimeError, shown
 
 
 class TimeUnit(StrEnum):
@@ -130,8 +130,8 @@ def whole(value: object) -> int | None:
 def checked_whole(
     value: object,
     kind: type[StrettoError],
-    what: Text,
-    instead: Text,
+    what: str,
+    instead: str,
     *,
     least: int = 1,
 ) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, get_args, runtime_checkable
 
-from stretto.errors import Argument, BatchSizeError, ConversionError, Text, shown
+from stretto.errors import BatchSizeError, ConversionError, fact_text, shown
 from stretto.timing.grammar import NAMES, TimeUnit, checked_whole, exact, parse_unit
 from stretto.timing.time import Number, Time, TimeLike, read_run, rounded
 from stretto.timing.timestamp import Axis, Timestamp, axes
@@ -84,6 +85,7 @@ class Horizon:
     38
     """
     _axes: dict[TimeUnit, Axis] = field(compare=False)
+    _passed: Callable[[Timestamp], int] = field(compare=False)
     _end: Fraction = field(compare=False)
     _end_tick: int = field(compare=False)
 
@@ -119,9 +121,10 @@ class Horizon:
         end_sample = None
         if is_exact.get(run.unit, False):
             end_sample = math.ceil(self._amount(run.amount, run.unit, _SP))
-        end = self.ticks(run, self._axes[run.unit])
+        axis = self._axes[run.unit]
+        end = self.ticks(run, axis)
         # Counters are whole numbers, so they reach the end at the next whole tick.
-        self._fill(end_sample=end_sample, _end=end, _end_tick=math.ceil(end))
+        self._fill(end_sample=end_sample, _passed=axis.read, _end=end, _end_tick=math.ceil(end))
 
     def _fill(self, **fields: object) -> None:
         for name, value in fields.items():
@@ -136,7 +139,7 @@ class Horizon:
         0.25
         """
         end = self._end
-        return min(1.0, self._axes[_DUR].read(timestamp) * end.denominator / end.numerator)
+        return min(1.0, self._passed(timestamp) * end.denominator / end.numerator)
 
     def is_done(self, timestamp: Timestamp) -> bool:
         """Return whether the run has reached its length.
@@ -144,7 +147,7 @@ class Horizon:
         >>> Horizon("8ba").is_done(Timestamp(batch=8))
         True
         """
-        return self._axes[_DUR].read(timestamp) >= self._end_tick
+        return self._passed(timestamp) >= self._end_tick
 
     @property
     def end(self) -> tuple[Axis, int]:
@@ -210,10 +213,9 @@ class Horizon:
         why = missing.why
         if _DUR in (unit, target):
             why = f"max_duration is in {NAMES[self.max_duration.unit]} and {why}"
-        instead: Text = otherwise
         if missing.fact:
-            instead = ("set ", Argument(missing.fact), f", or {otherwise}")
-        return ConversionError.cannot(what, why=why, instead=instead)
+            otherwise = f"set {fact_text(missing.fact)}, or {otherwise}"
+        return ConversionError.cannot(what, why=why, instead=otherwise)
 
     def _amount(self, amount: Fraction, unit: TimeUnit, target: TimeUnit) -> Fraction:
         """Return an amount in another unit, exactly and not yet rounded to whole samples.
@@ -317,7 +319,7 @@ class Horizon:
 
 
 def _unknown_epoch(what: str, otherwise: str) -> ConversionError:
-    instead = ("set ", Argument("dataset_num_samples"), otherwise)
+    instead = f"set {fact_text('dataset_num_samples')}{otherwise}"
     return ConversionError.cannot(what, why=_NO_SAMPLES, instead=instead)
 
 
@@ -353,7 +355,7 @@ def checked_count(name: str, count: object) -> int | None:
     """Return a count as an int, or None; refuse all but integers of at least 1."""
     if count is None:
         return None
-    what = ("use ", Argument(name), f"={shown(count)}")
+    what = f"use {name}={shown(count)}"
     return checked_whole(count, ConversionError, what, "leave it out where it is not known")
 
 
@@ -363,7 +365,7 @@ def _checked_constant(size: object, num_samples: int | None, last_batch: LastBat
     size = checked_whole(size, BatchSizeError, what, instead)
     if last_batch == "drop" and num_samples and size > num_samples:
         why = f"an epoch has only {num_samples} samples, so each would be dropped"
-        smaller = ("write a smaller one or ", Argument("last_batch", "carry"))
+        smaller = "write a smaller one or last_batch='carry'"
         raise BatchSizeError.bad("batch_size", size, why, smaller)
     return size
 

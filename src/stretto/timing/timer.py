@@ -225,9 +225,7 @@ class Timer:
 
 def _count(name: str, value: object) -> int:
     """Return a count as an int; refuse all but whole numbers of at least 0."""
-    return checked_whole(
-        value, TimeError, ("use ", name, f"={shown(value)}"), "pass a count", least=0
-    )
+    return checked_whole(value, TimeError, f"use {name}={shown(value)}", "pass a count", least=0)
 
 
 def _uneven(where: str, why: str) -> TimeError:

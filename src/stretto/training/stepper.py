@@ -27,7 +27,7 @@ from stretto.data import DataSpec, MicroBatch, Step, move_batch
 from stretto.data.weights import nothing_to_learn, unit_counter
 from stretto.distributed.logged import MicroLoss
 from stretto.distributed.strategy import Strategy
-from stretto.errors import Argument, DataError, StrettoError, TrainingError, first_line
+from stretto.errors import DataError, StrettoError, TrainingError, first_line
 from stretto.noise import NoiseMeter, NoiseSums
 from stretto.ordering import evenly
 from stretto.runtime import SupervisedStep, TrainStep
@@ -714,12 +714,8 @@ def not_finite(at: Timestamp, *, is_late: bool = False) -> TrainingError:
     return TrainingError.cannot(
         f"train {'beyond' if is_late else 'the step at'} {at.get('sp')}",
         why=f"its loss or gradient is nan or infinite; the weights {where}",
-        instead=(
-            "resume from the last checkpoint, and lower the learning rate, clip with ",
-            Argument("clip_norm", 1.0),
-            ", or skip such steps with ",
-            Argument("non_finite", "skip"),
-        ),
+        instead="resume from the last checkpoint, and lower the learning rate, clip with "
+        "clip_norm=1.0, or skip such steps with non_finite='skip'",
     )
 
 

@@ -119,11 +119,11 @@ def test_functions_of_yours(project: str) -> None:
         ),
         (
             "schedules: {momentum: {Cosine: {warmup: 3tok}}}\n",
-            r"set data.num_tokens, .* \(schedules.momentum in run.yaml, line 4\)",
+            r"num_tokens of the data.* \(schedules.momentum in run.yaml, line 4\)",
         ),
         (
             "last_batch: drop\nbatch_size: 101\n",
-            r"write at_most: 100 or last_batch: carry \(batch_size in run.yaml, line 4\)",
+            r"write AtMost\(policy, 100\) or last_batch='carry' \(batch_size in run.yaml, line 4\)",
         ),
     ],
 )

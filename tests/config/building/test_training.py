@@ -272,7 +272,7 @@ def test_a_logger_of_yours_gets_the_run_file(tmp_path: Path) -> None:
         ({"stepping": {"rank_timeout": "5ba"}}, r"cannot wait '5ba'.*stepping.rank_timeout in"),
         (
             {"batch_size": {"Plateau": {"metric": "validation/loss", "start": 4, "maximum": 8}}},
-            r"no evaluation measures it; set evaluate: {every: 10%} \(batch_size in",
+            r"no evaluation measures it; set evaluate \(batch_size in",
         ),
         (
             {
