@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="", help="names with this pattern")
     options = parser.parse_args()
-    missing = phantom.missing()
+    missing = phantom.setup_problem()
     if missing is not None:
         parser.exit(0, f"skipped: {missing}\n")
     families = {**FAMILIES, **MORE}

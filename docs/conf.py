@@ -45,7 +45,11 @@ autosummary_ignore_module_all = False
 autodoc_member_order = "bysource"
 # Links into packages of others are made where their index is found; ours must all resolve.
 # `stretto.module.file.Name` is a base or an alias without a page: public names are found before.
-nitpick_ignore_regex = [(r"py:.*", r"(?!stretto\.).*"), (r"py:.*", r"stretto\.\w+\.\w+\..*")]
+# `Annotated` is looked up in the module whose alias has it.
+nitpick_ignore_regex = [
+    *((r"py:.*", name) for name in (r"(?!stretto\.).*", r"stretto\.\w+\.\w+\..*")),
+    (r"py:.*", r"stretto\.\w+\.Annotated"),
+]
 # `stretto.training` exports what `stretto.settings` defines, and both are described.
 suppress_warnings = ["ref.python"]
 # Adapters are described without the frameworks that they adapt.

@@ -56,8 +56,7 @@ def test_an_error_says_what_why_and_what_to_write_instead(
 ) -> None:
     error = raised(thunk, tmp_path / case, monkeypatch)
     for message in error.messages:
-        for text in (message.what, message.why, message.instead):
-            said = text if isinstance(text, str) else "".join(map(str, text))
+        for said in (message.what, message.why, message.instead):
             assert said
             assert str(tmp_path) not in said
         assert FORM.fullmatch(str(message))
