@@ -24,7 +24,6 @@ from stretto.run_folder import (
     METRICS,
     PLAN,
     complete_text,
-    ledger_end,
     parsed_event,
     parsed_ledger,
     parsed_metrics,
@@ -198,23 +197,6 @@ def test_lines_have_memory_micro_batches_and_the_norm_without_clipping(tmp_path:
     assert [line["grad_norm"] for line in lines] == pytest.approx(norms[::2])
     assert all(line["memory_peak_bytes"] > 1 << 20 for line in lines)
     assert {line["micro_batch_size"] for line in lines} == {3}
-
-
-def test_a_ledger_of_an_older_version_goes_on_in_its_columns(tmp_path: Path) -> None:
-    def stop(run: Any) -> None:
-        if run.timer.batch == 4:
-            run.stop("enough", is_final=False)
-
-    trainer = trainer_of(tmp_path, callbacks=[Do(stop)])
-    trainer.fit()
-    rows = [line.split(",") for line in (tmp_path / LEDGER).read_text().splitlines()]
-    old = [",".join(row[:7] + row[9:]) for row in rows]
-    (tmp_path / LEDGER).write_text("\n".join(old) + "\n")
-    trainer.fit()
-    header, *after = (tmp_path / LEDGER).read_text().splitlines()
-    assert header == old[0]
-    assert {len(line.split(",")) for line in after} == {len(rows[0]) - 2}
-    assert ledger_end(tmp_path) == (16, 128)
 
 
 def test_a_value_that_an_earlier_attempt_did_not_schedule_is_left_out_with_a_warning(

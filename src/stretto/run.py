@@ -16,7 +16,7 @@ from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.batching.seesaw import Pair, paired
 from stretto.data import DataSpec, Step, StepLoader
-from stretto.data.mistakes import Mistakes
+from stretto.data.mistakes import LoopMistakes
 from stretto.data.spec import check_workers
 from stretto.data.weights import MicroBatchView, Units, weights_of
 from stretto.distributed.logged import Logged, Reduce
@@ -147,7 +147,7 @@ def prepare(
     )
     if optimizer is not None:
         run.bind(optimizer)
-        run.own_loop = Mistakes(run.optimizers, model)
+        run.own_loop = LoopMistakes(run.optimizers, model)
     return run
 
 
@@ -218,7 +218,7 @@ class Run:
         """The same; None if the run leaves them alone."""
         self._plan: Plan | None = None
         self._state: Mapping[str, Any] | None = None
-        self.own_loop: Mistakes | None = None
+        self.own_loop: LoopMistakes | None = None
         """Looks at the first steps of a loop of your own; None: at no other loop."""
         self._evaluate: Callable[[], dict[str, float]] | None = None
         self._triggers: dict[str, BoundTrigger] = dict(prepared.bound_triggers)

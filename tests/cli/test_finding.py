@@ -85,7 +85,9 @@ def test_a_gpu_that_is_not_here(wide: Path, stretto: Stretto, asked: list[dict[s
 def test_without_the_phantom_its_setup_is_named(
     wide: Path, stretto: Stretto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.memory.phantom.missing", lambda: "run 'phantomgpu setup' once")
+    monkeypatch.setattr(
+        "stretto.memory.phantom.setup_problem", lambda: "run 'phantomgpu setup' once"
+    )
     said = stretto("find-batch-size", "run.yaml", "--gpu", "h100")
     assert (said.code, said.out) == (2, "")
     assert "phantomgpu setup" in said.err

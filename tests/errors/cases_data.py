@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from stretto.data import DataSpec, StepLoader
 from stretto.data.chunks import ChunkSource
-from stretto.data.fetch import Part
+from stretto.data.fetch import RankShare
 from stretto.data.streams import OwnStreams
 from stretto.runtime import Ranks
 
@@ -47,7 +47,7 @@ def stream() -> DataSpec:
 
 def stream_without_samples() -> OwnStreams:
     """One of two ranks, of which the other has nothing."""
-    spec, part = stream(), Part(Ranks.of(0, 2), None)
+    spec, part = stream(), RankShare(Ranks.of(0, 2), None)
     source = ChunkSource(spec, spec.data, seed=0)
     return OwnStreams(source, part, lambda own: [own, (0, 1, 0, 0)])
 

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from stretto.checkpoint import read_checkpoint, write_checkpoint
 from stretto.optim import Hyperparameters, from_torch
+from stretto.run_folder import LOCK, locked
 from stretto.schedules import Linear
 from stretto.timing import Horizon
 from stretto.training import (
@@ -24,7 +25,6 @@ from stretto.training.algorithms import (
     LayerFreezing,
     StochasticDepth,
 )
-from stretto.training.checkpointing.lock import LOCK, locked
 from stretto.training.metrics import check_merging, default_predict
 
 DATA = TensorDataset(torch.zeros(20, 3))

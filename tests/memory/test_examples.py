@@ -86,11 +86,11 @@ def test_a_trainer_finds_sizes_of_packed_batches() -> None:
             **settings,
         )
 
-    found = train(batch_size=2000, micro_batch_size="auto").loader.micro_batch_size
+    found = train(batch_size=2000, micro_batch_size="auto").run.loader.micro_batch_size
     assert found is not None
     assert 296 < found <= 300
     grows = IncreaseFunction(lambda epoch, size: 64, 64, "auto")
-    policy = train(batch_size=grows).loader.policy
+    policy = train(batch_size=grows).run.prepared.policy
     assert isinstance(policy, IncreaseFunction)
     largest = policy.max_batch_size
     assert isinstance(largest, int)

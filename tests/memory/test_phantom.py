@@ -17,7 +17,7 @@ from stretto.memory import find_batch_size, phantom
 from stretto.memory.answer import NothingFitsError
 from stretto.memory.phantom import _Copied
 from stretto.memory.sharding import apply
-from stretto.memory.step import WholeStep, read, written
+from stretto.memory.step import WholeStep, read_step, step_bytes
 from stretto.runtime import SupervisedStep
 
 
@@ -60,8 +60,8 @@ def step_of(model: nn.Module, precision: Any = "bf16") -> SupervisedStep:
 
 @pytest.mark.parametrize("shard", ["fsdp", "hsdp:4", fully_shard_all])
 def test_a_model_is_sharded_before_it_has_memory(eight_ranks: None, shard: Any) -> None:
-    data = written(WholeStep.of(step_of(Blocks())))
-    step: WholeStep = read(data, "cpu", parameters="meta")
+    data = step_bytes(WholeStep.of(step_of(Blocks())))
+    step: WholeStep = read_step(data, "cpu", parameters="meta")
     assert all(one.is_meta for one in step.model.parameters())
     apply(step.step, shard, 8, device="cpu")
     parts = 4 if shard == "hsdp:4" else 8
@@ -84,7 +84,7 @@ def test_without_ranks_autocast_keeps_its_cache() -> None:
 
 
 def test_a_model_larger_than_the_device_fits_on_ranks() -> None:
-    missing = phantom.missing()
+    missing = phantom.setup_problem()
     if missing is not None:
         pytest.skip(missing)
     with torch.device("meta"):
@@ -99,8 +99,8 @@ READ = """
 import sys
 from pathlib import Path
 import cloudpickle, torch
-from stretto.memory.step import read
-step = read(cloudpickle.loads(Path(sys.argv[1]).read_bytes()).data, "cpu")
+from stretto.memory.step import read_step
+step = read_step(cloudpickle.loads(Path(sys.argv[1]).read_bytes()).data, "cpu")
 out = step.model(input_ids=torch.zeros(2, 8, dtype=torch.long), output_router_logits=True)
 print(len(out.router_logits))
 """

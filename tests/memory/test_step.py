@@ -12,7 +12,7 @@ from stretto.data import DataSpec, StepLoader
 from stretto.distributed.strategy import Single
 from stretto.errors import FitError
 from stretto.memory import find_batch_size
-from stretto.memory.step import WholeStep, read, written
+from stretto.memory.step import WholeStep, read_step, step_bytes
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.ranks import Ranks
 from stretto.settings import Stepping
@@ -89,7 +89,7 @@ def test_a_step_travels_without_its_memory() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     step = SupervisedStep(model, optimizer, lambda m, x: m.second(m.first(x)).mean())
     WholeStep.of(step).run(torch.ones(2, 4))
-    copied = read(written(WholeStep.of(step)), "cpu")
+    copied = read_step(step_bytes(WholeStep.of(step)), "cpu")
     first, second = copied.model.first, copied.model.second
     assert first.weight is second.weight
     assert isinstance(first.weight, nn.Parameter)
@@ -120,7 +120,7 @@ def test_attributes_of_an_optimizer_travel(kind: Any) -> None:
     optimizer = kind(model.parameters())
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
     step = WholeStep.of(SupervisedStep(model, optimizer, lambda m, x: m(x).mean()))
-    copied = read(written(step), "cpu")
+    copied = read_step(step_bytes(step), "cpu")
     copied.run(torch.ones(2, 4))
     assert copied.step.optimizers[0].param_groups[0]["params"][0] is copied.model.weight
     # Without it, Adafactor looks for an option that it does not have, on a GPU only.
@@ -129,7 +129,7 @@ def test_attributes_of_an_optimizer_travel(kind: Any) -> None:
 
 def test_views_share_a_storage_after_the_journey() -> None:
     flat = torch.zeros(6)
-    one, two = read(written([flat[:3], flat[3:].view(torch.bfloat16)]), "cpu")
+    one, two = read_step(step_bytes([flat[:3], flat[3:].view(torch.bfloat16)]), "cpu")
     assert one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
     assert two.storage_offset() == 6
 

@@ -100,7 +100,7 @@ def test_weights_are_of_the_type_that_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_the_phantom_trains_the_model(ranks: str, tmp_path: Path) -> None:
-    missing = phantom.missing()
+    missing = phantom.setup_problem()
     if missing is not None:
         pytest.skip(missing)
     asked = ("--sequence-length", "32", "--checkpointing", "--ranks", ranks)

@@ -113,6 +113,14 @@ def doubled(model: nn.Module, batch: Any) -> torch.Tensor:
     return 2 * square(model, batch)
 
 
+class OnTime(Callback):
+    """Is due on a rank alone, where the others would not wait."""
+
+    every = "2ba"
+
+    def on_due(self, run: Run) -> None: ...
+
+
 class Halved(Callback):
     def transform_batch(self, run: Run, batch: Any) -> Any:
         del run
@@ -184,6 +192,10 @@ UNLIKE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "checkpoint.every is Every('2ba') on rank 0 and Every('3ba') on rank 1",
     ),
     "callback": (lambda: {"callbacks": [Halved()]}, "is [] on rank 0 and ["),
+    "due": (
+        lambda: {"callbacks": [OnTime()]},
+        "times at which callbacks are due is [] on rank 0 and [",
+    ),
     "rate of a step": (
         lambda: {"callbacks": [Faster()]},
         "lr in batch 3 is 0.1 on rank 0 and 0.3 on rank 1",

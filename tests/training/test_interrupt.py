@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from stretto.errors import TrainingError
+from stretto.run_folder import locked
 from stretto.training import Callback, Checkpointing, Evaluation
 from stretto.training.algorithms import LayerFreezing, StochasticDepth
-from stretto.training.checkpointing.lock import locked
 from stretto.training.loop import Stops
 
 Make = Callable[..., Any]

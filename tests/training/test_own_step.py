@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from stretto.batching import NoiseScale
 from stretto.errors import StrettoError, TrainingError
 from stretto.memory import find_batch_size
-from stretto.memory.step import WholeStep, read, written
+from stretto.memory.step import WholeStep, read_step, step_bytes
 from stretto.run_folder import read_ledger
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.training import Checkpointing, Evaluation, Loading, Logging, Trainer
@@ -178,7 +178,7 @@ def test_its_memory_is_tried_and_it_travels_to_the_phantom(name: str) -> None:
 
     assert find_batch_size(step, make_batch, maximum=16).size == 16
     assert not any(optimizer.state for optimizer in step.optimizers)
-    copy: WholeStep = read(written(WholeStep.of(step)), "cpu")
+    copy: WholeStep = read_step(step_bytes(WholeStep.of(step)), "cpu")
     copy.run(make_batch(4))
 
 

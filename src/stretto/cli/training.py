@@ -7,7 +7,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -27,12 +27,11 @@ from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override
 from stretto.errors import ConfigError, PlanWarning
 from stretto.planning import UnknownSizes, bound_of
-from stretto.run_folder import LEDGER, RUN_FILE, replace_file
+from stretto.run_folder import LEDGER, RUN_FILE, replace_file, unwritable
 from stretto.timing import TimeUnit
 from stretto.training import Callback
-from stretto.training.checkpointing.lock import unwritable
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
-from stretto.training.logs.console import show_metrics, show_position, show_seconds
+from stretto.training.logs.loggers import show_metrics, show_position, show_seconds
 from stretto.training.loop import exit_code
 
 if TYPE_CHECKING:
@@ -53,13 +52,10 @@ def train(
 ) -> None:
     """Train; print an introduction and a summary, or the results as JSON."""
     given = {"unpickle": unpickle, "even_if_stopped": even_if_stopped}
-    if as_json:
-        with redirect_stdout(sys.stderr):
-            trainer, notes = _train(arguments, folder, resume, **given)
-        if notes.is_first:
-            print_json(results(trainer, notes))
-    else:
-        trainer, _ = _train(arguments, folder, resume, **given)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        trainer, notes = _train(arguments, folder, resume, **given)
+    if as_json and notes.is_first:
+        print_json(results(trainer, notes))
     if trainer.unsaved is not None:
         raise SystemExit(1)
     if trainer.stop_reason is not None:

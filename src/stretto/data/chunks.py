@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from stretto.data.containers import nodes
-from stretto.data.fetch import Part
+from stretto.data.fetch import RankShare
 from stretto.data.indices import sample_seed, seeded_generators
 from stretto.data.spec import DataSpec, is_one_shot, sampler_of
 from stretto.errors import CheckpointError, DataError
@@ -354,7 +354,7 @@ def _tell_epoch(batches: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
-def check_streams(part: Part, source: ChunkSource, *, is_sharded: bool) -> None:
+def check_streams(part: RankShare, source: ChunkSource, *, is_sharded: bool) -> None:
     """Compare the next batch of all ranks: equal for one stream, different for sharded ones.
 
     Every rank must call it. If the ranks are not connected, nothing is compared.
@@ -407,7 +407,7 @@ def fingerprint(batch: Any) -> str:
     return digest.hexdigest()
 
 
-def record_of_all(part: Part, record: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def record_of_all(part: RankShare, record: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the records of every rank as one, the same on each. Every rank must call it.
 
     Raises:
@@ -417,7 +417,7 @@ def record_of_all(part: Part, record: Callable[[], dict[str, Any]]) -> dict[str,
     return {"ranks": [json.loads(text) for text in part.ranks.gather_dp(own)]}
 
 
-def record_of_rank(part: Part, saved: Mapping[str, Any]) -> dict[str, Any]:
+def record_of_rank(part: RankShare, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return this rank's record out of those of all ranks.
 
     Raises:

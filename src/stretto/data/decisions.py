@@ -11,7 +11,7 @@ from itertools import chain, repeat
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, Bound, PolicyState, Signals
-from stretto.data.fetch import Part, Plans
+from stretto.data.fetch import Plans, RankShare
 from stretto.errors import CheckpointError, StrettoError
 from stretto.planning import PlannedBatch, Prepared, check_least, next_step
 from stretto.planning.plan import plan_prepared
@@ -116,7 +116,7 @@ class Decisions:
         if self._unmeasured >= 0:
             self._watch(signals)
 
-    def check_shares(self, run: Prepared, part: Part) -> None:
+    def check_shares(self, run: Prepared, part: RankShare) -> None:
         """Refuse a run with a later batch that is too small to be shared.
 
         Args:

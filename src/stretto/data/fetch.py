@@ -132,10 +132,10 @@ the batch.
 """
 
 
-class Part(NamedTuple):
+class RankShare(NamedTuple):
     """The ranks that share each batch, of which this one's samples are read, and how many at once.
 
-    >>> part = Part(Ranks.of(0, 2), micro_batch_size=8)
+    >>> part = RankShare(Ranks.of(0, 2), micro_batch_size=8)
     >>> part.rank, part.world_size
     (0, 2)
     """
@@ -154,10 +154,10 @@ class Part(NamedTuple):
         return self.ranks.dp_world_size
 
 
-def share_sizes(part: Part, size: int, start: int) -> tuple[int, ...]:
+def share_sizes(part: RankShare, size: int, start: int) -> tuple[int, ...]:
     """Return this rank's micro-batches of the batch `[start, start + size)`; 0 for a dummy.
 
-    >>> share_sizes(Part(Ranks.of(1, 2), micro_batch_size=2), 7, start=1)
+    >>> share_sizes(RankShare(Ranks.of(1, 2), micro_batch_size=2), 7, start=1)
     (2, 2)
     """
     rank, world_size = part.ranks.dp_rank, part.ranks.dp_world_size

@@ -13,8 +13,8 @@ from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyLike, Signals, checked_size
 from stretto.data.decisions import Decisions, other_order, reading_state
-from stretto.data.fetch import FetchedStep, Part, pinned
-from stretto.data.source import Source, make_source, prepared_for
+from stretto.data.fetch import FetchedStep, RankShare, pinned
+from stretto.data.source import BatchSource, make_source, prepared_for
 from stretto.data.spec import DataSpec
 from stretto.data.step import MicroBatch, Step
 from stretto.errors import CheckpointError, DataError
@@ -39,7 +39,7 @@ class TokenCounter:
         DataError: tokens are needed, and the data cannot count them.
     """
 
-    def __init__(self, source: Source, run: Prepared, timer: Timer) -> None:
+    def __init__(self, source: BatchSource, run: Prepared, timer: Timer) -> None:
         self._spec = spec = source.spec
         self._source = source
         self._run = run
@@ -268,8 +268,8 @@ class StepLoader(Iterator[Step]):
         if micro_batch_size is not None:
             micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
         self.micro_batch_size = micro_batch_size
-        part = Part(self.ranks, micro_batch_size)
-        self._source: Source = make_source(self.spec, self._from_start, self._loading, part)
+        part = RankShare(self.ranks, micro_batch_size)
+        self._source: BatchSource = make_source(self.spec, self._from_start, self._loading, part)
         self._tokens = TokenCounter(self._source, self.prepared, self.timer)
         self._agreed, self._cross = self._tokens.agreed, self._tokens.cross
 

@@ -16,8 +16,8 @@ from stretto.data.fetch import (
     CountedBatch,
     Fetch,
     FetchedStep,
-    Part,
     Plans,
+    RankShare,
     share_sizes,
 )
 from stretto.data.indices import IndexStream
@@ -39,7 +39,7 @@ class MapSource:
 
     spec: DataSpec
     order: SampleOrder
-    part: Part
+    part: RankShare
     fetch: Fetch
     loading: Loading
     """Its settings, with those of a given `DataLoader`."""

@@ -22,7 +22,7 @@ _MOST_STEPS: Final = 20
 
 
 @final
-class Mistakes:
+class LoopMistakes:
     """Looks at the steps of one loop, and warns once of each mistake.
 
     Args:

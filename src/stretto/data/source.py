@@ -16,11 +16,11 @@ from stretto.data.chunks import (
     record_of_all,
     record_of_rank,
 )
-from stretto.data.fetch import Fetch, Part, Steps
+from stretto.data.fetch import Fetch, RankShare, Steps
 from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
 from stretto.data.spec import DataSpec, check_workers, is_one_shot, sampler_of
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
-from stretto.data.workers import batched, merged, pins_memory
+from stretto.data.workers import batched, pins_memory, with_own_settings
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder
 from stretto.planning import Prepared, bind_run
@@ -61,7 +61,7 @@ LEAST_CHUNK = 128  # a batch from a worker costs 0.7 ms, whatever its size: few 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Source:
+class BatchSource:
     """Where a loader's batches come from."""
 
     steps: Steps
@@ -70,7 +70,7 @@ class Source:
     chunks: ChunkSource | None
     """None for map-style data sets."""
     spec: DataSpec
-    part: Part
+    part: RankShare
     looks_ahead: bool = False
     """Whether batches must be decided ahead of the step."""
     pins: bool = False
@@ -120,14 +120,14 @@ class Source:
             self.chunks.load_state_dict(state)
 
 
-def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: Part) -> Source:
+def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare) -> BatchSource:
     """Return the source of this rank's part of the data.
 
     Raises:
         DataError: the data cannot be read in this way.
     """
     _check_whole(spec, loading)
-    loading = merged(loading, spec.data)
+    loading = with_own_settings(loading, spec.data)
     # At least 128 samples, in whole micro-batches.
     micro_batch = part.micro_batch_size or 1
     chunk_size = -(-LEAST_CHUNK // micro_batch) * micro_batch
@@ -140,7 +140,7 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: Part) -> 
         if spec.sharded:
             stream = OwnStreams(chunks, part, part.ranks.gather_dp)
         steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon)
-        return Source(steps, None, chunks, spec, part, pins=pins_memory(loading))
+        return BatchSource(steps, None, chunks, spec, part, pins=pins_memory(loading))
     order = SampleOrder(len(spec.dataset), loading.seed, is_shuffled(spec, asked=loading.shuffle))
     keyed_seed = loading.seed if loading.keyed_randomness else None
     fetch = Fetch(spec.dataset, loading.collate_fn, get_batch=spec.get_batch, keyed_seed=keyed_seed)
@@ -148,11 +148,13 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: Part) -> 
     # Indexing tensors is faster than any worker; `get_batch` does not give single samples.
     is_direct = fetch.tensors is not None or (fetch.get_batch is not None and not run.is_planned)
     if run.is_planned and loading.num_workers and not is_direct:
-        return Source(partial(planned_steps, source), source, None, spec, part, looks_ahead=True)
+        return BatchSource(
+            partial(planned_steps, source), source, None, spec, part, looks_ahead=True
+        )
     steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample)
     if is_direct or not loading.num_workers:
         steps = partial(direct_steps, source)
-    return Source(steps, source, None, spec, part, pins=pins_memory(loading))
+    return BatchSource(steps, source, None, spec, part, pins=pins_memory(loading))
 
 
 def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:

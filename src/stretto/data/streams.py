@@ -11,8 +11,8 @@ from stretto.data.chunks import ChunkSource, Range
 from stretto.data.fetch import (
     CountedBatch,
     FetchedStep,
-    Part,
     Plans,
+    RankShare,
     share_sizes,
 )
 from stretto.errors import DataError
@@ -32,7 +32,7 @@ class Stream(ABC):
         part: this rank's part.
     """
 
-    def __init__(self, source: ChunkSource, part: Part) -> None:
+    def __init__(self, source: ChunkSource, part: RankShare) -> None:
         self._source, self._part = source, part
         self._micro_batches: list[CountedBatch] = []
 
@@ -113,7 +113,7 @@ class OwnStreams(Stream):
         gather: shares with all ranks what each has taken.
     """
 
-    def __init__(self, source: ChunkSource, part: Part, gather: Gather) -> None:
+    def __init__(self, source: ChunkSource, part: RankShare, gather: Gather) -> None:
         super().__init__(source, part)
         self._gather = gather
         self._most_micro_batches = 0

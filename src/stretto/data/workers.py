@@ -27,10 +27,10 @@ Element: TypeAlias = tuple[int, list[int]]
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
-def merged(loading: Loading, data: Any) -> Loading:
+def with_own_settings(loading: Loading, data: Any) -> Loading:
     """Return the settings with None replaced by those of `data`, if it is a `DataLoader`.
 
-    >>> merged(Loading(num_workers=2), DataLoader([1, 2, 3])).num_workers
+    >>> with_own_settings(Loading(num_workers=2), DataLoader([1, 2, 3])).num_workers
     2
     """
     if not isinstance(data, DataLoader):

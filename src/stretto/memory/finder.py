@@ -22,7 +22,7 @@ from stretto.memory.answer import Answer, Cost, NothingFitsError
 from stretto.memory.examples import resize_batch
 from stretto.memory.limits import MemoryLimit, allocated_bytes, free_memory, peak_bytes, stated
 from stretto.memory.phantom import Question
-from stretto.memory.sharding import Shard, least_ranks
+from stretto.memory.sharding import ShardFunction, least_ranks
 from stretto.memory.step import WholeStep, makes_step
 from stretto.memory.trial import trials
 from stretto.runtime import TrainStep
@@ -50,7 +50,7 @@ def find_batch_size(
     gpu: str | None = None,
     context: str | int | None = None,
     world_size: int = 1,
-    shard: str | Shard = "fsdp",
+    shard: str | ShardFunction = "fsdp",
     margin: str | int | None = None,
     minimum: int = 1,
     maximum: int = MAXIMUM,
@@ -160,7 +160,7 @@ def find_num_ranks(
     *,
     gpu: str,
     most: int = 4096,
-    shard: str | Shard = "fsdp",
+    shard: str | ShardFunction = "fsdp",
     **how: Any,
 ) -> RanksAnswer:
     """Return the fewest ranks, a power of two, on which micro-batches of a size fit.
@@ -226,7 +226,7 @@ class _Finder:
         """Answer for a kind of GPU that need not be here."""
         least_ranks(question.shard)
         limit, outside, notes = question.memory()
-        missing = phantom.missing()
+        missing = phantom.setup_problem()
         if missing is not None:
             raise FitError.cannot(
                 f"find a batch size for {question.gpu}",

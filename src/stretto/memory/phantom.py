@@ -21,8 +21,8 @@ from stretto.memory.amounts import parse_bytes, show_bytes
 from stretto.memory.answer import NothingFitsError
 from stretto.memory.examples import resize_batch
 from stretto.memory.limits import MemoryLimit, stated
-from stretto.memory.sharding import Shard, apply
-from stretto.memory.step import WholeStep, read, written
+from stretto.memory.sharding import ShardFunction, apply
+from stretto.memory.step import WholeStep, read_step, step_bytes
 
 STEPS = 3
 """Steps of a size. The first creates the state of the optimizer between blocks that it frees
@@ -38,7 +38,7 @@ class Question:
     device_memory: str | int | None = None
     context: str | int | None = None
     ranks: int = 1
-    shard: str | Shard = "fsdp"
+    shard: str | ShardFunction = "fsdp"
 
     def memory(self) -> tuple[MemoryLimit, dict[str, int], list[str]]:
         """Return what a step may use, what is taken outside of the allocator, and notes.
@@ -66,7 +66,7 @@ class Question:
         return limit._replace(bytes=limit.bytes - context), {"the CUDA context": context}, notes
 
 
-def missing() -> str | None:
+def setup_problem() -> str | None:
     """Return what has to be done before the phantom can answer; None if it can."""
     version, cuda = torch.__version__.partition("+")[0], torch.version.cuda or ""
     try:
@@ -138,14 +138,14 @@ class _Copied:
     """
 
     def __init__(self, step: WholeStep | Callable[[], WholeStep]) -> None:
-        self.source = step if callable(step) else written(step)
+        self.source = step if callable(step) else step_bytes(step)
         self.data = b""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         source = state["source"]
-        self.data = written(source()) if callable(source) else source
+        self.data = step_bytes(source()) if callable(source) else source
         with suppress(Exception):  # each trial reads it again and reports what fails
-            _register(read(self.data, "meta").model)
+            _register(read_step(self.data, "meta").model)
 
 
 def _register(model: nn.Module) -> None:
@@ -165,10 +165,10 @@ def _sharded(data: bytes, shard: Any, ranks: int) -> WholeStep:
     if ranks > 1 and shard != "ddp":
         # A function of the user's may want weights on the device.
         with suppress(Exception) if callable(shard) else nullcontext():
-            step: WholeStep = read(data, "cuda", parameters="meta")
+            step: WholeStep = read_step(data, "cuda", parameters="meta")
             apply(step.step, shard, ranks, device="cuda")
             return step
-    step = read(data, "cuda")
+    step = read_step(data, "cuda")
     if ranks > 1:
         apply(step.step, shard, ranks, device="cuda")
     return step

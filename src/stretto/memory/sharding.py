@@ -15,11 +15,11 @@ from stretto.runtime.sharded import fully_shard_blocks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Shard: TypeAlias = Callable[[nn.Module, "DeviceMesh"], nn.Module | None]
+ShardFunction: TypeAlias = Callable[[nn.Module, "DeviceMesh"], nn.Module | None]
 """Shards a model over the ranks of a mesh, in place or by returning another one."""
 
 
-def least_ranks(shard: str | Shard) -> int:
+def least_ranks(shard: str | ShardFunction) -> int:
     """Return how many ranks hold one copy of the model at least.
 
     >>> least_ranks("fsdp"), least_ranks("hsdp:8")
@@ -38,7 +38,7 @@ def least_ranks(shard: str | Shard) -> int:
     return int(number)
 
 
-def apply(step: TrainStep, shard: str | Shard, ranks: int, *, device: str) -> None:
+def apply(step: TrainStep, shard: str | ShardFunction, ranks: int, *, device: str) -> None:
     """Spread the model of a step over ranks, and let its optimizers update the shards.
 
     Parameters on the meta device get memory when they are shards. What we shard computes in bf16

@@ -220,12 +220,12 @@ def _elements(tensor: Tensor) -> bytes | None:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def written(thing: object) -> bytes:
+def step_bytes(thing: object) -> bytes:
     """Return an object as bytes, without the elements of its tensors.
 
     Tensors that are shared or tied stay so. A model of 7 billion parameters takes a few kilobytes.
 
-    >>> len(written(nn.Linear(4096, 4096))) < 10_000
+    >>> len(step_bytes(nn.Linear(4096, 4096))) < 10_000
     True
 
     Raises:
@@ -243,10 +243,10 @@ def written(thing: object) -> bytes:
     return file.getvalue()
 
 
-def read(data: bytes, device: str, *, parameters: str | None = None) -> Any:
-    """Return what was written, with tensors of zeros on a device, parameters on another.
+def read_step(data: bytes, device: str, *, parameters: str | None = None) -> Any:
+    """Return what `step_bytes` wrote, with tensors of zeros on a device, parameters on another.
 
-    >>> layer = read(written(nn.Linear(2, 3)), "meta")
+    >>> layer = read_step(step_bytes(nn.Linear(2, 3)), "meta")
     >>> layer.weight.shape, layer.weight.device.type
     (torch.Size([3, 2]), 'meta')
     """

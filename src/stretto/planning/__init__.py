@@ -2,9 +2,8 @@
 
 from stretto.planning.bind import Prepared, bind_run
 from stretto.planning.plan import Plan, plan
-from stretto.planning.resume import Past, passes, resumed
+from stretto.planning.resume import passes, resumed
 from stretto.planning.sizes import (
-    FirstLast,
     PlannedBatch,
     PlannedSizes,
     Stage,
@@ -16,8 +15,6 @@ from stretto.planning.stages import Event, bound_of, check_least
 
 __all__ = [
     "Event",
-    "FirstLast",
-    "Past",
     "Plan",
     "PlannedBatch",
     "PlannedSizes",

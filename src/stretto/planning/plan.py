@@ -135,10 +135,7 @@ class Plan:
         horizon = self.horizon
         return {
             "max_duration": str(horizon.max_duration),
-            "dataset_num_samples": horizon.dataset_num_samples,
-            "dataset_num_tokens": horizon.dataset_num_tokens,
-            "tokens_per_sample": horizon.tokens_per_sample,
-            "last_batch": horizon.last_batch,
+            **{name: getattr(horizon, name) for name in _FACTS},
             "batch_size": repr(self.policy),
             "world_size": self.world_size,
             "micro_batch_size": self.micro_batch_size,
@@ -313,7 +310,8 @@ def _known(base: Mapping[str, float], schedules: Mapping[str, object]) -> Mappin
     return base
 
 
-COUNTS = Timestamp._fields[:7]
+_FACTS = ("dataset_num_samples", "dataset_num_tokens", "tokens_per_sample", "last_batch")
+_COUNTS = Timestamp._fields[:7]
 """The counts of the clock, without its times."""
 
 
@@ -350,24 +348,19 @@ def clock(horizon: Horizon, timestamp: Timestamp | None) -> dict[str, int | str]
     if timestamp is None:
         return None
     state = timestamp.to_state()
-    counts: dict[str, int | str] = {name: state[name] for name in COUNTS}
+    counts: dict[str, int | str] = {name: state[name] for name in _COUNTS}
     counts["ep"] = str(horizon.position(timestamp, "ep"))
     counts["dur"] = str(horizon.position(timestamp, "dur"))
     return counts
 
 
 def _stage(horizon: Horizon, stage: Stage) -> dict[str, object]:
-    values = {name: value._asdict() for name, value in stage.values.items()}
+    same = ("number", "size", "batches", "samples", "skipped", "accumulation")
     return {
-        "number": stage.number,
-        "size": stage.size,
-        "batches": stage.batches,
-        "samples": stage.samples,
-        "skipped": stage.skipped,
+        **{name: getattr(stage, name) for name in same},
         "cut_sizes": list(stage.cut_sizes),
         "shares": list(stage.shares),
-        "accumulation": stage.accumulation,
         "first": clock(horizon, stage.first),
         "end": clock(horizon, stage.end),
-        "values": values,
+        "values": {name: value._asdict() for name, value in stage.values.items()},
     }

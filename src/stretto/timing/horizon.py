@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, get_args, runtime_checkable
@@ -84,6 +85,7 @@ class Horizon:
     38
     """
     _axes: dict[TimeUnit, Axis] = field(compare=False)
+    _passed: Callable[[Timestamp], int] = field(compare=False)
     _end: Fraction = field(compare=False)
     _end_tick: int = field(compare=False)
 
@@ -119,9 +121,10 @@ class Horizon:
         end_sample = None
         if is_exact.get(run.unit, False):
             end_sample = math.ceil(self._amount(run.amount, run.unit, _SP))
-        end = self.ticks(run, self._axes[run.unit])
+        axis = self._axes[run.unit]
+        end = self.ticks(run, axis)
         # Counters are whole numbers, so they reach the end at the next whole tick.
-        self._fill(end_sample=end_sample, _end=end, _end_tick=math.ceil(end))
+        self._fill(end_sample=end_sample, _passed=axis.read, _end=end, _end_tick=math.ceil(end))
 
     def _fill(self, **fields: object) -> None:
         for name, value in fields.items():
@@ -136,7 +139,7 @@ class Horizon:
         0.25
         """
         end = self._end
-        return min(1.0, self._axes[_DUR].read(timestamp) * end.denominator / end.numerator)
+        return min(1.0, self._passed(timestamp) * end.denominator / end.numerator)
 
     def is_done(self, timestamp: Timestamp) -> bool:
         """Return whether the run has reached its length.
@@ -144,7 +147,7 @@ class Horizon:
         >>> Horizon("8ba").is_done(Timestamp(batch=8))
         True
         """
-        return self._axes[_DUR].read(timestamp) >= self._end_tick
+        return self._passed(timestamp) >= self._end_tick
 
     @property
     def end(self) -> tuple[Axis, int]:

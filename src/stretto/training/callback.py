@@ -40,7 +40,8 @@ class Callback:
     """The metric that it follows, such as `"validation/loss"`; some evaluation must measure it."""
 
     every: TimeLike | Trigger | None = None
-    """When `on_due` is called, in any unit; it is read when the trainer is built. None: never."""
+    """When `on_due` is called, in any unit, the same on all ranks; None: never. It is read when the
+    trainer is built."""
 
     def on_due(self, run: Run) -> None:
         """Called after each batch in which a time of `every` lies, when the clock has advanced.

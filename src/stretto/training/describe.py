@@ -134,6 +134,9 @@ def compare_ranks(
             if overrides(one, "transform_batch") or overrides(one, "on_noise")
         ]
     )
+    # After a batch at which something is due, the ranks agree on whether to stop.
+    due = [one for one in callbacks if one.every is not None and overrides(one, "on_due")]
+    shared["times at which callbacks are due"] = as_text([(type(one), one.every) for one in due])
     groups = [group["params"] for one in step.optimizers for group in one.param_groups]
     place = {
         id(one): f"in parameter group {number}"

@@ -61,7 +61,7 @@ from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import Setup, compare_ranks, describe_run
 from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
 from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
-from stretto.training.logs.console import ConsoleLogger, has_terminal
+from stretto.training.logs.loggers import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import RESUMED_FILES, Recorder
 from stretto.training.loop import Loop, Stops, raise_for
 from stretto.training.metrics import check_merging

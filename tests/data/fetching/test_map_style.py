@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec
-from stretto.data.fetch import Fetch, FetchedStep, Part, Plans
+from stretto.data.fetch import Fetch, FetchedStep, Plans, RankShare
 from stretto.data.map_style import MapSource, sample_steps
 from stretto.ordering import SampleOrder, evenly, share
 from stretto.planning import PlannedBatch
@@ -28,7 +28,7 @@ def plans(start: int, sizes: list[tuple[int, int]]) -> Plans:
 
 
 def fetched_steps(
-    n: int, part: Part, bundle_size: int, end: int | None, batches: Plans
+    n: int, part: RankShare, bundle_size: int, end: int | None, batches: Plans
 ) -> list[FetchedStep]:
     data = TensorDataset(torch.arange(n))
     order = SampleOrder(n, 1)
@@ -53,7 +53,7 @@ def test_ranks_have_equally_many_micro_batches(
     known_end = data.draw(st.sampled_from([None, end, end + 7]))
     by_rank = [
         fetched_steps(
-            n, Part(Ranks.of(rank, world), micro), bundle_size, known_end, plans(start, sizes)
+            n, RankShare(Ranks.of(rank, world), micro), bundle_size, known_end, plans(start, sizes)
         )
         for rank in range(world)
     ]

@@ -215,13 +215,6 @@ def test_a_ledger_of_an_older_version(tmp_path: Path) -> None:
     assert times["sec"][rows].tolist() == [0, 1.5, 3.5, 4]
 
 
-def test_without_metrics_the_throughput_is_that_of_the_ledger(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    (tmp_path / "metrics.jsonl").unlink()
-    _, series = decoded(page.payload([page.read(tmp_path)])["runs"][0])
-    assert series["samples_per_second"][1].tolist() == [2 * size for size in SIZES[:-1]]
-
-
 def test_names_cannot_leave_their_place(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script><!-- {{DATA}} /*SCRIPT*/ \u2028 é"
     folder = tmp_path / "<b>&x"

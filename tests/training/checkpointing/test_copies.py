@@ -340,13 +340,14 @@ def test_the_end_waits_only_so_long(problem: Make, tmp_path: Path) -> None:
     uploader.submit(path, ())
     with pytest.warns(RuntimeWarning, match=path.name):
         uploader.close()
-    shutil.rmtree(path)  # `keep` deletes it meanwhile
+    assert uploader.held == [path]
     store.may_write.set()
     for _ in range(400):
         if uploader.missing is None:
             break
         time.sleep(0.05)
     assert len(store.list()) == 1
+    assert uploader.held == []
 
 
 def test_what_fails_is_said_and_training_goes_on(problem: Make, tmp_path: Path) -> None:
@@ -384,6 +385,27 @@ def test_the_newest_that_waits_replaces_an_older_one(problem: Make, tmp_path: Pa
     assert trainer.unsaved is None
     assert positions(store)[-1] == trainer.timer.sample
     assert len(positions(store)) == 2
+
+
+def test_a_checkpoint_is_not_deleted_while_it_is_copied(problem: Make, tmp_path: Path) -> None:
+    store = Faulty(tmp_path / "bucket")
+    store.is_broken = False
+    store.may_write.clear()
+    there: list[str] = []
+
+    class Release(Callback):
+        def on_fit_end(self, run: Run) -> None:
+            there.extend(path.name for path in (tmp_path / "a" / "checkpoints").iterdir())
+            store.may_write.set()
+
+    settings = Checkpointing("2ba", keep=1, upload=store)
+    trainer = problem().trainer(
+        folder=tmp_path / "a", max_duration="12ba", checkpoint=settings, callbacks=[Release()]
+    )
+    trainer.fit()
+    assert min(map(position_of, there)) == 16  # the first, which was not replaced
+    assert len(there) < 4
+    assert positions(store) == [trainer.timer.sample]
 
 
 def test_a_damaged_copy_is_not_used(problem: Make, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from stretto.errors import TrainingError
+from stretto.run_folder import LOCK, locked
 from stretto.training import Callback, Checkpointing
-from stretto.training.checkpointing.lock import LOCK, locked
 
 Make = Callable[..., Any]
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from stretto.errors import CheckpointError, TrainingError
+from stretto.run_folder import locked
 from stretto.training import Callback, Checkpointing, Evaluation, Logging
 from stretto.training.checkpointing import saver
-from stretto.training.checkpointing.lock import locked
 
 Make = Callable[..., Any]
 

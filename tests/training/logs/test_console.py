@@ -12,7 +12,7 @@ from rich.console import Console
 
 from stretto.timing import Horizon, Time, Timer, TimeUnit
 from stretto.training import Evaluation, Logging
-from stretto.training.logs.console import (
+from stretto.training.logs.loggers import (
     LINE_SECONDS,
     ConsoleLogger,
     show_metrics,

@@ -51,7 +51,6 @@ FILES = (METRICS, LEDGER, EVENTS)
 MOST_STAGES = 200
 MOST_EVENTS = 2_000
 """Of one kind; of more, evenly spaced ones are shown."""
-_POINTS_OF_RATES = 1_000
 
 
 def read(folder: str | Path) -> RunData:
@@ -101,8 +100,6 @@ def _read(folder: Path) -> RunData:
     run.series += _of_lines(
         lines, clock, without={*columns, *(["batch_size"] if is_ledger else [])}
     )
-    if ledger and not any("samples_per_second" in one for one in lines):
-        run.series += _rates(run.series, ledger)
     given = [one["facts"] for one in events if isinstance(one.get("facts"), dict)]
     run.events = [
         {**one, "clock": np.array([float(one[unit]) for unit in UNITS])} for one in _fewer(events)
@@ -211,19 +208,6 @@ def _of_lines(
             Series(name, panel, label, clock[rows], values, step, unit=unit, low=low, high=high)
         )
     return found
-
-
-def _rates(series: Sequence[Series], ledger: Mapping[str, Numbers]) -> list[Series]:
-    """Return the throughput of runs of batches, from the seconds in the ledger."""
-    if "sec" not in ledger or len(ledger["sec"]) < 2:
-        return []
-    clock = series[0].clock[:-1]
-    rows = np.unique(np.linspace(0, len(clock) - 1, _POINTS_OF_RATES).astype(np.intp))
-    seconds, samples = np.diff(ledger["sec"][rows]), np.diff(ledger["sample"][rows])
-    with np.errstate(all="ignore"):
-        values = np.where(seconds > 0, samples / seconds, np.nan)
-    panel, label, unit = KNOWN["samples_per_second"]
-    return [Series("samples_per_second", panel, label, clock[rows[1:]], values, unit=unit)]
 
 
 def planned_series(plan: Any, *, is_main: bool = True) -> list[Series]:

@@ -115,12 +115,8 @@ def encoded(run: RunData) -> dict[str, Any]:
         },
         "series": [_described(*pair) for pair in zip(series, places, strict=False)],
         "events": [
-            {
-                "row": int(rows[0]),
-                "kind": event["event"],
-                "attempt": event["attempt"],
-                "text": event["text"],
-            }
+            {"row": int(rows[0]), "kind": event["event"]}
+            | {name: event[name] for name in ("attempt", "text")}
             for event, rows in zip(run.events, places[len(series) :], strict=True)
         ],
         "stages": {"columns": list(run.columns), "rows": run.stages},
@@ -129,16 +125,14 @@ def encoded(run: RunData) -> dict[str, Any]:
     }
 
 
+_SAME = ("name", "panel", "label", "step", "planned", "unit")
+
+
 def _described(one: Series, rows: Rows) -> dict[str, Any]:
     """Return a series with its rows and values as JSON."""
     ends = {"low": one.low, "high": one.high}
     return {
-        "name": one.name,
-        "panel": one.panel,
-        "label": one.label,
-        "step": one.step,
-        "planned": one.planned,
-        "unit": one.unit,
+        **{name: getattr(one, name) for name in _SAME},
         "rows": _base64(rows, "<u4"),
         "values": _values(one.values),
         **{name: _values(values) for name, values in ends.items() if values is not None},

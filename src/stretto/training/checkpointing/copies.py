@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import time
@@ -10,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock, Thread
@@ -31,9 +29,9 @@ from stretto.checkpoint.manifest import (
 )
 from stretto.checkpoint.reading import open_or_damage
 from stretto.errors import CheckpointError, StrettoError, TrainingError, first_line
+from stretto.run_folder import set_aside
 from stretto.runtime.ranks import Ranks
 from stretto.timing import Timestamp
-from stretto.training.checkpointing.lock import set_aside
 
 PAUSES = (0.1, 0.4, 1.0, 2.0, 4.0)
 """Seconds between looks for a copy that was written."""
@@ -355,27 +353,27 @@ def claim(store: Store, at: Timestamp, run_id: str) -> None:
         )
 
 
-def copied(store: Store, name: str, folder: Path) -> str:
+def copied(store: Store, path: Path) -> str:
     """Return the name of the copy of a checkpoint; if there is none, copy it.
 
     It is a copy once it can be read back and is in the list.
 
-    Args:
-        store: where copies are.
-        name: the name of the checkpoint.
-        folder: where its files are.
-
     Raises:
         Exception: what the store raises.
     """
-    manifest = read_plain(folder / MANIFEST).decode()
+    manifest = read_plain(path / MANIFEST).decode()
     for copy in store.list():
-        if checkpoint_of(copy) == name and text_of(store, copy, MANIFEST) == manifest:
+        if checkpoint_of(copy) == path.name and text_of(store, copy, MANIFEST) == manifest:
             return copy
-    copy = f"{name}-{secrets.token_hex(4)}"
-    store.write(copy, folder)
+    copy = f"{path.name}-{secrets.token_hex(4)}"
+    store.write(copy, path)
     for pause in PAUSES:  # some lists lag behind
-        if copy in store.list() and all(_is_there(store, copy, file) for file in folder.iterdir()):
+        # The manifest is written last: with another one, the checkpoint was replaced meanwhile.
+        if (
+            copy in store.list()
+            and text_of(store, copy, MANIFEST) == manifest
+            and all(_is_there(store, copy, file) for file in path.iterdir())
+        ):
             return copy
         time.sleep(pause)
     raise OSError(f"{copy} is not there after it was written")
@@ -405,7 +403,9 @@ class Uploader:
         self._store = store
         self._keep = keep
         self._patience = patience
-        self._waiting: list[tuple[Path, str, frozenset[int]]] = []
+        self._waiting: list[tuple[Path, frozenset[int]]] = []
+        self._copied: Path | None = None
+        """The checkpoint that is being copied."""
         self._missing: list[str] = []
         self._runs: dict[str, str] = {}
         """Of which run each copy is, as far as that was looked up."""
@@ -419,6 +419,13 @@ class Uploader:
         """The newest checkpoint, or one that must stay, whose copy is not complete."""
         return self._missing[-1] if self._missing else None
 
+    @property
+    def held(self) -> list[Path]:
+        """The checkpoints that wait or are being copied, so must not be deleted."""
+        with self._lock:
+            waiting = [path for path, _ in self._waiting]
+            return waiting if self._copied is None else [self._copied, *waiting]
+
     def submit(self, path: Path, stay: Iterable[Path]) -> None:
         """Copy a checkpoint when those before it are done.
 
@@ -430,13 +437,9 @@ class Uploader:
             for left in path.parent.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(left, ignore_errors=True)
         best = {other.name for other in stay}
-        links = _linked(path)
         with self._lock:
-            for job in self._waiting:
-                if job[1] not in best:
-                    _unlink(job[0])
-            self._waiting = [job for job in self._waiting if job[1] in best]
-            self._waiting.append((links, path.name, frozenset(map(position_of, best))))
+            self._waiting = [job for job in self._waiting if job[0].name in best]
+            self._waiting.append((path, frozenset(map(position_of, best))))
             stays = [name for name in self._missing if name in best - {path.name}]
             self._missing = [*stays, path.name]
             if self._thread is None:
@@ -455,16 +458,17 @@ class Uploader:
     def _work(self) -> None:
         while True:
             with self._lock:
+                self._copied = None
                 if not self._waiting:
                     self._thread = None
                     return
-                links, name, stay = self._waiting.pop(0)
+                path, stay = self._waiting.pop(0)
+                self._copied, name = path, path.name
             # A run that resumes submits its checkpoint again.
-            if self._tried(f"copy {name} to", partial(self._copy, name, links)):
+            if self._tried(f"copy {name} to", partial(self._copy, path)):
                 with self._lock:
                     self._missing = [other for other in self._missing if other != name]
                 self._tried("delete older copies in", partial(self._clean, position_of(name), stay))
-            _unlink(links)
 
     def _tried(self, what: str, work: Callable[[], object]) -> bool:
         """Return whether `work` succeeds; a failure is a warning."""
@@ -480,8 +484,8 @@ class Uploader:
             return False
         return True
 
-    def _copy(self, name: str, links: Path) -> None:
-        copy = copied(self._store, name, links)
+    def _copy(self, path: Path) -> None:
+        copy = copied(self._store, path)
         self._written = [other for other in self._written if other != copy] + [copy]
 
     def _clean(self, newest: int, stay: frozenset[int]) -> None:
@@ -497,24 +501,3 @@ class Uploader:
         kept = {*own[-self._keep :], *best, *unread, self._written[-1]}
         self._store.keep(kept)
         self._written = [name for name in self._written if name in kept]
-
-
-def _linked(path: Path) -> Path:
-    """Return a folder of hard links to a checkpoint, which `keep` may delete meanwhile.
-
-    It is the checkpoint itself if the file system has no hard links.
-    """
-    # A copy that is under way, from before a second `fit`, has links of its own.
-    numbered = (f"{path.name}{f'.{n}' if n else ''}{UNFINISHED}" for n in count())
-    links = next(free for free in map(path.with_name, numbered) if not free.exists())
-    try:
-        shutil.copytree(path, links, copy_function=os.link)
-    except OSError:
-        shutil.rmtree(links, ignore_errors=True)
-        return path
-    return links
-
-
-def _unlink(links: Path) -> None:
-    if links.name.endswith(UNFINISHED):
-        shutil.rmtree(links, ignore_errors=True)

@@ -16,6 +16,7 @@ from stretto.checkpoint.folder import Store, candidates, chosen, newest_whole, p
 from stretto.checkpoint.formats import is_dcp
 from stretto.checkpoint.manifest import MANIFEST, DamagedError
 from stretto.errors import CheckpointError, TrainingError
+from stretto.run_folder import locked, set_aside, unwritable
 from stretto.runtime.ranks import Ranks
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.copies import (
@@ -27,7 +28,6 @@ from stretto.training.checkpointing.copies import (
     reading,
     writing,
 )
-from stretto.training.checkpointing.lock import locked, set_aside, unwritable
 from stretto.training.describe import check_agreement
 from stretto.training.logs.recorder import Recorder
 
@@ -229,7 +229,7 @@ def _on_this_node(
 
     def copy_now() -> str:  # those that do not see it get it from there
         with reading(store):
-            return copied(store, found.name, found)
+            return copied(store, found)
 
     copy = ranks.from_first(copy_now)
     try:

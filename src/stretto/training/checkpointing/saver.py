@@ -29,11 +29,11 @@ from stretto.checkpoint.writing import (
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, TrainingError
 from stretto.run import Run
+from stretto.run_folder import check_lock
 from stretto.settings import Checkpointing
 from stretto.timing import Timestamp
 from stretto.training.callback import Events
 from stretto.training.checkpointing.copies import Uploader, open_store
-from stretto.training.checkpointing.lock import check_lock
 from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import (
     Part,
@@ -172,7 +172,7 @@ class Saver:
             writers=writers,
             files=self._recorder.files.paths,
             newest=self._settings.keep,
-            others=self._best.paths(self.folder),
+            others=self._best.paths(self.folder) + (self._uploader.held if self._uploader else []),
         ).start()
 
     @property

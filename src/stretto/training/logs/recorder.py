@@ -30,6 +30,8 @@ from stretto.run_folder import (
     ledger_names,
     open_events,
     replace_file,
+    set_aside,
+    unwritable,
 )
 from stretto.runtime.compiled import uncompiled
 from stretto.runtime.out_of_memory import peak_memory
@@ -37,10 +39,8 @@ from stretto.runtime.packing import count, count_or_none, number
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.callback import Events
-from stretto.training.checkpointing.lock import set_aside, unwritable
 from stretto.training.describe import as_text, is_unmade
-from stretto.training.logs.console import ConsoleLogger
-from stretto.training.logs.loggers import Guarded, Logger
+from stretto.training.logs.loggers import ConsoleLogger, Guarded, Logger
 from stretto.training.stepper import StepResult
 
 RESUMED_FILES = (METRICS, LEDGER)
