@@ -132,12 +132,44 @@ def test_values_in_the_wrong_place_fail_only_with_our_error(
 
 
 NAMES = st.sampled_from(
-    ["Cosine", "Periods", "Product", "MultiStep", "DoublingRamp", "AtMost", "NoiseScale", "Seesaw"]
-    + ["PeriodSizes", "PiecewiseConstant", "PowerOfTwo", "IncreaseFunction", "LinearRule", "target"]
+    [
+        "Cosine",
+        "Periods",
+        "Product",
+        "MultiStep",
+        "DoublingRamp",
+        "AtMost",
+        "NoiseScale",
+        "Seesaw",
+        "PeriodSizes",
+        "PiecewiseConstant",
+        "PowerOfTwo",
+        "IncreaseFunction",
+        "LinearRule",
+        "target",
+    ]
 )
 ARGUMENTS = st.sampled_from(
-    ["start", "end", "over", "warmup", "policy", "size", "decay", "periods", "function", "maximum"]
-    + ["milestones", "target", "arguments", "schedules", "steps", "groups", "every", "name"]
+    [
+        "start",
+        "end",
+        "over",
+        "warmup",
+        "policy",
+        "size",
+        "decay",
+        "periods",
+        "function",
+        "maximum",
+        "milestones",
+        "target",
+        "arguments",
+        "schedules",
+        "steps",
+        "groups",
+        "every",
+        "name",
+    ]
 )
 NAMED = st.recursive(
     NEARLY | strategies.TIMES | st.just("a:b"),
