@@ -88,7 +88,7 @@ def test_a_pair_stays_a_pair(problem: Make) -> None:
     pair = Seesaw(Cosine(), DoublingRamp(4, 8, "2ep"), maximum=16)
     trainer = problem().trainer(batch_size=pair, max_duration="4ep", scale_schedule=0.5)
     half = Seesaw(Cosine(), DoublingRamp(4, 8, "1ep"), maximum=16)
-    assert trainer.run.loader.policy == half.policy
+    assert trainer.run.loader.prepared.policy == half.policy
 
 
 def test_flushes_are_scaled_too() -> None:

@@ -267,7 +267,7 @@ def _time(seconds: float) -> str:
 def memory_table(answer: Answer) -> str:
     """Return one line for each size around an answer; empty if it comes from trials.
 
-    >>> from stretto.memory.answer import Cost
+    >>> from stretto.memory.answer import Answer, Cost
     >>> from stretto.memory.limits import MemoryLimit
     >>> answer = Answer(8, "phantom", 9, MemoryLimit(1024, "as stated"), 24, Cost(),
     ...                 peaks={4: 500, 8: 990, 9: 1110})

@@ -50,7 +50,7 @@ trainer.fit()
 print(json.dumps({
     "found": trainer.run.loader.micro_batch_size,
     "sizes": sorted({stage.size for stage in trainer.plan.stages}),
-    "policy": repr(trainer.run.loader.policy),
+    "policy": repr(trainer.run.loader.prepared.policy),
     "batches": trainer.timer.batch,
     "samples": trainer.timer.sample,
     "splits": trainer._loop.stepper.retry.splits,
@@ -154,11 +154,11 @@ def test_a_pass_that_is_cut_in_two_to_measure_it_fits_in_halves(
     grows = IncreaseFunction(lambda epoch, size: 1000, 4, "auto")
     if reads == "callback":
         trainer = problem().trainer(batch_size=grows, callbacks=[NoiseReport()])
-        found = trainer.run.loader.policy
+        found = trainer.run.loader.prepared.policy
     else:
         periods = PeriodSizes([("1ep", grows), ("rest", NoiseScale(4, 8))])
         trainer = problem().trainer(batch_size=periods, max_duration="2ep")
-        found = trainer.run.loader.policy.periods[0][1]
+        found = trainer.run.loader.prepared.policy.periods[0][1]
     assert found.max_batch_size == largest
     assert [step[:2] for step in asked.steps] == [(1, False), (2, True)]
     assert asked.steps[-1][2] == 16
