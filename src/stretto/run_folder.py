@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import math
@@ -44,8 +43,6 @@ LEDGER_COLUMNS = (
 `batch`, `epoch`, `sample`, `token` and `sec` (seconds of training) are the clock before the batch.
 The end of an epoch may cut a batch: it has `size` samples, and the size in force is `decided_size`.
 """
-FIRST_COLUMNS = LEDGER_COLUMNS[:7]
-"""Those of every ledger; older ones lack the rest."""
 EventKind: TypeAlias = Literal[
     "start",
     "resume",
@@ -326,7 +323,7 @@ def ledger_end(folder: Path) -> tuple[int, int] | None:
         row = {
             name: int(cell)
             for name, cell in zip(names, last.split(","), strict=False)
-            if name in FIRST_COLUMNS
+            if name in ("batch", "sample", "size")
         }
         return row["batch"] + 1, row["sample"] + row["size"]
     except (OSError, ValueError, KeyError):
@@ -346,25 +343,26 @@ class LedgerRow(NamedTuple):
     """The hyper-parameters."""
 
 
-def plain_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a plain file.
-
-    Raises:
-        OSError: it is another kind of file, such as a pipe, which may never end; or a line is
-            longer than a run writes.
-    """
-    with open_plain(path, "r", encoding="utf-8", newline="") as file:
-        while text := file.readline(_LONGEST_LINE):
-            if len(text) == _LONGEST_LINE:
-                raise OSError(0, f"A line has more than {_LONGEST_LINE - 1:,} characters")
-            yield text
-
-
 def unreadable(path: Path, why: str) -> DataError:
     """Return the error for a file of a run that cannot be read."""
     return DataError.cannot(
         f"read {path}", why=why, instead="name the folder of a run, such as runs/default"
     )
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file, without half a last one, which a killed or running run leaves.
+
+    Raises:
+        DataError: it is missing or no plain file, is larger than a run writes, or is not UTF-8.
+    """
+    try:
+        block = read_plain(path, _MOST_BYTES)
+        return block[: block.rfind(b"\n") + 1].decode().split("\n")[:-1]
+    except OSError as error:
+        raise unreadable(path, (error.strerror or str(error)).lower()) from None
+    except UnicodeDecodeError:
+        raise unreadable(path, "it is not UTF-8 text") from None
 
 
 def read_ledger(folder: Path) -> Iterator[LedgerRow]:
@@ -374,42 +372,32 @@ def read_ledger(folder: Path) -> Iterator[LedgerRow]:
         DataError: there is no ledger, or it is invalid.
     """
     path = folder / LEDGER
-    try:
-        rows = csv.DictReader(plain_lines(path))
-        names = [name for name in rows.fieldnames or () if name not in LEDGER_COLUMNS]
-        if not set(FIRST_COLUMNS) <= set(rows.fieldnames or ()):
-            raise unreadable(path, "its first line does not name the columns of a ledger")
-        for number, row in enumerate(rows, 2):
-            try:
-                counts = {name: int(row[name]) for name in FIRST_COLUMNS}
-                counts["decided_size"] = int(row.get("decided_size", row["size"]))
-                yield LedgerRow(counts, {name: float(row[name]) for name in names})
-            except (TypeError, ValueError):
-                raise unreadable(path, f"line {number} is not a batch") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        why = getattr(error, "strerror", None) or "it is not a text of rows"
-        raise unreadable(path, why.lower()) from None
+    header, *lines = _whole_lines(path) or [""]
+    columns = header.split(",")
+    names = [name for name in columns if name not in LEDGER_COLUMNS]
+    if not set(LEDGER_COLUMNS) <= set(columns):
+        raise unreadable(path, "its first line does not name the columns of a ledger")
+    for number, line in enumerate(lines, 2):
+        try:
+            row = dict(zip(columns, line.split(","), strict=True))
+            counts = {name: int(row[name]) for name in LEDGER_COLUMNS if name != "sec"}
+            yield LedgerRow(counts, {name: float(row[name]) for name in names})
+        except ValueError:
+            raise unreadable(path, f"line {number} is not a batch") from None
 
 
 def metrics_lines(folder: Path) -> Iterator[dict[str, float]]:
     """Yield the lines of metrics of the run in `folder`.
 
-    It ignores an incomplete last line, which a killed or running run leaves.
-
     Raises:
         DataError: there are no metrics, or a line is not valid.
     """
     path = local_path(folder, "read the run in", DataError) / METRICS
-    try:
-        for number, text in enumerate(plain_lines(path), 1):
-            line = parsed_metrics(text)
-            if line is not None:
-                yield line
-            elif text.endswith("\n"):
-                raise unreadable(path, f"line {number} is not a line of metrics")
-    except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None)
-        raise unreadable(path, said.lower() if said else "it is not UTF-8 text") from None
+    for number, text in enumerate(_whole_lines(path), 1):
+        line = parsed_metrics(text)
+        if line is None:
+            raise unreadable(path, f"line {number} is not a line of metrics")
+        yield line
 
 
 def parsed_metrics(text: str) -> dict[str, float] | None:

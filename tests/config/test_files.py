@@ -129,3 +129,60 @@ def test_values_in_the_wrong_place_fail_only_with_our_error(
     values: dict[str, Any], others: dict[str, Any]
 ) -> None:
     check_refusal(yaml.safe_dump(values | others))
+
+
+NAMES = st.sampled_from(
+    [
+        "Cosine",
+        "Periods",
+        "Product",
+        "MultiStep",
+        "DoublingRamp",
+        "AtMost",
+        "NoiseScale",
+        "Seesaw",
+        "PeriodSizes",
+        "PiecewiseConstant",
+        "PowerOfTwo",
+        "IncreaseFunction",
+        "LinearRule",
+        "target",
+    ]
+)
+ARGUMENTS = st.sampled_from(
+    [
+        "start",
+        "end",
+        "over",
+        "warmup",
+        "policy",
+        "size",
+        "decay",
+        "periods",
+        "function",
+        "maximum",
+        "milestones",
+        "target",
+        "arguments",
+        "schedules",
+        "steps",
+        "groups",
+        "every",
+        "name",
+    ]
+)
+NAMED = st.recursive(
+    NEARLY | strategies.TIMES | st.just("a:b"),
+    lambda inner: (
+        st.dictionaries(NAMES, inner, max_size=1)
+        | st.dictionaries(ARGUMENTS, inner, max_size=4)
+        | st.lists(inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(names(RunConfig)), NAMED, max_size=6))
+def test_names_with_any_arguments_fail_only_with_our_error(values: dict[str, Any]) -> None:
+    least = {"max_duration": "2ep", "data": {"target": "a:b"}, "batch_size": 8}
+    check_refusal(yaml.safe_dump(least | values))

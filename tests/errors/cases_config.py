@@ -79,7 +79,7 @@ def target(text: str, **arguments: Any) -> Target:
 
 
 RAMP = {"start": 8, "end": 64, "over": "40%"}
-LEDGER = "batch,epoch,sample,token,size,tokens,micro_batches,lr\n"
+LEDGER = "batch,epoch,sample,token,size,tokens,micro_batches,sec,decided_size,lr\n"
 CASES: list[tuple[str, Callable[[], object]]] = [
     # what is not YAML, or not a run file
     ("config-file-bytes", written("run.yaml", "a: \xff", lambda: read_run_file("run.yaml"))),

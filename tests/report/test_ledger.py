@@ -9,9 +9,11 @@ import pytest
 from stretto.errors import DataError
 from stretto.planning import Plan, plan
 from stretto.report.run import FIRST, compare
-from stretto.run_folder import read_ledger
+from stretto.run_folder import LEDGER_COLUMNS, read_ledger
 from stretto.schedules import Linear
 from stretto.timing import Horizon
+
+HEADER = ",".join(LEDGER_COLUMNS)
 
 
 def make_plan(tokens_per_sample: int | None = 3) -> Plan:
@@ -21,11 +23,11 @@ def make_plan(tokens_per_sample: int | None = 3) -> Plan:
 
 def write_ledger(folder: Path, planned: Plan, *, batches: int = 99) -> list[list[str]]:
     """Write what a run that follows its plan would write; return the rows."""
-    rows = [["batch", "epoch", "sample", "token", "size", "tokens", "micro_batches", "lr"]]
+    rows = [[*LEDGER_COLUMNS, "lr"]]
     for batch in list(planned.batches())[:batches]:
         at, size = batch.timestamp, batch.size
         counts = (at.batch, at.epoch, at.sample, at.token, size, 3 * size, batch.accumulation)
-        rows.append([*map(str, counts), repr(batch.values["lr"])])
+        rows.append([*map(str, counts), "0.5", str(size), repr(batch.values["lr"])])
     save(folder, rows)
     return rows
 
@@ -98,7 +100,7 @@ def test_rounding_is_no_difference(tmp_path: Path) -> None:
 
 def test_batches_beyond_the_plan_are_differences(tmp_path: Path) -> None:
     rows = write_ledger(tmp_path, make_plan())
-    save(tmp_path, [*rows, ["5", "2", "40", "120", "16", "48", "1", "0.0"]])
+    save(tmp_path, [*rows, ["5", "2", "40", "120", "16", "48", "1", "0.5", "16", "0.0"]])
     assert "batch 5: size 16, planned no batch" in str(compare(make_plan(), tmp_path))
 
 
@@ -114,9 +116,9 @@ def test_lists_the_first_differences_only(tmp_path: Path) -> None:
         (None, "no such file or directory"),
         ("", "does not name the columns"),
         ("a,b\n1,2\n", "does not name the columns"),
-        ("batch,epoch,sample,token,size,tokens,micro_batches\n", "it holds no batch"),
-        ("batch,epoch,sample,token,size,tokens,micro_batches\n0,0,0,0,x,0,1\n", "line 2 is not"),
-        ("batch,epoch,sample,token,size,tokens,micro_batches\n0,0,0\n", "line 2 is not"),
+        (f"{HEADER}\n", "it holds no batch"),
+        (f"{HEADER}\n0,0,0,0,x,0,1,0.5,8\n", "line 2 is not"),
+        (f"{HEADER}\n0,0,0\n", "line 2 is not"),
         ("\xff", "does not name the columns|it is not a text"),
     ],
 )

@@ -95,7 +95,8 @@ def test_matplotlib_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_draws_a_run_beside_its_plan(tmp_path: Path) -> None:
     (tmp_path / "ledger.csv").write_text(
-        "batch,epoch,sample,token,size,tokens,micro_batches,lr\n0,0,0,0,8,8,1,0.5\n1,0,8,8,8,8,1,0.25\n"
+        "batch,epoch,sample,token,size,tokens,micro_batches,sec,decided_size,lr\n"
+        "0,0,0,0,8,8,1,0.0,8,0.5\n1,0,8,8,8,8,1,0.1,8,0.25\n"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(pictures.STYLE, "svg.fonttype", "none")

@@ -203,18 +203,6 @@ def test_folders_that_are_not_whole(change: Any, tmp_path: Path) -> None:
     assert '"kind":"runs"' in text
 
 
-def test_a_ledger_of_an_older_version(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    rows = [line.split(",") for line in (tmp_path / "ledger.csv").read_text().splitlines()]
-    (tmp_path / "ledger.csv").write_text(
-        "".join(",".join(row[:7] + row[9:]) + "\n" for row in rows)
-    )
-    times, series = decoded(page.payload([page.read(tmp_path)])["runs"][0])
-    rows, values = series["batch_size"]
-    assert values.tolist() == [8, 16, 32, 32]
-    assert times["sec"][rows].tolist() == [0, 1.5, 3.5, 4]
-
-
 def test_names_cannot_leave_their_place(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script><!-- {{DATA}} /*SCRIPT*/ \u2028 é"
     folder = tmp_path / "<b>&x"

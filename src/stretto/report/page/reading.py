@@ -17,7 +17,6 @@ from stretto.report.page.series import UNITS, Numbers, RunData, Series
 from stretto.run_folder import (
     CLOCK,
     EVENTS,
-    FIRST_COLUMNS,
     LEDGER,
     LEDGER_COLUMNS,
     METRICS,
@@ -93,7 +92,7 @@ def _read(folder: Path) -> RunData:
     starts = np.array([(one["sp"], one["sec"], one["utc"]) for one in begun], np.float64)
     header, _, rows = text.partition("\n")
     columns = header.strip().split(",")
-    is_ledger = set(FIRST_COLUMNS) <= set(columns)
+    is_ledger = set(LEDGER_COLUMNS) <= set(columns)
     ledger = parsed_ledger(columns, rows) if is_ledger else {}
     clock = _timed(_rows(lines), starts, is_after=True)
     run = RunData(_name(folder), "run", _of_ledger(ledger, clock, starts, plan))
@@ -129,8 +128,7 @@ def _of_ledger(
         return []
     clock = np.full((len(ledger["batch"]) + 1, len(UNITS)), np.nan)
     for unit, name in (("ba", "batch"), ("sp", "sample"), ("tok", "token"), ("sec", "sec")):
-        if name in ledger:
-            clock[:-1, UNITS.index(unit)] = ledger[name]
+        clock[:-1, UNITS.index(unit)] = ledger[name]
     clock[-1, :3] = [
         ledger["batch"][-1] + 1,
         ledger["sample"][-1] + ledger["size"][-1],
@@ -151,9 +149,8 @@ def _of_ledger(
         values = np.append(ledger[column], ledger[column][-1])
         return Series(name, panel, label, clock, values, step=True)
 
-    size_column = "decided_size" if "decided_size" in ledger else "size"
     found = [
-        series("batch_size", size_column, "batch_size", PANELS["batch_size"]),
+        series("batch_size", "decided_size", "batch_size", PANELS["batch_size"]),
         series("accumulation", "micro_batches", "accumulation", PANELS["accumulation"]),
     ]
     for name in ledger:

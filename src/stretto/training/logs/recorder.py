@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from stretto.data import Step
 from stretto.distributed.logged import Sums
 from stretto.errors import CheckpointError, PlanError, TrainingError, first_line
@@ -372,17 +374,13 @@ class Recorder:
         assert self._size is not None, "there is something to log"
         sums, self.loss = self.loss, Sums()
         run, ranks, now = self._run, self._run.ranks, self._run.timer.timestamp
-        own = (sums.total, sums.weight, bool(self._run.logged))
-        # A place for each rank, so that one sum also finds what is largest.
-        largest = [0.0] * (2 * ranks.world_size)
-        largest[ranks.rank], largest[ranks.rank - ranks.world_size] = (
-            peak_memory(ranks.device),
-            self._largest_piece(run.step),
+        own = ranks.counted((sums.total, sums.weight, bool(run.logged)))
+        total, run.logged_units, any_logged = ranks.agree(own)
+        largest = torch.tensor(
+            [peak_memory(ranks.device), self._largest_piece(run.step)], dtype=torch.float64
         )
-        total, run.logged_units, any_logged, *each = ranks.agree(
-            [*(one * ranks.is_loss_rank for one in own), *largest]
-        )
-        micro_batch_size = int(max(each[ranks.world_size :]))
+        ranks.reduce(largest, "max")
+        memory, micro_batch_size = map(int, largest.tolist())
         record = {
             **run.clock(now),
             "loss": total / run.logged_units if run.logged_units else math.nan,
@@ -390,7 +388,7 @@ class Recorder:
             **({"micro_batch_size": micro_batch_size} if micro_batch_size else {}),
             **run.hyperparameters.values(),
             **self._throughput.take(now),
-            "memory_peak_bytes": int(max(each[: ranks.world_size])),
+            "memory_peak_bytes": memory,
         }
         if run.skipped_steps:
             record["skipped_steps"] = run.skipped_steps
