@@ -174,7 +174,9 @@ def check_graph(loss: Tensor, num_samples: int, weight: float, *, is_counted: bo
         if _reads_data(node):
             num_added = _num_added(node)
             is_sum = is_sum or (num_added > 0 and scale * num_samples > 1.001 * weight)
-            if _is_mean(node) or (not is_counted and 0 < num_added < divisor):
+            is_mean = getattr(node, "_saved_reduction", None) == _MEAN
+            is_mean = is_mean or node.name().startswith("MeanBackward")
+            if is_mean or (not is_counted and 0 < num_added < divisor):
                 divisors.add(divisor)
     divisor = divisors.pop() if len(divisors) == 1 else 1.0
     is_scaled = divisor.is_integer() and divisor not in (1, len(terms))
@@ -221,11 +223,6 @@ def _num_added(node: Any) -> float:
         return float(math.prod(node._saved_self_sym_sizes))
     is_sum = getattr(node, "_saved_reduction", None) == _SUM
     return float(node._saved_target.numel()) if is_sum else 0
-
-
-def _is_mean(node: Any) -> bool:
-    is_reduced = getattr(node, "_saved_reduction", None) == _MEAN
-    return is_reduced or bool(node.name().startswith("MeanBackward"))
 
 
 def _nodes(node: Any) -> Iterator[Any]:

@@ -155,10 +155,10 @@ def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool)
             divisors = [*divisors, False][:2] if kinds else [False, False]
         divides = not is_close(twice, once, 1e-5)
     if not divides:
-        found["samples"] = _is_mean(mean, means, counts, tolerance)
+        found["samples"] = _has_mean_over(mean, means, counts, tolerance)
         for kind, is_shifted in kinds:
             shares = [_targets(one, ignored, is_shifted) for one in halves]
-            found[kind] = _is_mean(mean, means, shares, tolerance)
+            found[kind] = _has_mean_over(mean, means, shares, tolerance)
     return [*found.values(), *divisors, is_known]
 
 
@@ -238,6 +238,8 @@ def _targets(batch: Any, ignored: int, shifted: bool = False) -> int:
     return int(_is_target(labels[..., 1:] if shifted else labels, ignored).count_nonzero())
 
 
-def _is_mean(mean: float, parts: Sequence[float], counts: Sequence[int], tolerance: float) -> bool:
+def _has_mean_over(
+    mean: float, parts: Sequence[float], counts: Sequence[int], tolerance: float
+) -> bool:
     pairs = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
     return is_close(mean * sum(counts), sum(part * count for part, count in pairs), tolerance)
