@@ -149,14 +149,15 @@ def check_composer(state: State) -> None:
         is_cut = state.dataloader_len is not None and int(state.dataloader_len) != len(data)
     except TypeError:
         is_cut = False
-    is_other, cut = not version.startswith("0.32."), f"use {state.dataloader_len} batches of it"
+    is_other = not version.startswith("0.32.")
+    cut = f"use train_subset_num_batches={state.dataloader_len}"
     is_unknown, to_trainer = data is None or length is None, "pass it to Trainer(...), not to fit()"
     is_strange = length is not None and length.unit in (TimeUnit.ITERATION, TimeUnit.SECOND)
     refuse(
         (is_other, f"use Composer {version}", "its loop may differ", "install mosaicml 0.32"),
         (is_unknown, "prepare a run", "there is no max_duration or train_dataloader", to_trainer),
         (is_strange, f"train for {length}", "the clocks differ", "write max_duration='2ep'"),
-        (is_cut, cut, "a run has all its batches", "leave train_subset_num_batches out"),
+        (is_cut, cut, "a run has all its batches", "leave it out"),
     )
 
 
