@@ -42,7 +42,8 @@ def _bound_ramp(
         BatchSizeError: equal batches over a wall time; how long a batch takes is not known.
         ConversionError: a level begins at a part of an epoch of unknown length.
     """
-    count, over, equal = len(sizes) - 1, Time(ramp.over), ramp.equal
+    # The length of a range may be more than `len` can tell.
+    count, over, equal = sizes.index(sizes[-1]), Time(ramp.over), ramp.equal
     if count == 0:
         return Fixed(sizes[0]).bind(horizon)
     axis = sample_axis(horizon, horizon.axis(over.unit))

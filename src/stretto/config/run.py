@@ -17,7 +17,7 @@ from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareR
 from stretto.batching.policy import PositiveInt
 from stretto.batching.split import RuleLike
 from stretto.batching.steps import PolicyLike
-from stretto.config.kinds import Mistakes, Without, section
+from stretto.config.kinds import Mistakes, section
 from stretto.config.targets import Function, Target
 from stretto.config.yaml import (
     MAX_BYTES,
@@ -196,7 +196,7 @@ class RunConfig:
     """Whether the model runs through `torch.compile`."""
     device: str | None = None
     """Where to compute; by default this rank's CUDA device if there is one, else the CPU."""
-    loading: Annotated[Loading, Without(("seed", "last_batch"))] = Loading()
+    loading: Loading = Loading()
     """How samples are ordered and fetched."""
     stepping: Stepping = Stepping()
     """How a step is computed."""
