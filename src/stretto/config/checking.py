@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from stretto._optional import missing
+from stretto.config.plans import with_targets
 from stretto.config.run import Optimizer, RunConfig
 from stretto.config.signatures import describe_target, run_guards
 from stretto.config.targets import Function, Target, called, tuples
@@ -28,15 +29,16 @@ def check_targets(config: RunConfig) -> Iterator[str]:
             hyper-parameter.
         MissingPackageError: a logger needs a package that is not installed.
     """
-    for path, section in _targets(config, ()):
-        try:
-            _check(config, section, path)
-        except ConfigError as error:
-            absent = error.__cause__
-            top = str(getattr(absent, "name", None)).partition(".")[0]
-            if not isinstance(absent, ModuleNotFoundError) or importlib.util.find_spec(top):
-                raise
-            yield f"not checked: {show_path(path)}, since there is no module {top!r} here"
+    notes: list[str] = []
+
+    def check(section: Target, path: Keys) -> Target:
+        notes.extend(_check(config, section, path))
+        return section
+
+    for one in fields(config):
+        if one.name not in ("rule", "schedules", "batch_size"):  # the plan imports their targets
+            with_targets(getattr(config, one.name), (one.name,), check)
+    yield from notes
     for name in config.log.loggers or ():
         if isinstance(name, str) and importlib.util.find_spec(name) is None:
             raise missing(name, name)
@@ -52,23 +54,18 @@ def check_targets(config: RunConfig) -> Iterator[str]:
         yield f"not checked: whether {config.model.target} has a loss"
 
 
-def _targets(value: Any, path: Keys) -> Iterator[tuple[Keys, Target]]:
-    """Yield the targets inside a value; those of sizes and schedules are imported by the plan."""
-    if isinstance(value, Target):
-        yield path, value
-    inner: dict[Any, Any] = {}
-    if is_dataclass(value) and not isinstance(value, type):
-        inner = {one.name: getattr(value, one.name) for one in fields(value)}
-    elif isinstance(value, (dict, list)):
-        inner = dict(value if isinstance(value, dict) else enumerate(value))
-    for key, one in inner.items():
-        if path or key not in ("rule", "schedules", "batch_size"):
-            yield from _targets(one, (*path, key))
-
-
-def _check(config: RunConfig, section: Target, path: Keys) -> None:
-    """Check that a target exists and takes its arguments."""
-    found = describe_target(section.target, where=config.source.where((*path, "target")))
+def _check(config: RunConfig, section: Target, path: Keys) -> Iterator[str]:
+    """Check that a target exists and takes its arguments; yield a line if it cannot be here."""
+    where = config.source.where((*path, "target"))
+    try:
+        found = describe_target(section.target, where=where)
+    except ConfigError as error:
+        absent = error.__cause__
+        top = str(getattr(absent, "name", None)).partition(".")[0]
+        if not isinstance(absent, ModuleNotFoundError) or importlib.util.find_spec(top):
+            raise
+        yield f"not checked: {show_path(path)}, since there is no module {top!r} here"
+        return
     if found.signature is None:
         return
     given = dict.fromkeys(section.arguments)

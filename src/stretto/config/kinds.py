@@ -205,7 +205,7 @@ _ELSEWHERE: Mapping[Any, Sequence[str]] = {Loading: ("seed", "last_batch")}
 
 
 @cache
-def parameters_of(make: Callable[..., Any]) -> Mapping[str, Parameter]:
+def parameters_of(make: Any) -> Mapping[str, Parameter]:
     """Return the parameters of a class or a function, with their hints as objects."""
     init = vars(make).get("__init__") if isinstance(make, type) else make
     options = getattr(make, "__dataclass_params__", None)

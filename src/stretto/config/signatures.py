@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import importlib.util
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from inspect import Parameter, Signature
+from inspect import Signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +35,8 @@ class Described(NamedTuple):
 def describe_target(target: str, *, where: Place | None = None) -> Described:
     """Return the signature of the object that `package.module:attribute` names.
 
-    >>> print(describe_target("torch.optim:SGD").signature)
-    (params, lr=0.001, momentum=0, dampening=0, weight_decay=0, nesterov=False, *, maximize=False, \
-foreach=None, differentiable=False, fused=None)
+    >>> list(describe_target("torch.optim:SGD").signature.parameters)[:4]
+    ['params', 'lr', 'momentum', 'dampening']
 
     Raises:
         ConfigError: there is no such object, or its module fails when imported.
@@ -108,13 +108,14 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
 def _signature_of(found: _Definition) -> Signature | None:
     """Return the signature of a function, or of the `__init__` of a class; None if it is hidden."""
     if isinstance(found.node, ast.FunctionDef):
-        return Signature(list(_parameters(found, found.node)))
+        return _signature_of_function(found.module, found.node)
     # A decorator such as `dataclass` writes an `__init__` that is not in the source.
     if any(ast.unparse(one) != "final" for one in found.node.decorator_list):
         return None
     for node in reversed(found.node.body):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            return Signature(list(_parameters(found, node))[1:])
+            whole = _signature_of_function(found.module, node)
+            return whole.replace(parameters=[*whole.parameters.values()][1:])
     if not found.node.bases:
         return Signature()
     base = ast.unparse(found.node.bases[0])
@@ -122,37 +123,29 @@ def _signature_of(found: _Definition) -> Signature | None:
     return None if inherited is None else _signature_of(inherited)
 
 
-def _parameters(found: _Definition, function: ast.FunctionDef) -> Iterator[Parameter]:
-    """Yield the parameters with their defaults; one that is computed is a text."""
-    given, tree = function.args, _tree(found.module)
+def _signature_of_function(module: str, function: ast.FunctionDef) -> Signature:
+    """Return the signature of a function; a default that is computed is a text."""
+    tree, stub, scope = _tree(module), copy.deepcopy(function), dict[str, Any]()
     constants = {
         ast.unparse(node.targets[0]): node.value
         for node in (() if tree is None else tree.body)
         if isinstance(node, ast.Assign)
     }
 
-    def default(node: ast.expr | None) -> Any:
-        if node is None:
-            return Parameter.empty
+    def default(node: ast.expr) -> ast.expr:
         if isinstance(node, ast.Tuple):
-            return tuple(map(default, node.elts))
+            return ast.Tuple([default(item) for item in node.elts], ast.Load())
         try:
-            return ast.literal_eval(constants.get(ast.unparse(node), node))
+            return ast.Constant(ast.literal_eval(constants.get(ast.unparse(node), node)))
         except ValueError:
-            return ast.unparse(node)
+            return ast.Constant(ast.unparse(node))
 
-    positional = [*given.posonlyargs, *given.args]
-    absent = [None] * (len(positional) - len(given.defaults))
-    for one, node in zip(positional, [*absent, *given.defaults], strict=True):
-        only = one in given.posonlyargs
-        kind = Parameter.POSITIONAL_ONLY if only else Parameter.POSITIONAL_OR_KEYWORD
-        yield Parameter(one.arg, kind, default=default(node))
-    if given.vararg is not None:
-        yield Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL)
-    for one, node in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        yield Parameter(one.arg, Parameter.KEYWORD_ONLY, default=default(node))
-    if given.kwarg is not None:
-        yield Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD)
+    stub.args.defaults = [default(node) for node in stub.args.defaults]
+    stub.args.kw_defaults = [node and default(node) for node in stub.args.kw_defaults]
+    stub.body, stub.decorator_list = [ast.Pass()], []
+    source = ast.fix_missing_locations(ast.Module([stub], []))
+    exec(compile(source, module, "exec", annotations.compiler_flag), scope)  # noqa: S102
+    return inspect.signature(scope[function.name])
 
 
 def run_guards(target: str, values: Mapping[str, Any]) -> None:
