@@ -17,7 +17,7 @@ from stretto.batching.policy import PositiveInt
 from stretto.batching.split import RuleLike
 from stretto.batching.steps import PolicyLike
 from stretto.config.kinds import Mistakes, parameters_of, section
-from stretto.config.targets import Function, Target
+from stretto.config.targets import TARGET_PATTERN, Function, Target
 from stretto.config.yaml import (
     MAX_BYTES,
     NO_SOURCE,
@@ -371,3 +371,39 @@ def written(value: Any) -> Any:
     found = {name: written(getattr(value, name)) for name in names}
     kept = {name: one for name, one in found.items() if one is not None}
     return kept | written(getattr(value, "arguments", {}))
+
+
+TIME_PATTERN = (
+    r"^\s*[0-9][0-9_]*(\.[0-9]+|/[0-9][0-9_]*)?([eE][+-]?[0-9]+)?"
+    r"(%|[KMBT]?(ep|ba|sp|tok|dur|sec)|[dhms]([0-9dhm./]*[hms])?)\s*$"
+)
+"""What an editor can check of a time; the whole grammar is that of `Time`."""
+
+
+def run_file_schema() -> dict[str, Any]:
+    """Return the JSON Schema of run files.
+
+    What needs the whole file or Python (that a warm-up fits, that a target exists) is beyond a
+    schema. Nulls, which count as absent, are not among the suggestions.
+
+    >>> run_file_schema()["required"]
+    ['max_duration', 'data', 'batch_size']
+    """
+    parts: dict[str, Any] = {
+        "Time": {
+            "description": "An amount and a unit: 90ep, 500ba, 1_000sp, 2Btok, 0.1dur, 10%, 1h30m.",
+            "type": "string",
+            "pattern": TIME_PATTERN,
+        }
+    }
+    section(RunConfig).schema(parts)
+    for part in parts.values():
+        if "target" in part.get("properties", ()):
+            part["properties"]["target"]["pattern"] = TARGET_PATTERN
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **parts.pop("RunConfig"),
+        "title": "stretto run file",
+        "description": "What a training run is. Times have a unit, as in docs/guides/time.md.",
+        "$defs": parts,
+    }
