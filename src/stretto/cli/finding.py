@@ -46,7 +46,8 @@ def find(
         with suppress(ConfigError, RuntimeError, NotImplementedError):
             found = build_finding(config, on_meta=True)
     found = build_finding(config) if found is None else found
-    asked |= {"accumulation": found.accumulation, "measures_noise": found.measures_noise}
+    # Of a step with several micro-batches, the second needs the most memory: gradients exist.
+    asked |= {"accumulation": 2, "measures_noise": found.measures_noise}
     asked["shard"] = shard or _shard_of(config)
     if micro_batch_size is not None:
         rest = ("minimum", "multiple_of", "power_of_two")

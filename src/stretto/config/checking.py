@@ -6,22 +6,18 @@ Nothing is called. Modules of the user are imported; the source of torch and str
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from stretto._optional import missing
 from stretto.config.run import Optimizer, RunConfig
-from stretto.config.signatures import describe_target
-from stretto.config.targets import Target, called, tuples
+from stretto.config.signatures import describe_target, run_guards
+from stretto.config.targets import Function, Target, called, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.errors import ConfigError
 from stretto.schedules.names import check_group, find_name, parse_name
-
-_FUNCTIONS = {"loss", "predict", "metrics", "collate_fn", "loss_weight"}
-"""Keys of functions, which get their other arguments in training; a class is called before."""
 
 
 def check_targets(config: RunConfig) -> Iterator[str]:
@@ -81,7 +77,8 @@ def _check(config: RunConfig, section: Target, path: Keys) -> None:
         own += ["loss"] if "loss" in found.signature.parameters else []  # of the model's class
         given |= dict.fromkeys(("model", *own))
     count = {"optimizer": 1, "parallel": 1 if config.mesh is None else 2}.get(str(path[0]), 0)
-    is_function = not _FUNCTIONS.isdisjoint(map(str, path)) and not found.is_class
+    # A function gets its other arguments in training; a class is called before.
+    is_function = isinstance(section, Function) and not found.is_class
     bind = found.signature.bind_partial if is_function else found.signature.bind
     called(lambda: bind(*[None] * count, **given), section, config.source.where(path))
 
@@ -95,11 +92,9 @@ def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
         signature = describe_target(section.target, where=where).signature
         assert signature is not None, "optimizers of torch are written in Python"
         defaults = {name: one.default for name, one in signature.parameters.items()}
-        try:
-            check_values(section.target, defaults, tuples(section.arguments))
-        except ConfigError as error:
-            raise error.recast(ConfigError, where=where) from error
-        given = defaults | tuples(section.arguments)
+        arguments = tuples(section.arguments)
+        called(lambda: check_values(section.target, defaults, arguments), section, where)
+        given = defaults | arguments
         groups = [{**given, **group} for group in groups] if section.groups else [given]
     else:
         others = {parse_name(text).key for text in config.schedules} - {*section.arguments, "lr"}
@@ -113,59 +108,19 @@ def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
                 check_group(text, groups)
 
 
-_NOT_NEGATIVE = ("lr", "weight_decay", "momentum", "momentum_decay", "lr_decay", "alpha", "eps")
-_LIMITS: Mapping[str, tuple[float, float]] = {
-    **dict.fromkeys((*_NOT_NEGATIVE, "initial_accumulator_value"), (0, math.inf)),
-    "rho": (0, 1),
-    "d": (1, math.inf),
-    "beta2_decay": (-math.inf, 0),
-}
-"""The least and the largest value of the hyper-parameters that torch checks."""
-
-
 def check_values(target: str, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Refuse values of hyper-parameters that an optimizer of torch refuses.
 
-    They are known here, since to ask torch is to import it.
-
     Raises:
-        ConfigError: a value is no number, or outside its range; or two exclude each other.
+        ConfigError: a value is of another kind than its default.
+        Exception: as the source of the optimizer raises.
     """
-    values = {**defaults, **given}
     for name, value in given.items():
-        low, high = _LIMITS.get(name, (-math.inf, math.inf))
-        above = target.endswith("SparseAdam") and name in ("lr", "eps")
-        why = None
-        if isinstance(defaults[name], (int, float)) and not isinstance(value, (int, float)):
-            why = "it is not a number"
-        elif isinstance(defaults[name], tuple):
-            why = _why_not_several(name, value, len(defaults[name]))
-        elif isinstance(value, (int, float)) and not (
-            low <= value <= high and (value > low or not above)
-        ):
-            why = f"it is not {'above' if above else 'from'} {low} to {high}"
-        if why is not None:
-            raise ConfigError.bad(name, value, why, f"write for example {defaults[name]!r}")
-    is_nesterov = target.endswith(":SGD") and values["nesterov"]
-    if is_nesterov and (values["momentum"] <= 0 or values["dampening"]):
-        why = "it needs a momentum above 0, and no dampening"
-        raise ConfigError.bad("nesterov", value=True, why=why, instead="write momentum: 0.9")
-    for other in ("foreach", "differentiable"):
-        if values.get("fused") and values.get(other):
-            why, instead = "it excludes 'fused'", "leave one of them out"
-            raise ConfigError.bad(other, value=True, why=why, instead=instead)
-
-
-def _why_not_several(name: str, value: object, count: int) -> str | None:
-    """Return what is wrong with several values in one, such as betas."""
-    several = value if isinstance(value, tuple) else ()
-    numbers = [one for one in several if isinstance(one, (int, float))]
-    if len(several) != count or len(numbers) + several.count(None) * (name == "eps") != count:
-        return f"it is not a list of {count} numbers"
-    if name == "betas" and not all(isinstance(one, float) and 0 <= one < 1 for one in numbers):
-        return "they are not fractions from 0.0 to 1.0, without 1.0"
-    if name == "etas" and not 0 < numbers[0] < 1 < numbers[1]:
-        return "one is not between 0 and 1, and the other above 1"
-    if name == "eps" and min(numbers, default=0) < 0:
-        return "they are not at least 0"
-    return None
+        default, kinds = defaults[name], (int, float)
+        is_other = isinstance(default, kinds) and not isinstance(value, kinds)
+        if isinstance(default, tuple):
+            is_other = not isinstance(value, tuple) or len(value) != len(default)
+        if is_other:
+            why = "it is of another kind than the default"
+            raise ConfigError.bad(name, value, why, f"write for example {default!r}")
+    run_guards(target, {**defaults, **given})

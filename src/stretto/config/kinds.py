@@ -35,7 +35,7 @@ from stretto.batching import BatchSizePolicy, Pair, as_policy, as_rule
 from stretto.batching.noise_scale import NormTest
 from stretto.batching.split import RULES, RuleLike
 from stretto.batching.steps import PolicyLike
-from stretto.config.targets import Target
+from stretto.config.targets import Function, Target
 from stretto.config.yaml import Path, Source
 from stretto.errors import ConfigError, Message, StrettoError, nearest, shown
 from stretto.schedules import Schedule, ScheduleLike, as_schedule
@@ -304,7 +304,7 @@ def section(make: Callable[..., Any], without: tuple[str, ...] = ()) -> Kind:
         return {"$ref": f"#/$defs/{name}"}
 
     text = f"some of the keys {', '.join(known)}"
-    if make is Target:
+    if make in (Target, Function):
         text = "{target: 'package.module:name'}"
     return Kind(text, lambda value: isinstance(value, dict), schema, read, is_section=True)
 
@@ -358,7 +358,7 @@ def _named(
     def read(value: Any, path: Path, mistakes: Mistakes) -> Any:
         before = len(mistakes)
         if isinstance(value, dict) and "target" in value:
-            value = mistakes.read(section(Target), value, path)
+            value = mistakes.read(section(Function), value, path)
         elif isinstance(value, dict) and len(value) == 1 and next(iter(value)) in names:
             [(name, given)] = value.items()
             return _named_arguments(names[name], given, (*path, name), mistakes)
@@ -383,7 +383,7 @@ def _named(
                 "additionalProperties": False,
             }
             several = [{"type": "array", "items": here}] if "Product" in names else []
-            parts[title] = {"anyOf": [*forms, *several, named, section(Target).schema(parts)]}
+            parts[title] = {"anyOf": [*forms, *several, named, section(Function).schema(parts)]}
         return here
 
     return Kind(text, lambda _: True, schema, read)
@@ -526,7 +526,7 @@ def kind_of(hint: Any) -> Kind:
     if origin is Annotated:
         return _annotated(inner[0], inner[1:])
     if origin is Callable or origin is None:
-        return _plain(hint) if hint in _PLAIN else section(Target if origin else hint)
+        return _plain(hint) if hint in _PLAIN else section(Function if origin else hint)
     return _generic(origin, inner)
 
 

@@ -11,7 +11,7 @@ from stretto.batching import BatchSizePolicy, LearningRateRule, as_rule
 from stretto.batching.metrics import check_monitored, followed_metric, metrics_of
 from stretto.batching.seesaw import paired
 from stretto.config.run import RunConfig
-from stretto.config.targets import Target, bound_target, call_target
+from stretto.config.targets import Function, Target, bound_target, call_target
 from stretto.config.yaml import Path
 from stretto.errors import ConfigError, PlanError
 from stretto.planning import Plan, Prepared, bind_run
@@ -55,19 +55,21 @@ def make_spec(config: RunConfig) -> DataSpec:
 
 
 def imported(config: RunConfig, value: Any, *path: str | int) -> Any:
-    """Return a value of a run file with the functions and objects that its targets name.
+    """Return a value of a run file with the functions and objects that its targets name, or make.
 
     Raises:
         ConfigError: a target cannot be imported or called.
     """
 
     def change(found: object) -> Any:
-        if isinstance(found, Target):
+        if isinstance(found, Function):
             return bound_target(found, source=config.source, path=path)
+        if isinstance(found, Target):
+            return call_target(found, source=config.source, path=path)
         if not isinstance(found, Timed):
             return found
         function = getattr(found, "function", None)
-        if not isinstance(function, Target):
+        if not isinstance(function, Function):
             return found.replaced(change)
         made = change(function)
         if isinstance(found, Custom):
@@ -76,6 +78,8 @@ def imported(config: RunConfig, value: Any, *path: str | int) -> Any:
 
     if isinstance(value, dict):
         return {name: imported(config, one, *path, name) for name, one in value.items()}
+    if isinstance(value, list):
+        return [imported(config, one, *path, number) for number, one in enumerate(value)]
     with config.source.at(*path):
         if is_dataclass(value) and not isinstance(value, (Timed, Target)):
             own = {one.name: getattr(value, one.name) for one in fields(value)}

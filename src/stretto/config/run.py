@@ -18,7 +18,7 @@ from stretto.batching.policy import PositiveInt
 from stretto.batching.split import RuleLike
 from stretto.batching.steps import PolicyLike
 from stretto.config.kinds import Mistakes, Without, section
-from stretto.config.targets import Target
+from stretto.config.targets import Function, Target
 from stretto.config.yaml import (
     MAX_BYTES,
     NO_SOURCE,
@@ -117,17 +117,17 @@ class Evaluate:
     """How often."""
     data: Target | None = None
     """What to measure on; by default the run's data with `split: validation`."""
-    metrics: dict[str, Target] = field(default_factory=dict)
+    metrics: dict[str, Function] = field(default_factory=dict)
     """By name: functions `function(model, batch) -> mean over the batch`, or classes whose objects
     have update, compute and reset, such as those of torchmetrics."""
-    predict: Target | None = None
+    predict: Function | None = None
     """A function `(model, batch) -> (outputs, targets)` for the `update` of such objects; by
     default both are read from the batch."""
     batch_size: PositiveInt | None = None
     """Samples of one forward pass; by default the training micro-batch."""
     name: Annotated[str, Check(_name)] = "validation"
     """What its lines in the metrics begin with."""
-    loss: Target | None = None
+    loss: Function | None = None
     """By default the training loss."""
 
 
@@ -167,7 +167,7 @@ class RunConfig:
     """Makes the training data."""
     optimizer: Optimizer | None = None
     """Makes the optimizer. A plan needs none."""
-    loss: Target | None = None
+    loss: Function | None = None
     """`function(model, batch) -> loss`; by default the `loss` of the model's class."""
     step: Target | None = None
     """Makes a `stretto.TrainStep` of yours: called with `model`, with `optimizer` if the file has

@@ -7,9 +7,10 @@ plan takes milliseconds. What is not found that way is imported.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -152,3 +153,41 @@ def _parameters(found: _Definition, function: ast.FunctionDef) -> Iterator[Param
         yield Parameter(one.arg, Parameter.KEYWORD_ONLY, default=default(node))
     if given.kwarg is not None:
         yield Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD)
+
+
+def run_guards(target: str, values: Mapping[str, Any]) -> None:
+    """Run the `if ...: raise ...` statements of the `__init__` of a class of torch.
+
+    So a plan refuses the values that this version of torch refuses, and does not import it.
+
+    Raises:
+        Exception: as the statements do.
+    """
+    module, _, name = target.partition(":")
+    found = _find(module, name)
+    while found is not None and isinstance(found.node, ast.ClassDef):
+        inits = [
+            one
+            for one in found.node.body
+            if isinstance(one, ast.FunctionDef) and one.name == "__init__"
+        ]
+        for guard in _raising(inits[-1].body if inits else []):
+            tree = ast.fix_missing_locations(ast.Module([guard], []))
+            # A statement that needs more of torch than the arguments is left to training.
+            with contextlib.suppress(NameError):
+                exec(compile(tree, target, "exec"), {"Tensor": (), **values})  # noqa: S102
+        base = found.node.bases[0] if found.node.bases else None
+        found = _find(found.module, base.id) if isinstance(base, ast.Name) else None
+
+
+def _raising(body: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """Return what is left of statements without all that neither tests nor raises."""
+    kept: list[ast.stmt] = []
+    for one in body:
+        if isinstance(one, ast.Raise):
+            kept.append(one)
+        elif isinstance(one, ast.If):
+            then, other = _raising(one.body), _raising(one.orelse)
+            if then or other:
+                kept.append(ast.If(one.test, then or [ast.Pass()], other))
+    return kept

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, final
 
 from stretto.config.yaml import NO_SOURCE, Path, Source
 from stretto.errors import ConfigError, Place, StrettoError, first_line, nearest, shown
@@ -47,17 +47,23 @@ TargetText: TypeAlias = Annotated[str, Check(lambda value, *_: read_target(value
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A Python object: `target` names it, all other keys are its arguments.
-
-    A target of a function can be called, which imports it.
-
-    >>> Target(target="operator:mul")(6, 7)
-    42
-    """
+    """A Python object: `target` names what makes it, all other keys are its arguments."""
 
     target: TargetText
     """`package.module:attribute`, imported when the run is built."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Function(Target):
+    """A function: `target` names it, or a class of which it is an instance.
+
+    It is imported when it is called.
+
+    >>> Function(target="operator:mul")(6, 7)
+    42
+    """
 
     def __call__(self, *positional: Any) -> Any:
         """Call the function with the arguments of the file and these."""

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from stretto._location import public
 from stretto.batching import awaits_maximum, with_maximum
 from stretto.config.plans import TimesAndSizes, build_run, imported, make_spec, prepare_run
-from stretto.config.run import Evaluate, RunConfig, written
+from stretto.config.run import RunConfig, written
 from stretto.config.targets import Target, accepts, bound_target, call_target, import_target, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
@@ -35,7 +36,6 @@ from stretto.training import (
     Callback,
     Evaluation,
     Loading,
-    Logger,
     Logging,
     MLflowLogger,
     TensorBoardLogger,
@@ -45,12 +45,14 @@ from stretto.training import (
 from stretto.training.criterion import as_loss
 from stretto.training.fitting import keeps_gradients_apart
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 S = TypeVar("S")
 VALIDATION = "validation"
 """The `split` of an evaluation without other data."""
+_AS_THEY_ARE = (
+    *("max_duration", "micro_batch_size", "clip_norm", "compile", "device"),
+    *("stepping", "checkpoint", "idle_ranks", "scale_schedule"),
+)
+"""Keys of a run file that are arguments of a `Trainer` with the same name and value."""
 _NO_LIMIT = 2**31
 """The largest batch size while training has not found one."""
 
@@ -80,45 +82,40 @@ def build_trainer(
     run = build_run(config, spec)
     prepare_run(config, with_some_maximum(run), resumes=resumes)
     seed_everything(config.seed)
-    model, mesh = make_model(config), make_mesh(config)
+    model, mesh = make_model(config), None
+    if config.mesh is not None and math.prod(config.mesh.values()) > 1:
+        device = Ranks.from_environment(config.device).device.type
+        names = tuple(config.mesh)
+        mesh = init_device_mesh(device, tuple(config.mesh.values()), mesh_dim_names=names)
     if isinstance(config.parallel, Target):
         given = (model,) if mesh is None else (model, mesh)
         model = _made(config, config.parallel, nn.Module, ("parallel",), *given)
     elif config.parallel == "fsdp":
-        model = shard_blocks(
-            model,
-            device=config.device,
-            mesh=mesh,
-            precision="bf16" if config.precision == "bf16" else "fp32",
-        )
+        precision: Literal["fp32", "bf16"] = "bf16" if config.precision == "bf16" else "fp32"
+        model = shard_blocks(model, device=config.device, mesh=mesh, precision=precision)
     # What we have sharded casts for itself.
     casts = config.parallel == "fsdp" and is_fully_sharded(model) and config.precision == "bf16"
     step = make_step(config, model)
-    evaluations = [make_evaluation(config, number) for number in range(len(config.evaluate))]
+    named = [
+        _made(config, one, Callback, ("callbacks", number))
+        for number, one in enumerate(config.callbacks)
+    ]
     trainer = Trainer(
         model if step is None else step,
         spec,
         optimizer=make_optimizer(config, model) if step is None else None,
         loss=make_loss(config, model) if step is None else None,
-        max_duration=config.max_duration,
         batch_size=run.policy,
-        micro_batch_size=config.micro_batch_size,
         schedules=run.schedules,
         rule=run.rule,
         precision="fp32" if casts else config.precision,
-        clip_norm=config.clip_norm,
-        compile=config.compile,
-        device=config.device,
         loading=make_loading(config),
-        stepping=imported(config, config.stepping, "stepping"),
-        evaluate=evaluations,
-        checkpoint=imported(config, config.checkpoint, "checkpoint"),
+        evaluate=[make_evaluation(config, number) for number in range(len(config.evaluate))],
         log=make_logging(config),
-        callbacks=[*make_callbacks(config), *callbacks],
+        callbacks=[*named, *callbacks],
         mesh=mesh,
-        idle_ranks=config.idle_ranks,
-        scale_schedule=config.scale_schedule,
         folder=folder if folder is not None else config.folder,
+        **{name: imported(config, getattr(config, name), name) for name in _AS_THEY_ARE},
     )
     # From here on random numbers differ between ranks, as their samples do.
     torch.manual_seed(config.seed + trainer.run.rank)
@@ -190,13 +187,12 @@ def check_complete(config: RunConfig) -> None:
 
 def _check_world_size(config: RunConfig) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    key, stated = "world_size", config.world_size
-    if config.mesh is not None:
-        key, stated = "mesh", math.prod(config.mesh.values())
+    key = "world_size" if config.mesh is None else "mesh"
+    stated = config.world_size if config.mesh is None else math.prod(config.mesh.values())
     if stated not in (None, world_size):
         raise ConfigError.cannot(
             f"train on {world_size} ranks",
-            why=f"{key} is {config.world_size if config.mesh is None else config.mesh}",
+            why=f"{key} is {getattr(config, key)}",
             instead=f"use torchrun --nproc-per-node {stated}, or set {key}=null",
             where=config.source.where((key,)),
         )
@@ -210,16 +206,6 @@ def make_model(config: RunConfig) -> nn.Module:
     """
     assert config.model is not None, "checked before anything is built"
     return _made(config, config.model, nn.Module, ("model",))
-
-
-def make_mesh(config: RunConfig) -> DeviceMesh | None:
-    """Return the mesh of all ranks; None without one, and for a single process."""
-    if config.mesh is None or math.prod(config.mesh.values()) == 1:
-        return None
-    from torch.distributed.device_mesh import init_device_mesh
-
-    device = Ranks.from_environment(config.device).device.type
-    return init_device_mesh(device, tuple(config.mesh.values()), mesh_dim_names=tuple(config.mesh))
 
 
 def make_loss(config: RunConfig, model: nn.Module) -> Any:
@@ -289,15 +275,16 @@ def make_loading(config: RunConfig) -> Loading:
 def make_evaluation(config: RunConfig, number: int) -> Evaluation:
     """Return an evaluation: its data, metrics and interval."""
     section, path = config.evaluate[number], ("evaluate", number)
-    data = _evaluation_data(config, section, path)
-    own = {one.name: getattr(section, one.name) for one in fields(section) if one.name != "data"}
+    own = {one.name: getattr(section, one.name) for one in fields(section)}
     with config.source.at(*path):
-        return Evaluation(data, **imported(config, own, *path))
+        own = imported(config, own, *path)
+        if section.data is None:
+            own["data"] = _validation_data(config, path)
+        return Evaluation(**own)
 
 
-def _evaluation_data(config: RunConfig, section: Evaluate, path: Keys) -> Any:
-    if section.data is not None:
-        return call_target(section.data, source=config.source, path=(*path, "data"))
+def _validation_data(config: RunConfig, path: Keys) -> Any:
+    """Return the data that the data's target makes with `split="validation"`."""
     target, arguments = config.data.target, config.data.arguments
     function = import_target(target, where=config.source.where(("data", "target")))
     if not accepts(function, "split") or arguments.get("split") == VALIDATION:
@@ -315,33 +302,14 @@ def _evaluation_data(config: RunConfig, section: Evaluate, path: Keys) -> Any:
 
 def make_logging(config: RunConfig) -> Logging:
     """Return when metrics are logged, and where they go."""
-    log = config.log
-    with config.source.at("log", "loggers"):
-        settings = public(written(config))
-        return Logging(log.every, log.flush, make_loggers(config), log.console, settings)
-
-
-def make_loggers(config: RunConfig) -> list[Logger]:
-    """Return where metrics go besides the run folder."""
+    log, names = config.log, config.log.loggers
+    if names is None:
+        names = ["tensorboard"] if find_spec("tensorboard") else []
     kinds = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLflowLogger}
-    named = config.log.loggers
-    if named is None:
-        named = ["tensorboard"] if find_spec("tensorboard") else []
-    source = config.source
-    return [
-        call_target(one, source=source, path=("log", "loggers", number))
-        if isinstance(one, Target)
-        else kinds[one]()
-        for number, one in enumerate(named)
-    ]
-
-
-def make_callbacks(config: RunConfig) -> list[Callback]:
-    """Return the callbacks that the file names."""
-    return [
-        _made(config, section, Callback, ("callbacks", number))
-        for number, section in enumerate(config.callbacks)
-    ]
+    with config.source.at("log", "loggers"):
+        found = imported(config, names, "log", "loggers")
+        loggers = [kinds[one]() if isinstance(one, str) else one for one in found]
+        return Logging(log.every, log.flush, loggers, log.console, public(written(config)))
 
 
 def _made(
@@ -363,15 +331,10 @@ def _made(
     )
 
 
-MICRO_BATCHES = 2
-"""Of a step with several, the second needs the most memory: the gradients exist."""
-
-
 class Finding(NamedTuple):
     """The facts about a run for a search for a batch size."""
 
     step: TrainStep
-    accumulation: int
     measures_noise: bool
     batch: Any
     """A few samples, padded to the longest of them, or a function that makes other sizes."""
@@ -400,12 +363,10 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
     with device if on_meta else contextlib.nullcontext():
         model = make_model(config)
     model.to(device)
-    reduction = config.stepping.loss_reduction
-    own = make_step(config, model)
-    step = (
-        own
-        if own is not None
-        else SupervisedStep(
+    step = make_step(config, model)
+    if step is None:
+        reduction = config.stepping.loss_reduction
+        step = SupervisedStep(
             model,
             make_optimizer(config, model),
             as_loss(make_loss(config, model), reduction),
@@ -414,9 +375,8 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
             loss_reduction=reduction,
             compile=config.compile and not on_meta,
         )
-    )
     noise = _measures_noise(config, spec)
-    return Finding(step, MICRO_BATCHES, noise, batch, spec.known_num_samples)
+    return Finding(step, noise, batch, spec.known_num_samples)
 
 
 def _measures_noise(config: RunConfig, spec: DataSpec) -> bool:
@@ -426,11 +386,10 @@ def _measures_noise(config: RunConfig, spec: DataSpec) -> bool:
     with contextlib.suppress(StrettoError):
         run = with_some_maximum(build_run(config, spec))
         reads = run.policy.bind(run.horizon).reads
-    callbacks = []
+    kinds = []
     for section in config.callbacks:
         with contextlib.suppress(ConfigError):
-            callbacks.append(import_target(section.target))
-    kinds = [one for one in callbacks if isinstance(one, type)]
+            kinds += [one for one in [import_target(section.target)] if isinstance(one, type)]
     return keeps_gradients_apart(reads, kinds)
 
 

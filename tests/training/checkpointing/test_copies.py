@@ -494,7 +494,7 @@ def test_a_copy_that_was_seen_is_never_lost_to_a_store_that_errs(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        patch.setattr(copies, "PAUSES", (0, 0, 0, 0, 0))
+        patch.setattr(copies, "LIST_PAUSES", (0, 0, 0, 0, 0))
         place = Path(name)
         store = Erratic(place / "bucket", lags, losses)
         (place / "bucket").mkdir()

@@ -33,9 +33,9 @@ from stretto.run_folder import set_aside
 from stretto.runtime.ranks import Ranks
 from stretto.timing import Timestamp
 
-PAUSES = (0.1, 0.4, 1.0, 2.0, 4.0)
+LIST_PAUSES = (0.1, 0.4, 1.0, 2.0, 4.0)
 """Seconds between looks for a copy that was written."""
-UNFINISHED = ".upload"
+UNFINISHED_COPY = ".upload"
 """Ends the names of folders that are copied to or from a store."""
 PATIENCE_SECONDS = 20.0
 """How long the end of a run waits for its last upload; torchrun kills after 30 s."""
@@ -249,7 +249,7 @@ def fetch(
         CheckpointError: the store cannot be read.
     """
     attempt = ranks.from_first(lambda: secrets.token_hex(4))  # killed ones have left files
-    path, unfinished = folder / checkpoint_of(copy), folder / f"{copy}-{attempt}{UNFINISHED}"
+    path, unfinished = folder / checkpoint_of(copy), folder / f"{copy}-{attempt}{UNFINISHED_COPY}"
     files = parse_manifest(manifest, copy)
 
     def meet() -> None:
@@ -367,7 +367,7 @@ def copied(store: Store, path: Path) -> str:
             return copy
     copy = f"{path.name}-{secrets.token_hex(4)}"
     store.write(copy, path)
-    for pause in PAUSES:  # some lists lag behind
+    for pause in LIST_PAUSES:  # some lists lag behind
         # The manifest is written last: with another one, the checkpoint was replaced meanwhile.
         if (
             copy in store.list()
@@ -434,7 +434,7 @@ class Uploader:
             stay: older ones, such as the best, whose copies stay beside the newest.
         """
         if self._thread is None:  # what a killed process has left
-            for left in path.parent.glob(f"*{UNFINISHED}"):
+            for left in path.parent.glob(f"*{UNFINISHED_COPY}"):
                 shutil.rmtree(left, ignore_errors=True)
         best = {other.name for other in stay}
         with self._lock:

@@ -468,7 +468,7 @@ class Recorder:
 def _order(columns: Sequence[str], present: Sequence[str]) -> list[int | None] | None:
     """Return which of `columns` each of those in the file is; None: they are the same.
 
-    An earlier attempt, or an older version, may have begun the file.
+    An earlier attempt may have begun the file.
     """
     if tuple(present) == tuple(columns):
         return None
