@@ -85,9 +85,8 @@ def in_process(code: str) -> list[str]:
     """Run code in a process of its own, and return what it printed."""
     setup = """
         import resource, torch
-        from stretto.runtime import is_out_of_memory
         from stretto.memory.limits import bounded, free_memory
-        from stretto.runtime.out_of_memory import attempt, release_memory
+        from stretto.runtime.out_of_memory import attempt, is_out_of_memory, release_memory
         torch.set_num_threads(1)
         cpu, MiB = torch.device("cpu"), 2**20
         def limits():

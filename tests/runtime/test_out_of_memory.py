@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from stretto.errors import FitError, TrainingError, cannot
-from stretto.runtime import is_out_of_memory
-from stretto.runtime.out_of_memory import attempt
+from stretto.runtime.out_of_memory import attempt, is_out_of_memory
 
 TEXTS = {
     "cuda": "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 7 GiB",

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.runtime import RandomState, pack, unpack
+from stretto.runtime.packing import pack, unpack
+from stretto.runtime.random_state import RandomState
 
 
 def saved_state() -> dict[str, Any]:

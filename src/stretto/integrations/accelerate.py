@@ -30,7 +30,7 @@ from stretto.data import Step, count_target_tokens, move_batch
 from stretto.data.weights import Units, check_units
 from stretto.errors import DataError
 from stretto.integrations.counts import micro_batches_in_epoch
-from stretto.integrations.loss_checks import FirstStep, has_gradient, warn_of_batch_norm
+from stretto.integrations.loss_checks import WEIGH, FirstStep, has_gradient, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
@@ -83,14 +83,10 @@ def attach(
     """
     each: Any = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     is_list = isinstance(each, Sequence) and all(isinstance(item, Optimizer) for item in each)
-    what, attached = f"follow optimizer={type(optimizer).__name__}", type(accelerator).__name__
-    is_other = not isinstance(accelerator, Accelerator)
-    refuse(
-        (is_other, f"attach to {attached}", "it is none", "pass an Accelerator"),
-        (not is_list, what, "it is no optimizer", "pass what accelerator.prepare returned"),
-    )
+    given = f"follow optimizer={type(optimizer).__name__}"
+    refuse((not is_list, given, "it is no optimizer", "pass what accelerator.prepare returned"))
     steps, kind = accelerator.gradient_accumulation_steps, accelerator.distributed_type
-    is_own = steps != 1 and type(steps) is not _Share
+    is_own = steps != 1 and type(steps) is not _Set
     engines = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     prepared = isinstance(data, (DataLoaderShard, DataLoaderDispatcher))
     refuse(
@@ -120,8 +116,8 @@ def attach(
     return loader, ClockScheduler(each[0], run.timer)
 
 
-class _NotAdded(float):
-    """`accelerator.step` as the loader sets it; `accelerator.accumulate` adds 1, a plain float."""
+class _Set(float):
+    """A number of the accelerator as the loader has set it; a sum with it is a plain float."""
 
 
 def _check_targets(step: Step) -> None:
@@ -137,12 +133,8 @@ def _check_targets(step: Step) -> None:
         return
     is_other = any(count * each[0][1] != each[0][0] * size for count, size in each)
     why = f"they have {[count for count, _ in each]} targets that are not -100"
-    instead = "pass units='tokens' if the loss is a mean over these, else units='samples'"
-    refuse((is_other, "weigh the losses of micro-batches", why, instead))
-
-
-class _Share(float):
-    """`accelerator.gradient_accumulation_steps` as the loader sets it."""
+    instead = "pass units='tokens' if it is a mean over these, else units='samples'"
+    refuse((is_other, WEIGH, why, instead))
 
 
 @final
@@ -188,12 +180,11 @@ class AccelerateLoader:
 
     def __iter__(self) -> Iterator[Any]:
         accelerator = self._accelerator
-        is_left, why = self._is_inside and has_gradient(self.run), "the loop left it inside"
+        is_left = self._is_inside and has_gradient(self.run)
         instead = "break 'if accelerator.sync_gradients:', or call model.zero_grad()"
-        refuse((is_left, "begin a step anew", f"{why}, and its gradient is kept", instead))
+        refuse((is_left, "begin a step anew", "the gradient of its first part is kept", instead))
         for step in self.run.steps():
-            units: Units = "samples" if self._units is None else self._units
-            passes = self._meter.passes(step, units)
+            passes = self._meter.passes(step, "samples" if self._units is None else self._units)
             if self._units is None:
                 _check_targets(step)
             self._checks = None
@@ -204,11 +195,11 @@ class AccelerateLoader:
             for one_pass in passes:
                 self._pass, weight = one_pass, one_pass.weight
                 # accumulate() adds 1 and looks for a multiple of the steps; nan never is one.
-                accelerator.step = _NotAdded(-1 if one_pass.is_last else math.nan)
-                accelerator.gradient_accumulation_steps = _Share(1 / weight if weight else math.inf)
+                accelerator.step = _Set(-1 if one_pass.is_last else math.nan)
+                accelerator.gradient_accumulation_steps = _Set(1 / weight if weight else math.inf)
                 yield move_batch(one_pass.batch, accelerator.device)
             if self.run.is_open:  # the optimizer has not stepped, as after an overflow
-                is_outside = type(accelerator.step) is _NotAdded and accelerator.scaler is None
+                is_outside = type(accelerator.step) is _Set and accelerator.scaler is None
                 self._check(self._has_stepped and is_outside, "no optimizer step after some")
                 self._finish()
 

@@ -21,6 +21,8 @@ from stretto.runtime.losses import Reduction, reduction_of
 
 _MEAN, _SUM = 1, 2
 """`reduction="mean"` and `"sum"`, as functions of torch note it."""
+WEIGH = "weigh the losses of micro-batches"
+"""What is refused if it is not known, or not a mean, what a loss is over."""
 _SAME = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0", "NegBackward0"})
 _LAYERS = ("Mm", "Addmm", "Bmm", "Convolution", "Embedding")
 """Functions of torch that take data."""
@@ -85,12 +87,8 @@ def warn_of_batch_norm(*models: nn.Module) -> None:
     """Warn if statistics of a batch are those of a micro-batch."""
     layers = chain.from_iterable(model.modules() for model in models)
     if any(isinstance(layer, BATCH_NORMS) and layer.training for layer in layers):
-        warnings.warn(
-            "the model has BatchNorm, which normalizes by the statistics of each micro-batch, not "
-            "of the batch; for others, use GroupNorm, or micro-batches as large as the batch",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        said = "BatchNorm normalizes by the statistics of each micro-batch, not of the batch"
+        warnings.warn(f"{said}; use GroupNorm instead", RuntimeWarning, stacklevel=2)
 
 
 @final
@@ -135,9 +133,8 @@ class FirstStep:
         Raises:
             TrainingError: it is such a one.
         """
-        why = "the loop does not call accelerator.backward(loss)"
-        instead = "write accelerator.backward(loss), not loss.backward()"
-        refuse((not self._passes, "weigh the losses of micro-batches", why, instead))
+        instead = "write accelerator.backward(loss)"
+        refuse((not self._passes, WEIGH, "the loop calls another backward", instead))
 
 
 def has_gradient(run: Run) -> bool:
@@ -160,16 +157,17 @@ def check_graph(loss: Tensor, num_samples: int, weight: float, *, is_counted: bo
         TrainingError: it multiplies each sample with each, is divided by the weights of its
             classes or by a number at its end, or is a sum.
     """
-    what, weigh = "compute the loss in micro-batches", "weigh the losses of micro-batches"
+    what = "compute the loss in micro-batches"
+    by_class = "it is divided by the weights of the classes in the micro-batch"
+    mean = "pass units=, a function that adds up these weights; or reduction='none' and .mean()"
+    whole = "have micro-batches as large as the batch (micro_batch_size)"
     for node in _nodes(loss.grad_fn):
         is_nll = node.name().startswith("NllLoss") and node._saved_reduction == _MEAN
         is_weighted = is_nll and node._saved_weight is not None and not is_counted
-        by_class = "it is divided by the weights of the classes in the micro-batch"
-        mean = "pass units=, a function that adds up these weights; or reduction='none' and .mean()"
-        why = "it compares the samples of a batch with each other"
-        whole = "have micro-batches as large as the batch (micro_batch_size)"
-        is_compared = _compares(node, num_samples)
-        refuse((is_compared, what, why, whole), (is_weighted, what, by_class, mean))
+        refuse(
+            (_compares(node, num_samples), what, "it compares the samples with each other", whole),
+            (is_weighted, what, by_class, mean),
+        )
     terms = _terms(loss.grad_fn)
     is_sum, divisors = False, set[float]()
     for node, scale, divisor in terms:
@@ -181,11 +179,10 @@ def check_graph(loss: Tensor, num_samples: int, weight: float, *, is_counted: bo
     divisor = divisors.pop() if len(divisors) == 1 else 1.0
     is_scaled = divisor.is_integer() and divisor not in (1, len(terms))
     of_sum = "return a mean: divide it by what it is over, such as len(batch)"
-    why = f"the loss is divided by {divisor}, and its share in the batch is set already"
     instead = f"remove that; or, if it is part of the loss, multiply it: loss * (1 / {divisor})"
     refuse(
-        (num_samples > 1 and is_sum, weigh, "the loss is a sum over the samples", of_sum),
-        (is_scaled, weigh, why, instead),
+        (num_samples > 1 and is_sum, WEIGH, "the loss is a sum over the samples", of_sum),
+        (is_scaled, WEIGH, f"it is divided by {divisor}, which the adapter has done", instead),
     )
 
 

@@ -54,11 +54,9 @@ class ClockScheduler(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, timer: Timer) -> None:
         # Do not call super().__init__: it writes learning rates and wraps optimizer.step.
-        self.optimizer = optimizer
-        self._timer = timer
-        self.base_lrs = [
-            float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups
-        ]
+        self.optimizer, self._timer = optimizer, timer
+        groups = optimizer.param_groups
+        self.base_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -150,19 +148,14 @@ class StepMeter:
             step.micro_batches = list(self._noise.begin(step))
         ranks, last = self._run.loader.ranks, len(step) - 1
         counts, total = units_of(step, units, ranks)
-        return [
-            Pass(
-                micro.batch,
-                count * ranks.dp_world_size / total,
-                number == 0,
-                number == last,
-                micro.num_samples,
-                nullcontext()
-                if self._noise is None
-                else self._noise.watch(micro, is_last=number == last, units=count, divisor=total),
-            )
-            for number, (micro, count) in enumerate(zip(step, counts, strict=True))
-        ]
+        found: list[Pass] = []
+        for number, (micro, count) in enumerate(zip(step, counts, strict=True)):
+            weight, is_last = count * ranks.dp_world_size / total, number == last
+            watch: AbstractContextManager[None] = nullcontext()
+            if self._noise is not None:
+                watch = self._noise.watch(micro, is_last=is_last, units=count, divisor=total)
+            found.append(Pass(micro.batch, weight, not number, is_last, micro.num_samples, watch))
+        return found
 
     def signals(self, loss: Tensor | float | None = None, scaler: Any = None) -> Signals:
         """Return what the step measured, from all ranks, which must all call it.
@@ -233,12 +226,10 @@ def warn_of_end(run: Run, framework: str, resume: str) -> None:
     """
     if run.is_bound and not is_over(run):
         now, length = run.timer.get("sp"), run.horizon.max_duration
-        warnings.warn(
-            f"{framework} ended the run at {now}, before its end at {length}; to train the rest, "
-            f"save a checkpoint and resume it: {resume}",
-            RuntimeWarning,
-            stacklevel=2,
+        said = (
+            f"{framework} ended the run at {now}, before its end at {length}; resume it: {resume}"
         )
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
 
 
 def has_random_order(dataloader: Any) -> bool:
@@ -256,8 +247,6 @@ def has_random_order(dataloader: Any) -> bool:
         return False
     if is_plain and isinstance(sampler, RandomSampler) and not sampler.replacement:
         return True
-    raise DataError.cannot(
-        f"follow the order of a {type(sampler if is_plain else inner).__name__}",
-        why="a batch size that changes needs an order of single samples",
-        instead="use a random or a sequential sampler",
-    )
+    what = f"follow the order of a {type(sampler if is_plain else inner).__name__}"
+    why, instead = "it may not be of single samples", "use a random or a sequential sampler"
+    raise DataError.cannot(what, why=why, instead=instead)

@@ -25,11 +25,9 @@ def scalar(loss: object) -> Tensor:
     if isinstance(loss, Tensor) and not loss.dim():
         return loss
     shape = list(loss.shape) if isinstance(loss, Tensor) else None
-    raise TrainingError.cannot(
-        f"learn from a loss of type {type(loss).__name__}",
-        why="it is no tensor" if shape is None else f"its shape is {shape}",
-        instead="return a scalar tensor, such as losses.mean()",
-    )
+    what = f"learn from a loss of type {type(loss).__name__}"
+    why = "it is no tensor" if shape is None else f"its shape is {shape}"
+    raise TrainingError.cannot(what, why=why, instead="return a scalar, such as losses.mean()")
 
 
 def detached(loss: Tensor) -> Tensor:

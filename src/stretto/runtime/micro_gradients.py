@@ -66,14 +66,12 @@ def read_squares(parts: Sequence[Norms]) -> list[float]:
     if len({scalar.device for scalar in scalars}) > 1:
         scalars = [scalar.cpu() for scalar in scalars]
     values = iter(torch.stack(scalars).tolist() if scalars else ())
-    return [
-        _sum([next(values) for _ in part.norms], [next(values) for _ in part.squares])
-        for part in parts
-    ]
-
-
-def _sum(norms: Sequence[float], squares: Sequence[float]) -> float:
-    return total([*(norm * norm for norm in norms), *squares])
+    found: list[float] = []
+    for part in parts:
+        norms = [next(values) for _ in part.norms]
+        squares = [next(values) for _ in part.squares]
+        found.append(total([*(norm * norm for norm in norms), *squares]))
+    return found
 
 
 def total(values: Iterable[float]) -> float:

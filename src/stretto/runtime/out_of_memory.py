@@ -25,43 +25,26 @@ from stretto.errors import StrettoError
 
 T = TypeVar("T")
 _TEXTS = re.compile(
-    "|".join(
-        (
-            r"out of memory",  # CUDA, HIP, XPU, MPS, NCCL's "Cuda failure 'out of memory'"
-            r"OutOfMemory",  # hipErrorOutOfMemory, and errors that quote the type of another
-            r"DefaultCPUAllocator",
-            r"cannot allocate memory",  # the system's own text for ENOMEM, as mmap reports it
-            r"bad_?alloc",
-            # CUBLAS_STATUS_ALLOC_FAILED and its kin of cuDNN, cuFFT, cuSPARSE, hipBLAS and MIOpen;
-            # cuDNN 9 says CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED.
-            r"alloc_?failed",
-            r"allocation_failed",
-            r"rocblas_status_memory_error",
-            # oneDNN. Its message for unsupported shapes continues with "descriptor".
-            r"could not create a primitive(?! descriptor)",
-            # Intel's drivers: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY, PI_ERROR_OUT_OF_RESOURCES.
-            r"out_of_(host|device)_memory",
-            r"(PI|UR_RESULT)_ERROR_OUT_OF_RESOURCES",
-        )
-    ),
+    r"out of memory"  # CUDA, HIP, XPU, MPS, NCCL's "Cuda failure 'out of memory'"
+    r"|OutOfMemory"  # hipErrorOutOfMemory, and errors that quote the type of another
+    r"|DefaultCPUAllocator|bad_?alloc"
+    r"|cannot allocate memory"  # the system's own text for ENOMEM, as mmap reports it
+    # CUBLAS_STATUS_ALLOC_FAILED and its kin of cuDNN, cuFFT, cuSPARSE, hipBLAS and MIOpen;
+    # cuDNN 9 says CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED.
+    r"|alloc_?failed|allocation_failed|rocblas_status_memory_error"
+    # oneDNN. Its message for unsupported shapes continues with "descriptor".
+    r"|could not create a primitive(?! descriptor)"
+    # Intel's drivers: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY, PI_ERROR_OUT_OF_RESOURCES.
+    r"|out_of_(host|device)_memory|(PI|UR_RESULT)_ERROR_OUT_OF_RESOURCES",
     re.IGNORECASE,
 )
 _TEXTS_IN_FINDER = re.compile(
-    "|".join(
-        (
-            # A workspace that does not fit leaves cuDNN without an engine, and a library whose
-            # handle does not fit says that it was not initialised.
-            r"CUDNN_STATUS_NOT_SUPPORTED",
-            r"unable to find an engine",
-            r"(CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED",
-            r"could not create a primitive",
-            # Batches of more elements than a kernel, its grid or an address can count.
-            r"32.?bit.?index",
-            r"storage size calculation overflow",
-            r"INT_MAX",
-            r"invalid configuration argument",
-        )
-    ),
+    # A workspace that does not fit leaves cuDNN without an engine, and a library whose handle does
+    # not fit says that it was not initialised.
+    r"CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine|could not create a primitive"
+    r"|(CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED"
+    # Batches of more elements than a kernel, its grid or an address can count.
+    r"|32.?bit.?index|storage size calculation overflow|INT_MAX|invalid configuration argument",
     re.IGNORECASE,
 )
 _FATAL = re.compile(
@@ -92,7 +75,8 @@ def is_out_of_memory(error: BaseException, *, in_finder: bool = False) -> bool:
         return all(is_out_of_memory(inner, in_finder=in_finder) for inner in error.exceptions)
     try:
         chain = list(_chain(error))
-        if not isinstance(error, Exception) or any(_is_fatal(cause) for cause in chain):
+        runtime = [str(cause) for cause in chain if isinstance(cause, RuntimeError)]
+        if not isinstance(error, Exception) or any(map(_FATAL.search, runtime)):
             return False
         return any(_says_so(cause, in_finder=in_finder) for cause in chain)
     except MemoryError:  # the error still holds all of it: not enough is left to read what it says
@@ -120,10 +104,6 @@ def _is_general(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, own)
 
 
-def _is_fatal(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and _FATAL.search(str(error)) is not None
-
-
 def _says_so(error: BaseException, *, in_finder: bool) -> bool:
     if isinstance(error, StrettoError):
         return False
@@ -133,12 +113,8 @@ def _says_so(error: BaseException, *, in_finder: bool) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    if not _is_general(error):
-        return False
-    text = str(error)
-    if _TEXTS.search(text):
-        return True
-    return in_finder and _TEXTS_IN_FINDER.search(text) is not None
+    texts = (_TEXTS, _TEXTS_IN_FINDER) if in_finder else (_TEXTS,)
+    return _is_general(error) and any(text.search(str(error)) for text in texts)
 
 
 @final
@@ -183,16 +159,11 @@ def out_of_memory_text(error: Exception, *, in_finder: bool = False) -> str:
     """
     if not is_out_of_memory(error, in_finder=in_finder):
         raise error
-    said = _said(error)
+    said = type(error).__name__
+    with contextlib.suppress(MemoryError):
+        said = str(error) or said
     _let_go(error)
     return said
-
-
-def _said(error: Exception) -> str:
-    try:
-        return str(error) or type(error).__name__
-    except MemoryError:
-        return type(error).__name__
 
 
 def release_memory(*, scratch: bool = True) -> None:
@@ -209,9 +180,16 @@ def release_memory(*, scratch: bool = True) -> None:
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         if getattr(module, "is_initialized", lambda: True)():
             module.empty_cache()
-    if scratch:
-        _free_scratch()
-    _trim_heap()
+    with contextlib.suppress(OSError, AttributeError):
+        # MKL keeps the scratch of every shape that it has multiplied. Its `mkl_free_buffers` has
+        # this name in the library of torch, of which only builds with MKL have it.
+        if scratch:
+            library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+            ctypes.CDLL(str(library)).mkl_serv_free_buffers()
+    with contextlib.suppress(OSError, AttributeError):
+        # glibc keeps what was freed below the top of its heap; other C libraries have no such call.
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _let_go(error: BaseException) -> None:
@@ -230,22 +208,6 @@ def _let_go(error: BaseException) -> None:
         # The frames that are still running, ours among them, refuse and are skipped.
         traceback.clear_frames(current.__traceback__)
         current.__traceback__ = None
-
-
-def _free_scratch() -> None:
-    # MKL keeps the scratch of every shape that it has multiplied. Its `mkl_free_buffers` has this
-    # name in the library of torch, of which only builds with MKL have it.
-    library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(str(library)).mkl_serv_free_buffers()
-
-
-def _trim_heap() -> None:
-    if sys.platform != "linux":
-        return
-    # glibc keeps what was freed below the top of its heap; other C libraries have no such call.
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_memory(device: torch.device) -> int:

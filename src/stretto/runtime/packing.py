@@ -76,17 +76,11 @@ def packed(
     try:
         return pack(state, tensors)
     except RecursionError:
-        why, instead = "it contains itself, or is nested too deeply", "return a tree of values"
-        raise error(cannot(f"save {what}", why=why, instead=instead)) from None
+        why = "it contains itself, or is nested too deeply"
     except PackingError as unpackable:
-        raise error(
-            cannot(
-                f"save {what}",
-                why=f"{unpackable}; a checkpoint holds None, bools, numbers, texts, bytes, "
-                "tensors, and lists, tuples and dicts of them",
-                instead="return only those from state_dict()",
-            )
-        ) from None
+        why = f"{unpackable}, which a checkpoint cannot hold"
+    instead = "return plain values, tensors, and lists, tuples and dicts of them from state_dict()"
+    raise error(cannot(f"save {what}", why=why, instead=instead))
 
 
 def unpack(packed: Any, tensor: Callable[[str], Tensor] | None = None) -> Any:

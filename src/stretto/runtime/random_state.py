@@ -41,12 +41,10 @@ class RandomState(NamedTuple):
         Args:
             devices: whether to read the generators of accelerators too.
         """
-        return cls(
-            torch.default_generator.get_state(),
-            device_states() if devices else {},
-            random.getstate(),
-            _numpy_state(),
-        )
+        numpy = sys.modules.get("numpy")
+        own = torch.default_generator.get_state(), device_states() if devices else {}
+        of_numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+        return cls(*own, random.getstate(), of_numpy)
 
     def restore(self) -> None:
         """Restore all generators."""
@@ -103,11 +101,6 @@ def kept_generators() -> Iterator[None]:
         yield
     finally:
         state.restore()
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state(legacy=False)
 
 
 def _without_arrays(state: Any) -> Any:

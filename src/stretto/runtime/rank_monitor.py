@@ -56,10 +56,8 @@ class RankMonitor:
         store: Store | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self.store = store
-        self._timeout = timeout
+        self._rank, self._world_size = rank, world_size
+        self.store, self._timeout = store, timeout
 
     @contextmanager
     def watch(self, *, inside_a_pass: bool = False) -> Iterator[None]:
@@ -94,13 +92,11 @@ class RankMonitor:
         asking.start()
         asking.join(grace.total_seconds() + _ANSWER_SECONDS)
         missing = answers[0] if answers else None
-        instead: str
         if missing:
-            listed = ", ".join(map(str, missing[:8]))
-            who = f"rank {listed}" if len(missing) == 1 else f"ranks {listed}"
-            timeout = self._timeout
-            wait = "in time" if timeout is None else f"within {timeout.total_seconds():g} s"
-            why = f"{who} did not come {wait}"
+            who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}"
+            wait = self._timeout
+            wait_text = "in time" if wait is None else f"within {wait.total_seconds():g} s"
+            why = f"{who} did not come {wait_text}"
             instead = "look at it, for example with py-spy; if it needs longer, raise rank_timeout"
         elif not is_late and missing is None:
             why, instead = "one of them has ended", "look for its own error, which came first"
@@ -110,9 +106,8 @@ class RankMonitor:
             why = "all of them wait, each for something else, or one came too late"
             instead = "make the same calls on every rank, or raise rank_timeout"
         said = textwrap.shorten(str(error), 200, placeholder=" ...")
-        return TrainingError.cannot(
-            "go on with the other ranks", why=f"{why} ({said})", instead=instead
-        )
+        what = "go on with the other ranks"
+        return TrainingError.cannot(what, why=f"{why} ({said})", instead=instead)
 
     def _missing(self, grace: timedelta, is_late: bool) -> list[int] | None:  # noqa: FBT001
         """Return the ranks that did not come; None: it is not known, or none is late."""

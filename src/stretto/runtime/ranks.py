@@ -250,14 +250,10 @@ class Ranks:
                 dist.all_gather_object(found, (call, value), group=group)
         calls = [each for each, _ in found]
         if len(set(calls)) > 1:
-            raise TrainingError.cannot(
-                "go on with the other ranks",
-                why=" and ".join(
-                    f"rank {calls.index(each)} has called {each or 'another method'}"
-                    for each in dict.fromkeys(calls)
-                ),
-                instead="call Trainer(), resume() and fit() on every rank, in the same order",
-            )
+            first = {each or "another method": calls.index(each) for each in dict.fromkeys(calls)}
+            why = " and ".join(f"rank {rank} has called {each}" for each, rank in first.items())
+            instead = "call Trainer(), resume() and fit() on every rank, in the same order"
+            raise TrainingError.cannot("go on with the other ranks", why=why, instead=instead)
         return [value for _, value in found]
 
     def gather_dp(self, value: _T) -> list[_T]:
@@ -273,8 +269,7 @@ class Ranks:
         rows = self.gather((self.dp_rank, value))
         found: list[Any] = sorted(set(rows))
         if [rank for rank, _ in found] != list(range(self.dp_world_size)):
-            why = f"the {len(rows)} processes are other ranks, or those of a rank read other "
-            why += "streams"
+            why = f"the {len(rows)} processes are other ranks, or those of a rank differ"
             instead = "pass the rank and world_size of the processes that share a batch"
             raise DataError.bad("world_size", self.dp_world_size, why, instead)
         return [each for _, each in found]
@@ -287,8 +282,7 @@ class Ranks:
         """
         if self.dp_world_size > 1 and self.world_size == 1:
             why = "torch.distributed is not started"
-            instead = "call init_process_group(), or finish(tokens=..., seconds=...) with all "
-            instead += "ranks' sums"
+            instead = "call init_process_group(), or finish() with the sums of all ranks"
             raise DataError.bad("world_size", self.dp_world_size, why, instead)
 
     def together(self, work: Callable[[], _T], *, call: str = "") -> list[_T]:
@@ -356,11 +350,8 @@ class Ranks:
             copied = None
         if isinstance(copied, Exception):
             return copied
-        return TrainingError.cannot(
-            "go on with the other ranks",
-            why=f"rank {self.rank} has failed: {first_line(error)}",
-            instead="look for its own error",
-        )
+        why, instead = f"rank {self.rank} has failed: {first_line(error)}", "look for its own error"
+        return TrainingError.cannot("go on with the other ranks", why=why, instead=instead)
 
 
 def marks(number: int) -> tuple[int, int]:

@@ -78,9 +78,6 @@ def agree_on_name(
                 if store.check([f"{name}/agreed"]):
                     return name
         if clock() > deadline:
-            raise TrainingError.cannot(
-                f"begin on {world_size} ranks",
-                why=f"not all of them came within {_PATIENCE_SECONDS} s",
-                instead="look for the error of the one that did not",
-            )
+            what, why = f"begin on {world_size} ranks", f"one is late by {_PATIENCE_SECONDS} s"
+            raise TrainingError.cannot(what, why=why, instead="look for its error")
         sleep(_WAIT_SECONDS)

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from stretto.runtime.losses import scalar
 from stretto.runtime.sharded import is_fully_sharded, is_spread, touching_all
+from stretto.settings import Precision
 
-Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Info: TypeAlias = Mapping[str, float | Tensor]
 """What an update tells about itself, by name; it is logged."""
 

@@ -23,7 +23,7 @@ from stretto.data.containers import join_samples, take_samples
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units
 from stretto.errors import DataError
-from stretto.integrations.loss_checks import keeps
+from stretto.integrations.loss_checks import WEIGH, keeps
 from stretto.integrations.shared import refuse
 from stretto.run import Run
 from stretto.runtime.losses import Reduction, is_close, only_looking, tolerance_for
@@ -67,8 +67,7 @@ def measure(
     with _looking(trainer, model) as at:
         fits = _fits(trainer, at, micros, divides=num_items is not None)
     known = [row for row in trainer.stretto.run.loader.ranks.gather(fits) if row[-1]]
-    why = "the loss of the samples that it is measured with is not finite"
-    refuse((not known, "weigh the losses of micro-batches", why, "check the data and the labels"))
+    refuse((not known, WEIGH, "that of the first batch is not finite", "check data and labels"))
     *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(LOSS_KINDS) + 2))
     kind = next((one for one, fits_all in zip(LOSS_KINDS, kinds, strict=True) if fits_all), None)
     return kind, "targets" if targets else "shifted" if shifted else None

@@ -99,14 +99,10 @@ def check_loss(trainer: Any, run: Run, kind: LossKind | None) -> None:
     is_whole = max(found, default=math.inf) <= (run.micro_batch_size or math.inf)
     is_whole = is_whole and run.world_size == 1 and "noise" not in run.loader.reads
     name = type(trainer.model if own is None else own).__name__
-    refuse(
-        (
-            not is_whole,
-            f"compute the loss of {name} in micro-batches or on several ranks",
-            "it may compare samples, weigh classes, or add a term such as that of a router",
-            "train on one rank with per_device_train_batch_size of the largest batch",
-        )
-    )
+    what = f"compute the loss of {name} in micro-batches or on several ranks"
+    why = "it may compare samples, weigh classes, or add a term such as that of a router"
+    instead = "train on one rank with per_device_train_batch_size of the largest batch"
+    refuse((not is_whole, what, why, instead))
 
 
 def _is_mean(loss: Any) -> bool:
@@ -260,28 +256,19 @@ class Follows(Trainer):
 
     def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> tuple[Any, ...]:
         """Return the numbers of a run; see `Trainer`."""
-        num_samples = dataloader.run.horizon.dataset_num_samples
-        return (
-            dataloader.num_epochs,
-            dataloader.longest,
-            num_samples or dataloader.end or 0,
-            dataloader.end or 0,
-            self.get_total_train_batch_size(args),
-            dataloader.longest,
-            dataloader.num_steps,
-        )
+        longest, end = dataloader.longest, dataloader.end or 0
+        num_samples = dataloader.run.horizon.dataset_num_samples or end
+        size, num_steps = self.get_total_train_batch_size(args), dataloader.num_steps
+        return dataloader.num_epochs, longest, num_samples, end, size, longest, num_steps
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Bind the run to the optimizer, and continue it if the trainer resumes."""
         own, optimizer = self.stretto, self.optimizer if optimizer is None else optimizer
         if own.settings["schedules"] is None:
             own.curve = self._stock_curve(num_training_steps)
-        own.run.bind(
-            optimizer,
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
-            micro_batch_size=self._train_batch_size,
-        )
+        rank, world_size = self.args.process_index, self.args.world_size
+        most = self._train_batch_size
+        own.run.bind(optimizer, rank=rank, world_size=world_size, micro_batch_size=most)
         own.meter = None
         self.lr_scheduler = ClockScheduler(optimizer, own.run.timer)
         callbacks = self.callback_handler.callbacks  # first, so that others see the right epoch
@@ -290,11 +277,9 @@ class Follows(Trainer):
             saved = self.state.stateful_callbacks.get(StrettoCallback.__name__, {})
             state = saved.get("attributes", {}).get("run")
             if state is None:
-                raise CheckpointError.cannot(
-                    f"resume at step {self.state.global_step}",
-                    why="the checkpoint was not written with stretto attached",
-                    instead="attach before the first step, or start anew",
-                )
+                what = f"resume at step {self.state.global_step}"
+                why, instead = "the checkpoint is of a trainer without stretto", "start anew"
+                raise CheckpointError.cannot(what, why=why, instead=instead)
             own.run.load_state_dict(state)
         left = steps_left(own.run).exact
         own.is_counted = left is not None
@@ -319,11 +304,8 @@ class Follows(Trainer):
         if step is None:
             self.control.should_epoch_stop = True
             return [], None
-        each = [
-            one.batch if one.num_samples else _labelled(one.batch, IGNORED_LABEL) for one in step
-        ]
-        _, num_items = super().get_batch_samples(iter(each), len(each), device)
-        return [step], num_items
+        each = [one.batch if one.num_samples else _labelled(one.batch) for one in step]
+        return [step], super().get_batch_samples(iter(each), len(each), device)[1]
 
     def training_step(self, model: Any, inputs: Step, num_items_in_batch: Any = None) -> Any:
         """Run the micro-batches of a step; return its loss."""
@@ -349,9 +331,8 @@ class Follows(Trainer):
             with meets, one_pass.watch:
                 losses.append(super().training_step(model, batch, num_items_in_batch))
             if not is_last:
-                self.control = self.callback_handler.on_substep_end(
-                    self.args, self.state, self.control
-                )
+                handler = self.callback_handler
+                self.control = handler.on_substep_end(self.args, self.state, self.control)
         own.weight, loss = None, losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         own.signals = meter.signals(loss, accelerator.scaler)
         return loss
@@ -388,9 +369,8 @@ class Follows(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of a micro-batch with its weight in the step."""
-        found = super().compute_loss(
-            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
-        )
+        options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+        found = super().compute_loss(model, inputs, **options)
         weight = self.stretto.weight
         if weight is None or weight == 1.0:
             return found
@@ -420,11 +400,10 @@ class Follows(Trainer):
             super()._track_num_input_tokens(micro.batch)
 
 
-def _labelled(batch: Any, label: int) -> Any:
+def _labelled(batch: Any, label: int = IGNORED_LABEL) -> Any:
     """Return the batch with all labels of this class; -100: without targets."""
-    return {
-        name: torch.full_like(value, label)
-        if name in ("labels", "shift_labels") and isinstance(value, torch.Tensor)
-        else value
-        for name, value in batch.items()
-    }
+    found = dict(batch)
+    for name in found.keys() & {"labels", "shift_labels"}:
+        if isinstance(found[name], torch.Tensor):
+            found[name] = torch.full_like(found[name], label)
+    return found

@@ -91,15 +91,10 @@ def attach(
     if module is not None:
         data = _opened(module, trainer)
     some = [*data.values()] if isinstance(data, dict) else data
-    is_many = isinstance(some, (list, tuple)) and any(
-        isinstance(one, DataLoader) for one in some[:1]
-    )
+    is_many = isinstance(some, (list, tuple)) and some and isinstance(some[0], DataLoader)
     if is_many or isinstance(data, CombinedLoader):
-        raise DataError.cannot(
-            f"follow a {type(data).__name__} of dataloaders",
-            why="a run has one order of samples",
-            instead="give one DataLoader, such as of torch.utils.data.StackDataset",
-        )
+        what, instead = f"follow a {type(data).__name__} of dataloaders", "give one DataLoader"
+        raise DataError.cannot(what, why="a run has one order of samples", instead=instead)
     evaluate = when["evaluate"] if "evaluate" in when else own_interval(trainer)
     run = prepare(
         DataSpec.of(data),

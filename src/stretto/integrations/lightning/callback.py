@@ -12,12 +12,7 @@ from typing import Any, Self, final
 
 import lightning
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import callbacks as stock
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -47,13 +42,6 @@ from stretto.integrations.shared import (
 from stretto.run import Run
 from stretto.runtime.losses import only_looking, tolerance_for
 
-_CHANGE_BATCHES = (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
-
 
 def check_lightning(trainer: Trainer, every: Iterable[str]) -> None:
     """Refuse a trainer with settings or callbacks that cannot be followed.
@@ -64,7 +52,9 @@ def check_lightning(trainer: Trainer, every: Iterable[str]) -> None:
     unknown, version = set(every) - {"evaluate", "save"}, lightning.__version__
     steps, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
     is_other, is_cut = not version.startswith("2.6."), limit != 1.0 or type(limit) is int
-    others = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _CHANGE_BATCHES)]
+    sized = stock.BatchSizeFinder | stock.GradientAccumulationScheduler
+    rated = stock.LearningRateFinder | stock.StochasticWeightAveraging
+    others = [type(own).__name__ for own in trainer.callbacks if isinstance(own, sized | rated)]
     cut = f"use limit_train_batches={limit}, overfit_batches or fast_dev_run"
     refuse(
         (is_other, f"use Lightning {version}", "its loop may differ", "install lightning 2.6"),
@@ -81,11 +71,10 @@ def own_interval(trainer: Trainer) -> str:
     Raises:
         TrainingError: they count batches or seconds.
     """
-    epochs = trainer.check_val_every_n_epoch
-    interval = trainer.val_check_interval
+    epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     is_time = isinstance(interval, float) and (interval == 1.0 or epochs == 1)
-    what, why = f"evaluate with val_check_interval={interval!r}", "it counts micro-batches"
-    refuse((not is_time, what, why, "leave it out, and pass every={'evaluate': '10%'}"))
+    what, instead = f"use val_check_interval={interval!r}", "pass every={'evaluate': '10%'}"
+    refuse((not is_time, what, "it counts micro-batches", instead))
     return f"{interval * (epochs or 1):g}ep"
 
 
@@ -160,9 +149,8 @@ class LightningLoader:
     def __iter__(self) -> Iterator[Any]:
         callbacks = [] if self._trainer is None else self._trainer.callbacks
         is_led = any(type(callback) is LightningCallback for callback in callbacks)
-        why = "the trainer does not have the callback of attach(), as in Tuner.lr_find"
-        instead = "do that with your own DataLoader, before attach()"
-        refuse((not is_led, "train on what attach() returned", why, instead))
+        why = "the trainer has no callback of attach(), as in Tuner.lr_find"
+        refuse((not is_led, "train on what attach() returned", why, "do that before attach()"))
         for step in counted_steps(self.run):
             for present in self.meter.passes(step, self.units):
                 self.present = present
@@ -271,11 +259,9 @@ class LightningCallback(Callback):
         self._is_fit = trainer.state.fn == TrainerFn.FITTING
         is_foreign = not checkpoint.get("callbacks", {}).get(self.state_key)  # or before a fit
         if self._is_fit and is_foreign:
-            raise CheckpointError.cannot(
-                "resume from a checkpoint without the state of stretto",
-                why="it does not say which samples were seen",
-                instead="load its weights alone, and leave ckpt_path out",
-            )
+            what, why = "resume without the state of stretto", "the seen samples are not known"
+            instead = "load the weights alone, and leave ckpt_path out"
+            raise CheckpointError.cannot(what, why=why, instead=instead)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the run."""
@@ -317,20 +303,18 @@ class LightningCallback(Callback):
         """Bind the run: optimizers exist, and their saved state is not loaded yet."""
         part, run = trainer.distributed_sampler_kwargs or {}, self._run
         so_far = run.state_dict() if run.is_bound else None
-        run.bind(
-            trainer.optimizers,
-            rank=part.get("rank", trainer.global_rank),
-            world_size=part.get("num_replicas", trainer.world_size),
-        )
+        rank = part.get("rank", trainer.global_rank)
+        world_size = part.get("num_replicas", trainer.world_size)
+        run.bind(trainer.optimizers, rank=rank, world_size=world_size)
         if so_far is not None:  # a second fit continues, as the trainer does
             run.load_state_dict(so_far)
         is_manual = not pl_module.automatic_optimization
         is_other = is_manual or isinstance(trainer.strategy, ModelParallelStrategy)
         is_hidden = is_other and "noise" in run.loader.reads
-        others, twice = run.is_scheduled and trainer.lr_scheduler_configs, "the module has another"
-        where = "it needs automatic optimization, without FSDP2"
+        others = run.is_scheduled and trainer.lr_scheduler_configs
+        instead, where = "pass schedules=None", "it needs automatic optimization, without FSDP2"
         refuse(
-            (others, "follow two schedules", twice, "return no schedulers, or pass schedules=None"),
+            (others, "follow two schedules", "the module has schedulers", instead),
             (is_hidden, "follow the noise of the gradient", where, "plan the batch sizes"),
         )
         self._seen, self._num_cut = [], 0
@@ -399,10 +383,9 @@ class LightningCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Have Lightning read the length of the next epoch."""
         if trainer.fit_loop.max_batches == math.inf:  # it has not seen which batch was the last
-            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
-            trainer.fit_loop.epoch_loop.update_lr_schedulers(
-                "epoch", update_plateau_schedulers=False
-            )
+            loop = trainer.fit_loop.epoch_loop
+            loop.batch_progress.is_last_batch = True
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         trainer.reload_dataloaders_every_n_epochs = 1
 
     # Lightning calls each hook that is callable, which costs 6 us, even if it does nothing.
@@ -436,10 +419,8 @@ class LightningCallback(Callback):
         elif not isinstance(trainer.strategy, ModelParallelStrategy):
             is_mean = _has_mean(trainer, pl_module, self._seen[-2:], batches.units, batch_idx)
             is_other = self._run.loader.ranks.agree([not is_mean])[0]
-            name = "samples" if batches.units == "samples" else "its units"
-            why = f"that of a batch is not the mean over {name} of those of its parts"
-            instead = "return a mean, and pass what it is over (units='tokens'), or have no "
-            instead += "micro-batches"
+            why = "that of a batch is not the mean over samples, or units=, of those of its parts"
+            instead = "return a mean, and pass what it is over (units='tokens')"
             refuse((is_other, "compute the loss in micro-batches", why, instead))
 
     def _on_before_backward(self, _: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -473,9 +454,8 @@ class LightningCallback(Callback):
             TrainingError: in manual optimization, an optimizer has stepped before.
         """
         if not self._batches.is_last:
-            is_early = trainer.global_step != self._global_step
-            why, instead = "it steps inside a step", "step 'if dataloader.is_last:'"
-            refuse((is_early, "train in manual optimization", why, instead))
+            is_early, instead = trainer.global_step != self._global_step, "ask dataloader.is_last"
+            refuse((is_early, "step the optimizer", "the step has more micro-batches", instead))
             return
         self._global_step, self._checks = trainer.global_step, None
         due = self._run.finish(self._signals)
@@ -513,11 +493,8 @@ def _has_mean(
     try:
         other = copy.deepcopy(module, {id(each): each for each in shared})
     except Exception as error:  # noqa: BLE001  from attributes of the user
-        warnings.warn(
-            f"cannot check what the loss is a mean over, as the module cannot be copied: {error!r}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        said = f"cannot check what the loss is a mean over; the module cannot be copied: {error!r}"
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
         return True
     other.log = other.log_dict = lambda *_, **__: None
 
