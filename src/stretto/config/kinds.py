@@ -38,7 +38,7 @@ from stretto.errors import ConfigError, Message, StrettoError, nearest, shown
 from stretto.schedules import Schedule, as_schedule
 from stretto.schedules.fields import Check, checked_interval, one_of
 from stretto.settings import Loading
-from stretto.timing import Time, Trigger
+from stretto.timing import Time, TimeLike, Trigger
 from stretto.timing.time import Number
 
 MAX_ERRORS = 20
@@ -123,17 +123,19 @@ def _choice(choices: Sequence[str]) -> Kind:
     )
 
 
-def _time(*, may_rest: bool = False) -> Kind:
+def _time(check: Check | None = None, *, may_rest: bool = False) -> Kind:
     here = {"$ref": "#/$defs/Time"}
     schema = {"anyOf": [{"const": "rest"}, here]} if may_rest else here
     text = "a time such as 90ep, 1_000sp, 10% or 1h30m" + ", or rest" * may_rest
-    words = ("rest", "-1") if may_rest else ()  # -1 is answered by the class
-    return Kind(
-        text,
-        lambda value: isinstance(value, (str, int, float)),
-        lambda _: schema,
-        lambda value, *_: value if str(value) in words else Time(str(value)),
-    )
+
+    def read(value: Any, path: Path, *_: object) -> Any:
+        written = str(value)
+        if may_rest and written in ("rest", "-1"):  # -1 is answered by the class
+            return written
+        # The check reads the text itself, since its advice depends on what the time is for.
+        return check.converted(written, str(path[-1]), ConfigError) if check else Time(written)
+
+    return Kind(text, lambda value: isinstance(value, (str, int, float)), lambda _: schema, read)
 
 
 def _checked(kind: Kind, check: Check) -> Kind:
@@ -455,16 +457,17 @@ def kind_of(hint: Any) -> Kind:
         if base in (hint, *inner):
             return kind
     if hint is Time or (Time in inner and _TIMES.issuperset(inner)):
-        time = _time(may_rest=Literal["rest"] in inner)
-        return _checked(time, Check(checked_interval)) if Trigger in inner else time
+        check = Check(checked_interval) if Trigger in inner else None
+        return _time(check, may_rest=Literal["rest"] in inner)
     if hint == Number:
         return _PLAIN[float]
     if hint is Any:  # a place that a text names, or an object of yours
         return _either((_PLAIN[str], section(Target)))
     if origin is Annotated:
-        kind = kind_of(inner[0])
         check = next((mark for mark in inner[1:] if isinstance(mark, Check)), None)
-        return kind if check is None else _checked(kind, check)
+        if check is None or inner[0] == TimeLike:
+            return kind_of(inner[0]) if check is None else _time(check)
+        return _checked(kind_of(inner[0]), check)
     if origin is Literal:
         return _choice(inner)
     if origin is Callable or origin is None:
