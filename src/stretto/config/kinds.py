@@ -464,10 +464,7 @@ def kind_of(hint: Any) -> Kind:
     if hint is Any:  # a place that a text names, or an object of yours
         return _either((_PLAIN[str], section(Target)))
     if origin is Annotated:
-        check = next((mark for mark in inner[1:] if isinstance(mark, Check)), None)
-        if check is None or inner[0] == TimeLike:
-            return kind_of(inner[0]) if check is None else _time(check)
-        return _checked(kind_of(inner[0]), check)
+        return _annotated(inner[0], inner[1:])
     if origin is Literal:
         return _choice(inner)
     if origin is Callable or origin is None:
@@ -478,6 +475,13 @@ def kind_of(hint: Any) -> Kind:
     if origin is tuple:
         return _row(kinds)
     return _entries(*kinds) if origin in (dict, Mapping) else _several(kinds[0])
+
+
+def _annotated(hint: Any, marks: Sequence[Any]) -> Kind:
+    check = next((mark for mark in marks if isinstance(mark, Check)), None)
+    if check is None:
+        return kind_of(hint)
+    return _time(check) if hint == TimeLike else _checked(kind_of(hint), check)
 
 
 def _texts_of(make: Any) -> dict[str, str]:
