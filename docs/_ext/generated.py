@@ -10,7 +10,7 @@ from typing import Any
 import typer.main
 
 from stretto.cli.app import app
-from stretto.config.schema import run_file_schema
+from stretto.config.run import run_file_schema
 
 SECTIONS = {
     "Data": "data",

@@ -163,7 +163,7 @@ def test_a_model_that_reads_values_while_it_is_built(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--device-memory 80G", "may be 1000 or 1024; write 80GiB or 80GB"),
+        ("--device-memory 80G", "write for example 80GiB or 80GB"),
         ("--gpu abacus", "gpu='abacus'"),
         ("--world-size 8", "--gpu h100"),
         ("--margin all", "read 'all' as memory"),

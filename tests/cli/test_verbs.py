@@ -17,7 +17,7 @@ import pytest
 from stretto import __version__
 from stretto.cli.app import app
 from stretto.cli.planning import packaged_run_file
-from stretto.config.schema import run_file_schema
+from stretto.config.run import run_file_schema
 
 Stretto = Callable[..., Any]
 

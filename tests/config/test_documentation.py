@@ -9,8 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from stretto.config.run import RunConfig
-from stretto.config.schema import run_file_schema
+from stretto.config.run import RunConfig, run_file_schema
 from stretto.config.yaml import parse_yaml
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "run-file.md"

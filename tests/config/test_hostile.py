@@ -170,6 +170,10 @@ ABSURD = {
     "large batches": ("batch_size=" + NINES, "micro_batch_size=1"),
     "many samples": ("data.num_samples=" + NINES, "evaluate.every=1e-190dur"),
     "steep ramp": (RAMP.replace("100000000", NINES) + "1ep}}", "data.num_samples=" + NINES),
+    "steep ramp of equal batches": (
+        RAMP.replace("100000000", NINES) + "1ep, equal: batches}}",
+        "data.num_samples=" + NINES,
+    ),
     "tiny steps": ("schedules.lr={StepDecay: {every: 1e-100ep, gamma: 0.5}}",),
     "tiny epochs": ("data.num_samples=1", "max_duration=1e15ep", "last_batch=carry"),
     "rate": ("schedules.lr=1e308", "optimizer={target: 'torch.optim:SGD', lr: 1e308}"),

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.run import RunConfig
-from stretto.config.schema import run_file_schema
+from stretto.config.run import RunConfig, run_file_schema
 from stretto.config.yaml import parse_yaml
 from stretto.timing import Time
 

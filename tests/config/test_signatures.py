@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.checking import check_values
-from stretto.config.signatures import describe_target
+from stretto.config.checking import check_values, describe_target
 from stretto.errors import ConfigError
 
 OPTIMIZERS = {

@@ -30,8 +30,7 @@ from stretto.batching import (
     StagedRamp,
 )
 from stretto.config.plans import build_plan, imported
-from stretto.config.run import RunConfig, dump_run_file, parse_run_file
-from stretto.config.schema import run_file_schema
+from stretto.config.run import RunConfig, dump_run_file, parse_run_file, run_file_schema
 from stretto.errors import ConfigError
 from stretto.schedules import (
     WSD,

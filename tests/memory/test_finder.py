@@ -52,7 +52,7 @@ def _limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "stretto.memory.finder.free_memory", lambda device: MemoryLimit(LIMIT, "fake")
     )
-    monkeypatch.setattr(phantom, "missing", lambda: "it is not set up")
+    monkeypatch.setattr(phantom, "setup_problem", lambda: "it is not set up")
     TRIED.clear()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, final
@@ -42,7 +41,8 @@ def _bound_ramp(
         BatchSizeError: equal batches over a wall time; how long a batch takes is not known.
         ConversionError: a level begins at a part of an epoch of unknown length.
     """
-    count, over, equal = len(sizes) - 1, Time(ramp.over), ramp.equal
+    # `len` and `bisect` of a range end at 2^63.
+    count, over, equal = sizes.index(sizes[-1]), Time(ramp.over), ramp.equal
     if count == 0:
         return Fixed(sizes[0]).bind(horizon)
     axis = sample_axis(horizon, horizon.axis(over.unit))
@@ -65,7 +65,11 @@ def _bound_ramp(
         passed = whole * axis.read(timestamp) * below // above
         if not grows:
             return min(count, passed)
-        return bisect_right(range(1, count + 1), passed, key=parts)
+        low, high = 0, count
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if parts(middle) <= passed else (low, middle - 1)
+        return low
 
     def holds_until(timestamp: Timestamp) -> Hold:
         level = level_at(timestamp)

@@ -317,7 +317,7 @@ def convert(
 @verb(app, "schema > run.schema.json")
 def schema() -> None:
     """Print the JSON Schema of run files, for editors."""
-    from stretto.config.schema import run_file_schema
+    from stretto.config.run import run_file_schema
 
     print_json(run_file_schema())
 

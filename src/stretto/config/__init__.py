@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stretto.config.plans import build_plan
-from stretto.config.run import RunConfig, dump_run_file, parse_run_file, read_run_file
-from stretto.config.schema import run_file_schema
+from stretto.config.run import (
+    RunConfig,
+    dump_run_file,
+    parse_run_file,
+    read_run_file,
+    run_file_schema,
+)
 from stretto.config.yaml import Source
 
 if TYPE_CHECKING:

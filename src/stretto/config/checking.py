@@ -5,18 +5,25 @@ Nothing is called. Modules of the user are imported; the source of torch and str
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import copy
 import importlib.util
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from inspect import Signature
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from stretto._optional import missing
+from stretto.config.plans import with_targets
 from stretto.config.run import Optimizer, RunConfig
-from stretto.config.signatures import describe_target, run_guards
-from stretto.config.targets import Function, Target, called, tuples
+from stretto.config.targets import Function, Target, called, import_target, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, Place
 from stretto.schedules.names import check_group, find_name, parse_name
 
 
@@ -28,15 +35,16 @@ def check_targets(config: RunConfig) -> Iterator[str]:
             hyper-parameter.
         MissingPackageError: a logger needs a package that is not installed.
     """
-    for path, section in _targets(config, ()):
-        try:
-            _check(config, section, path)
-        except ConfigError as error:
-            absent = error.__cause__
-            top = str(getattr(absent, "name", None)).partition(".")[0]
-            if not isinstance(absent, ModuleNotFoundError) or importlib.util.find_spec(top):
-                raise
-            yield f"not checked: {show_path(path)}, since there is no module {top!r} here"
+    notes: list[str] = []
+
+    def check(section: Target, path: Keys) -> Target:
+        notes.extend(_check(config, section, path))
+        return section
+
+    for one in fields(config):
+        if one.name not in ("rule", "schedules", "batch_size"):  # the plan imports their targets
+            with_targets(getattr(config, one.name), (one.name,), check)
+    yield from notes
     for name in config.log.loggers or ():
         if isinstance(name, str) and importlib.util.find_spec(name) is None:
             raise missing(name, name)
@@ -52,23 +60,18 @@ def check_targets(config: RunConfig) -> Iterator[str]:
         yield f"not checked: whether {config.model.target} has a loss"
 
 
-def _targets(value: Any, path: Keys) -> Iterator[tuple[Keys, Target]]:
-    """Yield the targets inside a value; those of sizes and schedules are imported by the plan."""
-    if isinstance(value, Target):
-        yield path, value
-    inner: dict[Any, Any] = {}
-    if is_dataclass(value) and not isinstance(value, type):
-        inner = {one.name: getattr(value, one.name) for one in fields(value)}
-    elif isinstance(value, (dict, list)):
-        inner = dict(value if isinstance(value, dict) else enumerate(value))
-    for key, one in inner.items():
-        if path or key not in ("rule", "schedules", "batch_size"):
-            yield from _targets(one, (*path, key))
-
-
-def _check(config: RunConfig, section: Target, path: Keys) -> None:
-    """Check that a target exists and takes its arguments."""
-    found = describe_target(section.target, where=config.source.where((*path, "target")))
+def _check(config: RunConfig, section: Target, path: Keys) -> Iterator[str]:
+    """Check that a target exists and takes its arguments; yield a line if it cannot be here."""
+    where = config.source.where((*path, "target"))
+    try:
+        found = describe_target(section.target, where=where)
+    except ConfigError as error:
+        absent = error.__cause__
+        top = str(getattr(absent, "name", None)).partition(".")[0]
+        if not isinstance(absent, ModuleNotFoundError) or importlib.util.find_spec(top):
+            raise
+        yield f"not checked: {show_path(path)}, since there is no module {top!r} here"
+        return
     if found.signature is None:
         return
     given = dict.fromkeys(section.arguments)
@@ -124,3 +127,169 @@ def check_values(target: str, defaults: Mapping[str, Any], given: Mapping[str, A
             why = "it is of another kind than the default"
             raise ConfigError.bad(name, value, why, f"write for example {default!r}")
     run_guards(target, {**defaults, **given})
+
+
+_READ = ("torch", "stretto")
+"""Packages whose source is read."""
+
+
+class Described(NamedTuple):
+    """What is known of a target without calling it."""
+
+    signature: Signature | None
+    """None: a function in C need not tell."""
+    is_class: bool
+
+
+def describe_target(target: str, *, where: Place | None = None) -> Described:
+    """Return the signature of the object that `package.module:attribute` names.
+
+    >>> list(describe_target("torch.optim:SGD").signature.parameters)[:4]
+    ['params', 'lr', 'momentum', 'dampening']
+
+    Raises:
+        ConfigError: there is no such object, or its module fails when imported.
+    """
+    module, _, attribute = target.partition(":")
+    if module.partition(".")[0] in _READ:
+        found = _find(module, attribute)
+        signature = None if found is None else _signature_of(found)
+        if found is not None and signature is not None:
+            return Described(signature, isinstance(found.node, ast.ClassDef))
+    function = import_target(target, where=where)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        signature = None
+    return Described(signature, isinstance(function, type))
+
+
+class _Definition(NamedTuple):
+    """A class or a function, and the module that defines it."""
+
+    module: str
+    node: ast.ClassDef | ast.FunctionDef
+
+
+def _file(module: str) -> Path | None:
+    """Return the source of a module. `find_spec` would import the packages around it."""
+    top, *inner = module.split(".")
+    spec = importlib.util.find_spec(top)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in (Path(folder, *inner, "__init__.py"), Path(folder, *inner).with_suffix(".py")):
+            if path.is_file():
+                return path
+    return None
+
+
+@cache
+def _tree(module: str) -> ast.Module | None:
+    path = _file(module)
+    return None if path is None else ast.parse(path.read_bytes())
+
+
+def _find(module: str, name: str) -> _Definition | None:
+    """Return the definition of a name, through the imports of the module."""
+    tree = _tree(module)
+    # The last one counts, as when Python runs it: those before may be overloads.
+    for node in reversed(() if tree is None else tree.body):
+        found = None
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+            return _Definition(module, node)
+        if isinstance(node, ast.ImportFrom):
+            source = _absolute(module, node)
+            for one in node.names:
+                if one.name == "*" or (one.asname or one.name) == name:
+                    found = _find(source, name if one.name == "*" else one.name)
+                if found is not None:
+                    return found
+    return None
+
+
+def _absolute(module: str, node: ast.ImportFrom) -> str:
+    """Return the full name of the module that `from ... import` names."""
+    path = _file(module)
+    is_package = path is not None and path.name == "__init__.py"
+    above = module.split(".")[: len(module.split(".")) - node.level + is_package]
+    return ".".join([*(above if node.level else ()), *([node.module] if node.module else ())])
+
+
+def _signature_of(found: _Definition) -> Signature | None:
+    """Return the signature of a function, or of the `__init__` of a class; None if it is hidden."""
+    if isinstance(found.node, ast.FunctionDef):
+        return _signature_of_function(found.module, found.node)
+    # A decorator such as `dataclass` writes an `__init__` that is not in the source.
+    if any(ast.unparse(one) != "final" for one in found.node.decorator_list):
+        return None
+    for node in reversed(found.node.body):
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            whole = _signature_of_function(found.module, node)
+            return whole.replace(parameters=[*whole.parameters.values()][1:])
+    if not found.node.bases:
+        return Signature()
+    base = ast.unparse(found.node.bases[0])
+    inherited = _find(found.module, base)
+    return None if inherited is None else _signature_of(inherited)
+
+
+def _signature_of_function(module: str, function: ast.FunctionDef) -> Signature:
+    """Return the signature of a function; a default that is computed is a text."""
+    tree, stub, scope = _tree(module), copy.deepcopy(function), dict[str, Any]()
+    constants = {
+        ast.unparse(node.targets[0]): node.value
+        for node in (() if tree is None else tree.body)
+        if isinstance(node, ast.Assign)
+    }
+
+    def default(node: ast.expr) -> ast.expr:
+        if isinstance(node, ast.Tuple):
+            return ast.Tuple([default(item) for item in node.elts], ast.Load())
+        try:
+            return ast.Constant(ast.literal_eval(constants.get(ast.unparse(node), node)))
+        except ValueError:
+            return ast.Constant(ast.unparse(node))
+
+    stub.args.defaults = [default(node) for node in stub.args.defaults]
+    stub.args.kw_defaults = [node and default(node) for node in stub.args.kw_defaults]
+    stub.body, stub.decorator_list = [ast.Pass()], []
+    source = ast.fix_missing_locations(ast.Module([stub], []))
+    exec(compile(source, module, "exec", annotations.compiler_flag), scope)  # noqa: S102
+    return inspect.signature(scope[function.name])
+
+
+def run_guards(target: str, values: Mapping[str, Any]) -> None:
+    """Run the `if ...: raise ...` statements of the `__init__` of a class of torch.
+
+    So a plan refuses the values that this version of torch refuses, and does not import it.
+
+    Raises:
+        Exception: as the statements do.
+    """
+    module, _, name = target.partition(":")
+    found = _find(module, name)
+    while found is not None and isinstance(found.node, ast.ClassDef):
+        inits = [
+            one
+            for one in found.node.body
+            if isinstance(one, ast.FunctionDef) and one.name == "__init__"
+        ]
+        for guard in _raising(inits[-1].body if inits else []):
+            tree = ast.fix_missing_locations(ast.Module([guard], []))
+            # A statement that needs more of torch than the arguments is left to training.
+            with contextlib.suppress(NameError):
+                exec(compile(tree, target, "exec"), {"Tensor": (), **values})  # noqa: S102
+        base = found.node.bases[0] if found.node.bases else None
+        found = _find(found.module, base.id) if isinstance(base, ast.Name) else None
+
+
+def _raising(body: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """Return what is left of statements without all that neither tests nor raises."""
+    kept: list[ast.stmt] = []
+    for one in body:
+        if isinstance(one, ast.Raise):
+            kept.append(one)
+        elif isinstance(one, ast.If):
+            then, other = _raising(one.body), _raising(one.orelse)
+            if then or other:
+                kept.append(ast.If(one.test, then or [ast.Pass()], other))
+    return kept

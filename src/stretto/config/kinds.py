@@ -7,13 +7,11 @@ this module knows keys, types and places.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
-import textwrap
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from datetime import timedelta
 from functools import cache
 from inspect import Parameter
@@ -31,15 +29,15 @@ from typing import (
 
 from stretto import batching, schedules
 from stretto._foreign import FOREIGN, OLD_WORDS
-from stretto.batching import BatchSizePolicy, Pair, as_policy, as_rule
+from stretto.batching import BatchSizePolicy, LearningRateRule, Pair, as_policy, as_rule
 from stretto.batching.noise_scale import NormTest
-from stretto.batching.split import RULES, RuleLike
-from stretto.batching.steps import PolicyLike
+from stretto.batching.split import RULES
 from stretto.config.targets import Function, Target
 from stretto.config.yaml import Path, Source
 from stretto.errors import ConfigError, Message, StrettoError, nearest, shown
-from stretto.schedules import Schedule, ScheduleLike, as_schedule
-from stretto.schedules.fields import Check, checked_interval
+from stretto.schedules import Schedule, as_schedule
+from stretto.schedules.fields import Check, checked_interval, one_of
+from stretto.settings import Loading
 from stretto.timing import Time, TimeLike, Trigger
 from stretto.timing.time import Number
 
@@ -108,45 +106,35 @@ class Kind:
     """Whether it is a mapping of the arguments of a class."""
 
 
-_PLAIN: Mapping[Any, tuple[str, str]] = {
-    int: ("a whole number", "integer"),
-    float: ("a number", "number"),
-    str: ("a text", "string"),
-    bool: ("true or false", "boolean"),
+_PLAIN: Mapping[Any, Kind] = {
+    int: Kind("a whole number", lambda one: type(one) is int, lambda _: {"type": "integer"}),
+    float: Kind("a number", lambda one: type(one) in (int, float), lambda _: {"type": "number"}),
+    str: Kind("a text", lambda one: isinstance(one, str), lambda _: {"type": "string"}),
+    bool: Kind("true or false", lambda one: isinstance(one, bool), lambda _: {"type": "boolean"}),
 }
 
 
-def _plain(of: type) -> Kind:
-    text, name = _PLAIN[of]
-    kinds = (int, float) if of is float else (of,)
-    return Kind(text, lambda value: type(value) in kinds, lambda _: {"type": name})
-
-
 def _choice(choices: Sequence[str]) -> Kind:
-    text = " or ".join(map(repr, choices))
-
-    def read(value: str, *_: object) -> str:
-        if value not in choices:
-            near = nearest(value, choices)
-            why, instead = "there is no such choice", f"did you mean {near!r}?"
-            what = f"use {shown(value)}"
-            raise ConfigError.cannot(what, why=why, instead=instead if near else f"write {text}")
-        return value
-
-    return Kind(text, lambda value: isinstance(value, str), lambda _: {"enum": [*choices]}, read)
+    return Kind(
+        " or ".join(map(repr, choices)),
+        lambda value: isinstance(value, str),
+        lambda _: {"enum": [*choices]},
+        lambda value, path, _: one_of(value, str(path[-1]), choices, ConfigError),
+    )
 
 
 def _time(check: Check | None = None, *, may_rest: bool = False) -> Kind:
     here = {"$ref": "#/$defs/Time"}
     schema = {"anyOf": [{"const": "rest"}, here]} if may_rest else here
+    text = "a time such as 90ep, 1_000sp, 10% or 1h30m" + ", or rest" * may_rest
 
     def read(value: Any, path: Path, *_: object) -> Any:
-        text = str(value)
-        if may_rest and text in ("rest", "-1"):  # -1 is answered by the class
-            return text
-        return Time(text) if check is None else check.converted(text, str(path[-1]), ConfigError)
+        written = str(value)
+        if may_rest and written in ("rest", "-1"):  # -1 is answered by the class
+            return written
+        # The check reads the text itself, since its advice depends on what the time is for.
+        return check.converted(written, str(path[-1]), ConfigError) if check else Time(written)
 
-    text = "a time such as 90ep, 1_000sp, 10% or 1h30m" + ", or rest" * may_rest
     return Kind(text, lambda value: isinstance(value, (str, int, float)), lambda _: schema, read)
 
 
@@ -157,7 +145,7 @@ def _checked(kind: Kind, check: Check) -> Kind:
         is_right = len(mistakes) == before
         return check.converted(found, str(path[-1]), ConfigError) if is_right else None
 
-    return Kind(kind.text, kind.fits, kind.schema, read)
+    return replace(kind, read=read)
 
 
 def _several(item: Kind) -> Kind:
@@ -179,60 +167,47 @@ def _several(item: Kind) -> Kind:
 
 def _row(items: Sequence[Kind]) -> Kind:
     """Return the kind of a list of so many values, each of its own kind."""
-
-    def read(value: Any, path: Path, mistakes: Mistakes) -> Any:
-        return [
-            mistakes.read(kind, one, (*path, at))
-            for at, (kind, one) in enumerate(zip(items, value, strict=True))
-        ]
-
-    def schema(parts: Parts) -> Mapping[str, Any]:
-        inner = [one.schema(parts) for one in items]
-        return {"type": "array", "prefixItems": inner, "minItems": len(inner), "items": False}
-
     return Kind(
         f"[{', '.join(one.text for one in items)}]",
         lambda value: isinstance(value, list) and len(value) == len(items),
-        schema,
-        read,
+        lambda parts: {"type": "array", "prefixItems": [one.schema(parts) for one in items]},
+        lambda value, path, mistakes: [
+            mistakes.read(kind, one, (*path, at))
+            for at, (kind, one) in enumerate(zip(items, value, strict=True))
+        ],
     )
 
 
 def _entries(key: Kind, value: Kind) -> Kind:
     """Return the kind of a mapping from names; null counts as absent."""
-
-    def read(given: Any, path: Path, mistakes: Mistakes) -> Any:
-        found = {}
-        for name, one in given.items():
-            if one is not None:
-                known = mistakes.read(key, name, (*path, name))
-                found[known] = mistakes.read(value, one, (*path, name))
-        return found
-
     return Kind(
         f"a mapping from names: each {value.text}",
         lambda given: isinstance(given, dict),
         lambda parts: {"type": "object", "additionalProperties": value.schema(parts)},
-        read,
+        lambda given, path, mistakes: {
+            mistakes.read(key, name, (*path, name)): mistakes.read(value, one, (*path, name))
+            for name, one in given.items()
+            if one is not None
+        },
     )
 
 
 def _either(kinds: Sequence[Kind]) -> Kind:
     """Return the kind of values that have the form of one of several kinds; the first counts."""
-
-    def read(value: Any, path: Path, mistakes: Mistakes) -> Any:
-        return next(one for one in kinds if one.fits(value)).read(value, path, mistakes)
-
     return Kind(
         " or ".join(one.text for one in kinds),
         lambda value: any(one.fits(value) for one in kinds),
         lambda parts: {"anyOf": [one.schema(parts) for one in kinds]},
-        read,
+        lambda value, *place: next(one for one in kinds if one.fits(value)).read(value, *place),
     )
 
 
+_ELSEWHERE: Mapping[Any, Sequence[str]] = {Loading: ("seed", "last_batch")}
+"""Arguments that a run file has in another place."""
+
+
 @cache
-def parameters_of(make: Callable[..., Any]) -> Mapping[str, Parameter]:
+def parameters_of(make: Any) -> Mapping[str, Parameter]:
     """Return the parameters of a class or a function, with their hints as objects."""
     init = vars(make).get("__init__") if isinstance(make, type) else make
     options = getattr(make, "__dataclass_params__", None)
@@ -240,26 +215,18 @@ def parameters_of(make: Callable[..., Any]) -> Mapping[str, Parameter]:
     return {
         name: one.replace(annotation=hints[name])
         for name, one in inspect.signature(make).parameters.items()
-        if hints[name] is not Source
+        if hints[name] is not Source and name not in _ELSEWHERE.get(make, ())
     }
 
 
 @cache
-def section(make: Callable[..., Any], without: tuple[str, ...] = ()) -> Kind:
+def section(make: Callable[..., Any]) -> Kind:
     """Return the kind of mappings of the arguments of a class or a function.
 
     If it has an argument `arguments`, that takes all other keys. A null counts as absent, except
     among those.
-
-    Args:
-        make: the class or function.
-        without: arguments that are not read.
     """
-    known = {
-        name: one
-        for name, one in parameters_of(make).items()
-        if name not in ("arguments", *without)
-    }
+    known = {name: one for name, one in parameters_of(make).items() if name != "arguments"}
     is_open = "arguments" in parameters_of(make)
     required = [name for name, one in known.items() if _is_required(one)]
 
@@ -269,7 +236,11 @@ def section(make: Callable[..., Any], without: tuple[str, ...] = ()) -> Kind:
         wrong = [] if is_open else [key for key, one in others.items() if one is not None]
         meant = {key: nearest(key, known) for key in wrong}
         for key, near in meant.items():
-            mistakes.add(_no_such_key(key, near, known), (*path, key))
+            instead = f"did you mean {near!r}?" if near else f"the keys here are {', '.join(known)}"
+            instead = FOREIGN[key][-1] if key in FOREIGN else instead
+            why = "there is no such key here"
+            error = ConfigError.cannot(f"use the key {key!r}", why=why, instead=instead)
+            mistakes.add(error, (*path, key))
         for name, one in known.items():
             kind = _kind_of(one)
             if given.get(name) is not None:
@@ -283,9 +254,9 @@ def section(make: Callable[..., Any], without: tuple[str, ...] = ()) -> Kind:
             return None
         if is_open:
             named["arguments"] = others
-        several = [name for name, one in known.items() if one.kind is Parameter.VAR_POSITIONAL]
-        positional = [item for name in several for item in named.pop(name, ())]
-        return make(*positional, **named)
+        first = next(iter(known.values()))
+        several = named.pop(first.name, ()) if first.kind is Parameter.VAR_POSITIONAL else ()
+        return make(*several, **named)
 
     def schema(parts: Parts) -> Mapping[str, Any]:
         name = make.__name__
@@ -328,14 +299,6 @@ def _described(one: Parameter, text: str | None, parts: Parts) -> Mapping[str, A
     return found
 
 
-def _no_such_key(key: str, near: str | None, known: Iterable[str]) -> ConfigError:
-    instead = f"did you mean {near!r}?" if near else f"the keys here are {', '.join(known)}"
-    if key in FOREIGN:
-        instead = FOREIGN[key][-1]
-    why = "there is no such key here"
-    return ConfigError.cannot(f"use the key {key!r}", why=why, instead=instead)
-
-
 def _named(
     title: str,
     text: str,
@@ -350,7 +313,7 @@ def _named(
         title: the name of its schema.
         text: what to write.
         names: the classes and functions that can be named.
-        plain: makes the object of a plain form, or of a target.
+        plain: makes the object of a plain form, or of a function.
         is_plain: whether a value has a plain form.
         forms: the schemas of the plain forms.
     """
@@ -429,13 +392,12 @@ def _unnamed(value: object, names: Mapping[str, Any], text: str) -> ConfigError:
 
 def _names_in(module: types.ModuleType, *bases: type) -> dict[str, type]:
     """Return the classes of a module that can be made, by their names."""
-    found = {name: getattr(module, name) for name in module.__all__}
+    kinds = {name: getattr(module, name) for name in module.__all__}
     return {
         name: kind
-        for name, kind in found.items()
-        if isinstance(kind, type)
-        and issubclass(kind, bases)
-        and not (inspect.isabstract(kind) or kind in (*bases, schedules.Custom))
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, bases)
+        if not inspect.isabstract(kind) and kind not in (*bases, schedules.Custom)
     }
 
 
@@ -473,34 +435,12 @@ SIZES = _named(
 RULE = _named(
     "Rule",
     "{sqrt: 256} or {linear: 256}, with the size that the rate is meant for",
-    {one.__name__: one for one in (batching.LinearRule, batching.SquareRootRule)},
+    {**RULES, **{rule.__name__: rule for rule in RULES.values()}},
     as_rule,
-    lambda value: isinstance(value, dict) and len(value) == 1 and {*value} <= {*RULES},
-    {
-        "type": "object",
-        "properties": dict.fromkeys(RULES, _SIZE),
-        "minProperties": 1,
-        "maxProperties": 1,
-        "additionalProperties": False,
-    },
+    lambda _: False,
 )
-_NAMED: Mapping[Any, Kind] = {
-    Schedule: SCHEDULE,
-    ScheduleLike: SCHEDULE,
-    BatchSizePolicy: SIZES,
-    PolicyLike: SIZES,
-    PolicyLike | Pair: SIZES,
-    RuleLike: RULE,
-}
 _TIMES = {Time, str, timedelta, Trigger, Literal["rest"]}
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Without:
-    """Arguments that a section leaves out: `Annotated[Loading, Without(("seed",))]`."""
-
-    names: tuple[str, ...]
+_NAMED = {Schedule: SCHEDULE, BatchSizePolicy: SIZES, LearningRateRule: RULE}
 
 
 @cache
@@ -511,63 +451,46 @@ def kind_of(hint: Any) -> Kind:
     'a whole number'
     """
     origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        inner = tuple(one for one in inner if one is not type(None))
-        hint = Union[inner]  # noqa: UP007  of a tuple
-    if hint in _NAMED:
-        return _NAMED[hint]
+    if type(None) in inner:
+        return kind_of(Union[tuple(one for one in inner if one is not type(None))])  # noqa: UP007
+    for base, kind in _NAMED.items():
+        if base in (hint, *inner):
+            return kind
     if hint is Time or (Time in inner and _TIMES.issuperset(inner)):
         check = Check(checked_interval) if Trigger in inner else None
         return _time(check, may_rest=Literal["rest"] in inner)
     if hint == Number:
-        return _plain(float)
+        return _PLAIN[float]
     if hint is Any:  # a place that a text names, or an object of yours
-        return _either((_plain(str), section(Target)))
+        return _either((_PLAIN[str], section(Target)))
     if origin is Annotated:
         return _annotated(inner[0], inner[1:])
-    if origin is Callable or origin is None:
-        return _plain(hint) if hint in _PLAIN else section(Function if origin else hint)
-    return _generic(origin, inner)
-
-
-def _annotated(hint: Any, marks: Sequence[Any]) -> Kind:
-    for mark in marks:
-        if isinstance(mark, Without):
-            return section(hint, mark.names)
-        if isinstance(mark, Check):
-            is_time = hint == TimeLike
-            return _time(mark) if is_time else _checked(kind_of(hint), mark)
-    return kind_of(hint)
-
-
-def _generic(origin: Any, inner: tuple[Any, ...]) -> Kind:
     if origin is Literal:
         return _choice(inner)
+    if origin is Callable or origin is None:
+        return _PLAIN[hint] if hint in _PLAIN else section(Function if origin else hint)
     kinds = [*map(kind_of, inner)]
     if origin in (Union, types.UnionType):
-        return kinds[0] if len(kinds) == 1 else _either(kinds)
+        return _either(kinds)
     if origin is tuple:
         return _row(kinds)
     return _entries(*kinds) if origin in (dict, Mapping) else _several(kinds[0])
 
 
+def _annotated(hint: Any, marks: Sequence[Any]) -> Kind:
+    check = next((mark for mark in marks if isinstance(mark, Check)), None)
+    if check is None:
+        return kind_of(hint)
+    return _time(check) if hint == TimeLike else _checked(kind_of(hint), check)
+
+
 def _texts_of(make: Any) -> dict[str, str]:
     """Return the description of each argument: the docstring below the field, or under `Args`."""
     written = (inspect.getdoc(make) or "").partition("Args:\n")[2]
-    found = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", written, re.MULTILINE))
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", written, re.MULTILINE)
     for base in reversed(make.__mro__ if isinstance(make, type) else ()):
         if base.__module__.startswith("stretto.") and is_dataclass(base):
-            found |= dict(_field_texts(base))
-    return {name: " ".join(text.split()) for name, text in found.items()}
-
-
-def _field_texts(kind: type) -> Iterable[tuple[str, str]]:
-    [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(definition, ast.ClassDef), "the source of a class is a class"
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
-        match field, below:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                yield name, text
+            # A field, and the text below it, before the next field.
+            field = r'^    ([a-z_]\w*):(?:(?!\n    \w).)*?\n    """(.*?)"""'
+            found += re.findall(field, inspect.getsource(base), re.MULTILINE | re.DOTALL)
+    return {name: " ".join(text.split()) for name, text in found}

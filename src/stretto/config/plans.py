@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.batching import BatchSizePolicy, LearningRateRule, as_rule
+from stretto.batching import BatchSizePolicy, RuleLike
 from stretto.batching.metrics import check_monitored, followed_metric, metrics_of
 from stretto.batching.seesaw import paired
 from stretto.config.run import RunConfig
@@ -61,30 +61,39 @@ def imported(config: RunConfig, value: Any, *path: str | int) -> Any:
         ConfigError: a target cannot be imported or called.
     """
 
+    def make(section: Target, path: Path) -> Any:
+        with config.source.at(*path):
+            make = bound_target if isinstance(section, Function) else call_target
+            return make(section, source=config.source, path=path)
+
+    with config.source.at(*path):
+        return with_targets(value, path, make)
+
+
+def with_targets(value: Any, path: Path, make: Callable[[Target, Path], Any]) -> Any:
+    """Return a value of a run file with what `make` returns for each target in it."""
+
     def change(found: object) -> Any:
-        if isinstance(found, Function):
-            return bound_target(found, source=config.source, path=path)
         if isinstance(found, Target):
-            return call_target(found, source=config.source, path=path)
+            return make(found, path)
         if not isinstance(found, Timed):
             return found
         function = getattr(found, "function", None)
         if not isinstance(function, Function):
             return found.replaced(change)
-        made = change(function)
+        made = make(function, path)
         if isinstance(found, Custom):
             return as_schedule(made)
         return made if isinstance(made, BatchSizePolicy) else replace(found, function=made)  # type: ignore[type-var]
 
     if isinstance(value, dict):
-        return {name: imported(config, one, *path, name) for name, one in value.items()}
+        return {name: with_targets(one, (*path, name), make) for name, one in value.items()}
     if isinstance(value, list):
-        return [imported(config, one, *path, number) for number, one in enumerate(value)]
-    with config.source.at(*path):
-        if is_dataclass(value) and not isinstance(value, (Timed, Target)):
-            own = {one.name: getattr(value, one.name) for one in fields(value)}
-            return replace(value, **imported(config, own, *path))  # type: ignore[type-var]
-        return change(value)
+        return [with_targets(one, (*path, number), make) for number, one in enumerate(value)]
+    if is_dataclass(value) and not isinstance(value, (Timed, Target)):
+        own = {one.name: getattr(value, one.name) for one in fields(value)}
+        return replace(value, **with_targets(own, path, make))  # type: ignore[type-var]
+    return change(value)
 
 
 @final
@@ -95,7 +104,7 @@ class TimesAndSizes:
     horizon: Horizon
     policy: BatchSizePolicy
     schedules: Mapping[str, Schedule]
-    rule: LearningRateRule | None
+    rule: RuleLike | None
 
 
 def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
@@ -120,23 +129,21 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
         run = Horizon(config.max_duration, **counts, last_batch=config.last_batch or "keep")
     schedules = imported(config, config.schedules, "schedules")
     sizes = imported(config, config.batch_size, "batch_size")
-    rule = None if config.rule is None else imported(config, config.rule, "rule")
+    rule = imported(config, config.rule, "rule")
     with source.at("batch_size"):
         sizes, schedules, rule = paired(sizes, schedules, rule)
-    with source.at("rule"):
-        rule = None if rule is None else as_rule(rule)
     return TimesAndSizes(run, sizes, schedules, rule)
 
 
-def _intervals(config: RunConfig) -> dict[str, Path]:
-    """Return the path of each interval in a run file, by the name of its event."""
-    found: dict[str, Path] = {
-        f"evaluate {one.name}": ("evaluate", number, "every")
+def _triggers(config: RunConfig) -> dict[str, tuple[Path, TimeLike | Trigger]]:
+    """Return the path and the value of each interval in a run file, by the name of its event."""
+    found: dict[str, tuple[Path, TimeLike | Trigger]] = {
+        f"evaluate {one.name}": (("evaluate", number, "every"), one.every)
         for number, one in enumerate(config.evaluate)
     }
     if config.checkpoint is not None:
-        found["checkpoint"] = ("checkpoint", "every")
-    return {**found, "log": ("log", "every")}
+        found["checkpoint"] = ("checkpoint", "every"), config.checkpoint.every
+    return {**found, "log": (("log", "every"), config.log.every)}
 
 
 def base_values(config: RunConfig) -> dict[str, float]:
@@ -269,30 +276,24 @@ def prepare_run(config: RunConfig, run: TimesAndSizes, *, resumes: bool = False)
     Raises:
         ConfigError: a piece does not fit the run, or the file contradicts itself.
     """
+    triggers = _triggers(config)
+    paths: dict[Path, Path] = {("triggers", name): path for name, (path, _) in triggers.items()}
 
-    def at(kind: str, name: str = "") -> Any:
-        if kind == "triggers":
-            return config.source.at(*paths[name])
-        return config.source.at(kind, name) if name else config.source.at(kind)
+    def at(*path: str) -> Any:
+        return config.source.at(*paths.get(path, path))
 
-    def scaled(value: Any, kind: str, name: str = "") -> Any:
-        with at(kind, name):
+    def scaled(value: Any, *path: str) -> Any:
+        with at(*path):
             return value.scaled(config.scale_schedule or 1)
 
-    paths = _intervals(config)
-    triggers: dict[str, TimeLike | Trigger] = {
-        f"evaluate {one.name}": one.every for one in config.evaluate
-    }
-    if config.checkpoint is not None:
-        triggers["checkpoint"] = config.checkpoint.every
-    triggers["log"] = config.log.every
     schedules = {name: scaled(one, "schedules", name) for name, one in run.schedules.items()}
     prepared = bind_run(
         scaled(run.horizon, "max_duration"),
         scaled(run.policy, "batch_size"),
         schedules=effective(schedules, config),
         triggers={
-            name: scaled(parse_trigger(every), "triggers", name) for name, every in triggers.items()
+            name: scaled(parse_trigger(every), "triggers", name)
+            for name, (_, every) in triggers.items()
         },
         rule=run.rule,
         most_stages=MAX_STAGES,

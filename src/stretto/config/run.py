@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias, final
 
@@ -17,8 +16,8 @@ from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareR
 from stretto.batching.policy import PositiveInt
 from stretto.batching.split import RuleLike
 from stretto.batching.steps import PolicyLike
-from stretto.config.kinds import Mistakes, Without, section
-from stretto.config.targets import Function, Target
+from stretto.config.kinds import Mistakes, parameters_of, section
+from stretto.config.targets import TARGET_PATTERN, Function, Target
 from stretto.config.yaml import (
     MAX_BYTES,
     NO_SOURCE,
@@ -36,12 +35,6 @@ from stretto.timing import LastBatch, Time, TimeLike
 from stretto.timing.time import read_run
 
 
-def _seed(value: int, name: str, error: type[StrettoError]) -> int:
-    if not 0 <= value < 2**63:
-        raise error.bad(name, value, "it is not from 0 to 2^63 - 1", "write a number such as 7")
-    return value
-
-
 def _pattern(value: str, name: str, error: type[StrettoError]) -> str:
     try:
         re.compile(value)
@@ -51,26 +44,21 @@ def _pattern(value: str, name: str, error: type[StrettoError]) -> str:
     return value
 
 
-def _name(value: str, name: str, error: type[StrettoError]) -> str:
-    if not re.fullmatch(r"[\w.-]+", value):
-        raise error.bad(name, value, "it is not of letters, digits, '.' and '-'", "write one word")
-    return value
+def _valid(is_valid: Callable[[Any], object], text: str, example: object) -> Check:
+    def checked(value: Any, name: str, error: type[StrettoError]) -> Any:
+        if not is_valid(value):
+            raise error.bad(name, value, f"it is not {text}", f"write for example {example}")
+        return value
 
-
-def _folder(value: str, *_: object) -> str:
-    local_path(value, "keep a run in", ConfigError)
-    return value
-
-
-def _hyperparameter(value: str, *_: object) -> str:
-    parse_name(value)
-    return value
+    return Check(checked)
 
 
 RunLength: TypeAlias = Annotated[TimeLike, Check(lambda value, *_: read_run(value))]
-Seed: TypeAlias = Annotated[int, Check(_seed)]
-Folder: TypeAlias = Annotated[str, Check(_folder)]
-HyperparameterName: TypeAlias = Annotated[str, Check(_hyperparameter)]
+Seed: TypeAlias = Annotated[int, _valid(range(2**63).__contains__, "from 0 to 2^63 - 1", 7)]
+_WORD = _valid(re.compile(r"[\w.-]+").fullmatch, "one word, in which '.' and '-' may be", "test")
+_FOLDER = Check(lambda value, *_: str(local_path(value, "keep a run in", ConfigError)))
+Folder: TypeAlias = Annotated[str, _FOLDER]
+HyperparameterName: TypeAlias = Annotated[str, Check(lambda value, *_: parse_name(value) and value)]
 
 
 @final
@@ -125,7 +113,7 @@ class Evaluate:
     default both are read from the batch."""
     batch_size: PositiveInt | None = None
     """Samples of one forward pass; by default the training micro-batch."""
-    name: Annotated[str, Check(_name)] = "validation"
+    name: Annotated[str, _WORD] = "validation"
     """What its lines in the metrics begin with."""
     loss: Function | None = None
     """By default the training loss."""
@@ -196,7 +184,7 @@ class RunConfig:
     """Whether the model runs through `torch.compile`."""
     device: str | None = None
     """Where to compute; by default this rank's CUDA device if there is one, else the CPU."""
-    loading: Annotated[Loading, Without(("seed", "last_batch"))] = Loading()
+    loading: Loading = Loading()
     """How samples are ordered and fetched."""
     stepping: Stepping = Stepping()
     """How a step is computed."""
@@ -368,27 +356,54 @@ def written(value: Any) -> Any:
     if isinstance(value, Custom):
         return written(value.function)
     if isinstance(value, (Timed, LinearRule, SquareRootRule)):
-        own = _arguments(value)
+        kind: Any = type(value)
+        own = {
+            name: getattr(value, name)
+            for name, one in parameters_of(kind).items()
+            if one.default is one.empty or getattr(value, name) != one.default
+        }
         function = own.get("function")
         is_plain = [*own] == ["function"] and isinstance(function, Target)
-        return written(function) if is_plain else {type(value).__name__: written(own)}
-    if not is_dataclass(value):
+        return written(function) if is_plain else {kind.__name__: written(own)}
+    if not is_dataclass(value) or isinstance(value, type):
         return value
-    hidden = {"arguments", "source"} | ({"seed", "last_batch"} if type(value) is Loading else set())
-    # No logger is not the same as not saying which; no callback is.
-    found = {
-        one.name: written(getattr(value, one.name))
-        for one in fields(value)
-        if one.name not in hidden and (getattr(value, one.name) or one.default_factory is MISSING)
-    }
+    names = [name for name in parameters_of(type(value)) if name != "arguments"]
+    found = {name: written(getattr(value, name)) for name in names}
     kept = {name: one for name, one in found.items() if one is not None}
     return kept | written(getattr(value, "arguments", {}))
 
 
-def _arguments(value: object) -> dict[str, Any]:
-    """Return the arguments of a value that differ from their defaults."""
+TIME_PATTERN = (
+    r"^\s*[0-9][0-9_]*(\.[0-9]+|/[0-9][0-9_]*)?([eE][+-]?[0-9]+)?"
+    r"(%|[KMBT]?(ep|ba|sp|tok|dur|sec)|[dhms]([0-9dhm./]*[hms])?)\s*$"
+)
+"""What an editor can check of a time; the whole grammar is that of `Time`."""
+
+
+def run_file_schema() -> dict[str, Any]:
+    """Return the JSON Schema of run files.
+
+    What needs the whole file or Python (that a warm-up fits, that a target exists) is beyond a
+    schema. Nulls, which count as absent, are not among the suggestions.
+
+    >>> run_file_schema()["required"]
+    ['max_duration', 'data', 'batch_size']
+    """
+    parts: dict[str, Any] = {
+        "Time": {
+            "description": "An amount and a unit: 90ep, 500ba, 1_000sp, 2Btok, 0.1dur, 10%, 1h30m.",
+            "type": "string",
+            "pattern": TIME_PATTERN,
+        }
+    }
+    section(RunConfig).schema(parts)
+    for part in parts.values():
+        if "target" in part.get("properties", ()):
+            part["properties"]["target"]["pattern"] = TARGET_PATTERN
     return {
-        name: getattr(value, name)
-        for name, one in inspect.signature(type(value)).parameters.items()
-        if one.default is one.empty or getattr(value, name) != one.default
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **parts.pop("RunConfig"),
+        "title": "stretto run file",
+        "description": "What a training run is. Times have a unit, as in docs/guides/time.md.",
+        "$defs": parts,
     }

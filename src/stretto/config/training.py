@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from stretto._location import public
-from stretto.batching import awaits_maximum, with_maximum
+from stretto.batching import with_maximum
 from stretto.config.plans import TimesAndSizes, build_run, imported, make_spec, prepare_run
 from stretto.config.run import RunConfig, written
 from stretto.config.targets import Target, accepts, bound_target, call_target, import_target, tuples
@@ -124,8 +124,6 @@ def build_trainer(
 
 def with_some_maximum(run: TimesAndSizes) -> TimesAndSizes:
     """Replace a largest batch size that is still to be found, so that the run can be checked."""
-    if not awaits_maximum(run.policy):
-        return run
     return replace(run, policy=with_maximum(run.policy, _NO_LIMIT))
 
 
@@ -177,12 +175,13 @@ def check_complete(config: RunConfig) -> None:
     """
     missing = "model" if config.model is None else "optimizer"
     if config.model is None or (config.optimizer is None and config.step is None):
-        raise ConfigError.cannot(
-            "train",
-            why=f"there is no '{missing}'",
-            instead=f"write for example '{missing}: {{target: my.module:make}}'",
-            where=config.source.name,
-        )
+        why = f"there is no '{missing}'"
+        raise _untrainable(config, why, f"'{missing}: {{target: my.module:make}}'")
+
+
+def _untrainable(config: RunConfig, why: str, example: str) -> ConfigError:
+    where, instead = config.source.name, f"write for example {example}"
+    return ConfigError.cannot("train", why=why, instead=instead, where=where)
 
 
 def _check_world_size(config: RunConfig) -> None:
@@ -215,12 +214,9 @@ def make_loss(config: RunConfig, model: nn.Module) -> Any:
     loss = getattr(type(model), "loss", None)
     if callable(loss):
         return loss
-    raise ConfigError.cannot(
-        "train",
-        why=f"there is no 'loss', and {type(model).__name__} has no static method of that name",
-        instead="write 'loss: {target: my.models:loss}', a function (model, batch) -> loss",
-        where=config.source.name,
-    )
+    why = f"there is no 'loss', and {type(model).__name__} has no static method of that name"
+    example = "'loss: {target: my.models:loss}', a function (model, batch) -> loss"
+    raise _untrainable(config, why, example)
 
 
 def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:

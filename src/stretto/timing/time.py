@@ -232,7 +232,7 @@ def read_run(max_duration: TimeLike) -> Time:
     try:
         run = Time(max_duration)
     except TimeError as error:
-        if "%" not in error.message.instead:
+        if "%" not in error.message.instead and "dur'" not in error.message.instead:
             raise
         what, why = error.message.what, error.message.why
         raise TimeError.cannot(what, why=why, instead=grammar.HOW_LONG) from None

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
@@ -483,6 +483,7 @@ def checkpoint_of_run(folder: Path, sample: int, run_id: str) -> Path:
     bests=st.lists(st.booleans(), min_size=4, max_size=4),
     other=st.sampled_from([None, 0, 2]),
 )
+@example(lags=[0], losses=[False, True], keep=1, bests=[False, True, False, False], other=None)
 @examples(max_examples=25, deadline=None)
 @pytest.mark.filterwarnings("ignore")
 def test_a_copy_that_was_seen_is_never_lost_to_a_store_that_errs(
@@ -509,7 +510,7 @@ def test_a_copy_that_was_seen_is_never_lost_to_a_store_that_errs(
             best = path if is_best else best
             uploader.submit(path, [] if best is None else [best])
             uploader.close()
-            if uploader.missing is None:
+            if path.name not in uploader._missing:  # an older one, the best, may be missing
                 saved.append(8 * (number + 1))
             whole = UrlStore(str(place / "bucket")).list()
             assert not saved or saved[-1] in map(position_of, whole)
