@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -26,11 +27,10 @@ class Norms:
     Reading a value waits for the device, so `read_squares` reads all at once.
     """
 
-    __slots__ = ("norms", "squares")
+    __slots__ = ("norms",)
 
     def __init__(self) -> None:
         self.norms: list[Tensor] = []
-        self.squares: list[Tensor] = []
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Add more parts."""
@@ -41,12 +41,8 @@ class Norms:
             tensor = part if is_plain else _values(part)
             is_large = tensor.numel() > _LARGE and tensor.device.type == "cpu"
             pieces = tensor.reshape(-1).split(_LARGE) if is_large else (tensor,)
-            if tensor.dtype in _WIDE and is_large:
-                self.squares += [torch.dot(piece, piece) for piece in pieces]
-            elif tensor.dtype in _WIDE or tensor.is_complex():
-                single += pieces
-            else:
-                half += pieces
+            is_wide = tensor.dtype in _WIDE or tensor.is_complex()
+            (single if is_wide else half).extend(pieces)
         if single:
             self.norms += torch._foreach_norm(single)  # no public spelling of it
         if half:
@@ -62,16 +58,11 @@ def read_squares(parts: Sequence[Norms]) -> list[float]:
     >>> [round(square, 4) for square in read_squares([norms])]
     [19.0]
     """
-    scalars = [scalar for part in parts for scalar in (*part.norms, *part.squares)]
+    scalars = [norm for part in parts for norm in part.norms]
     if len({scalar.device for scalar in scalars}) > 1:
         scalars = [scalar.cpu() for scalar in scalars]
-    values = iter(torch.stack(scalars).tolist() if scalars else ())
-    found: list[float] = []
-    for part in parts:
-        norms = [next(values) for _ in part.norms]
-        squares = [next(values) for _ in part.squares]
-        found.append(total([*(norm * norm for norm in norms), *squares]))
-    return found
+    norms = iter(torch.stack(scalars).tolist() if scalars else ())
+    return [total(norm * norm for norm in islice(norms, len(part.norms))) for part in parts]
 
 
 def total(values: Iterable[float]) -> float:

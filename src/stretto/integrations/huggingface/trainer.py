@@ -18,7 +18,7 @@ from transformers import __version__ as version
 from transformers.trainer_callback import ExportableState
 
 from stretto.batching import NO_SIGNALS
-from stretto.data import DataSpec, Step, count_target_tokens
+from stretto.data import Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units, units_of
 from stretto.errors import CheckpointError
@@ -176,15 +176,6 @@ class StrettoCallback(TrainerCallback, ExportableState):
         self.saved: dict[str, Any] | None = None
         """The state of the run in the last checkpoint."""
 
-    def begin(self, spec: DataSpec, loading: Loading) -> Run:
-        """Prepare the run for a call of `trainer.train()`."""
-        settings = self.settings
-        if settings["schedules"] is None:
-            own = {"lr": lambda timer: self.curve(timer.get_elapsed_duration())}
-            settings = settings | {"schedules": own}
-        self.run = prepare(spec, loading=loading, **settings)
-        return self.run
-
     def state(self) -> dict[str, Any]:
         """Return the state of the run, for `trainer_state.json`."""
         return {"args": {}, "attributes": {"run": self.saved}}
@@ -209,11 +200,9 @@ class StrettoCallback(TrainerCallback, ExportableState):
         """Warn if the run has not reached its end."""
         warn_of_end(self.run, "The trainer", "trainer.train(resume_from_checkpoint=True)")
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
-    ) -> None:
+    def on_evaluate(self, *_: Any, metrics: Mapping[str, Any], **__: Any) -> None:
         """Give the policy the metric that it follows."""
-        note_metrics(self.run, metrics or {})
+        note_metrics(self.run, metrics)
 
 
 class Follows(Trainer):
@@ -251,9 +240,11 @@ class Follows(Trainer):
                 prefetch_factor=args.dataloader_prefetch_factor,
                 pin_memory=args.dataloader_pin_memory,
             )
-        return TrainerLoader(
-            own.begin(counted_as_collated(data, **own.facts), loading), stock.dataset
-        )
+        settings = {**own.settings, "loading": loading}
+        if settings["schedules"] is None:
+            settings["schedules"] = {"lr": lambda timer: own.curve(timer.get_elapsed_duration())}
+        own.run = prepare(counted_as_collated(data, **own.facts), **settings)
+        return TrainerLoader(own.run, stock.dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> tuple[Any, ...]:
         """Return the numbers of a run; see `Trainer`."""
@@ -279,7 +270,7 @@ class Follows(Trainer):
             state = saved.get("attributes", {}).get("run")
             if state is None:
                 what = f"resume at step {self.state.global_step}"
-                why, instead = "the checkpoint is of a trainer without stretto", "start anew"
+                why, instead = "stretto was not attached when it was saved", "start anew"
                 raise CheckpointError.cannot(what, why=why, instead=instead)
             own.run.load_state_dict(state)
         left = steps_left(own.run).exact
