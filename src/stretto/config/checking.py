@@ -197,7 +197,11 @@ def _find(module: str, name: str) -> _Definition | None:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return _Definition(module, node)
         if isinstance(node, ast.ImportFrom):
-            source = _absolute(module, node)
+            path = _file(module)
+            is_package = path is not None and path.name == "__init__.py"
+            package = module if is_package else module.rpartition(".")[0]
+            relative = "." * node.level + (node.module or "")
+            source = importlib.util.resolve_name(relative, package)
             for one in node.names:
                 if one.name == "*" or (one.asname or one.name) == name:
                     found = _find(source, name if one.name == "*" else one.name)
@@ -206,12 +210,11 @@ def _find(module: str, name: str) -> _Definition | None:
     return None
 
 
-def _absolute(module: str, node: ast.ImportFrom) -> str:
-    """Return the full name of the module that `from ... import` names."""
-    path = _file(module)
-    is_package = path is not None and path.name == "__init__.py"
-    above = module.split(".")[: len(module.split(".")) - node.level + is_package]
-    return ".".join([*(above if node.level else ()), *([node.module] if node.module else ())])
+def _init_of(node: ast.ClassDef) -> ast.FunctionDef | None:
+    inits = [
+        one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"
+    ]
+    return inits[-1] if inits else None
 
 
 def _signature_of(found: _Definition) -> Signature | None:
@@ -221,10 +224,10 @@ def _signature_of(found: _Definition) -> Signature | None:
     # A decorator such as `dataclass` writes an `__init__` that is not in the source.
     if any(ast.unparse(one) != "final" for one in found.node.decorator_list):
         return None
-    for node in reversed(found.node.body):
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            whole = _signature_of_function(found.module, node)
-            return whole.replace(parameters=[*whole.parameters.values()][1:])
+    init = _init_of(found.node)
+    if init is not None:
+        whole = _signature_of_function(found.module, init)
+        return whole.replace(parameters=[*whole.parameters.values()][1:])
     if not found.node.bases:
         return Signature()
     base = ast.unparse(found.node.bases[0])
@@ -268,12 +271,8 @@ def run_guards(target: str, values: Mapping[str, Any]) -> None:
     module, _, name = target.partition(":")
     found = _find(module, name)
     while found is not None and isinstance(found.node, ast.ClassDef):
-        inits = [
-            one
-            for one in found.node.body
-            if isinstance(one, ast.FunctionDef) and one.name == "__init__"
-        ]
-        for guard in _raising(inits[-1].body if inits else []):
+        init = _init_of(found.node)
+        for guard in _raising([] if init is None else init.body):
             tree = ast.fix_missing_locations(ast.Module([guard], []))
             # A statement that needs more of torch than the arguments is left to training.
             with contextlib.suppress(NameError):

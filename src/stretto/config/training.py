@@ -82,7 +82,7 @@ def build_trainer(
     run = build_run(config, spec)
     prepare_run(config, with_some_maximum(run), resumes=resumes)
     seed_everything(config.seed)
-    model, mesh = make_model(config), None
+    model, mesh = _made(config, config.model, nn.Module, ("model",)), None
     if config.mesh is not None and math.prod(config.mesh.values()) > 1:
         device = Ranks.from_environment(config.device).device.type
         names = tuple(config.mesh)
@@ -197,16 +197,6 @@ def _check_world_size(config: RunConfig) -> None:
         )
 
 
-def make_model(config: RunConfig) -> nn.Module:
-    """Return the model.
-
-    Raises:
-        ConfigError: it cannot be made, or is no module.
-    """
-    assert config.model is not None, "checked before anything is built"
-    return _made(config, config.model, nn.Module, ("model",))
-
-
 def make_loss(config: RunConfig, model: nn.Module) -> Any:
     """Return the loss function: the file's, or that of the model's class."""
     if config.loss is not None:
@@ -309,13 +299,19 @@ def make_logging(config: RunConfig) -> Logging:
 
 
 def _made(
-    config: RunConfig, section: Target, kind: type[S], path: Keys, *positional: Any, **extra: Any
+    config: RunConfig,
+    section: Target | None,
+    kind: type[S],
+    path: Keys,
+    *positional: Any,
+    **extra: Any,
 ) -> S:
     """Call a target and check the result.
 
     Raises:
         ConfigError: it cannot be called, or returns another kind of object.
     """
+    assert section is not None, "checked before anything is built"
     found = call_target(section, *positional, source=config.source, path=path, **extra)
     if isinstance(found, kind):
         return found
@@ -357,7 +353,7 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
     with config.source.at("device"):
         device = torch.device("meta") if on_meta else find_device(config.device)
     with device if on_meta else contextlib.nullcontext():
-        model = make_model(config)
+        model = _made(config, config.model, nn.Module, ("model",))
     model.to(device)
     step = make_step(config, model)
     if step is None:
