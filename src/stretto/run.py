@@ -18,7 +18,7 @@ from stretto.batching.seesaw import Pair, paired
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.data.mistakes import LoopMistakes
 from stretto.data.spec import check_workers
-from stretto.data.weights import MicroBatchView, Units, weights_of
+from stretto.data.weights import MicroBatchView, Units, units_of
 from stretto.distributed.logged import Logged, Reduce
 from stretto.distributed.mesh import Mesh, as_mesh
 from stretto.distributed.strategy import Strategy
@@ -520,14 +520,18 @@ class Run:
     def weights(self, step: Step, units: Units = "samples") -> list[float]:
         """Return the factor of the mean loss of each micro-batch, which all ranks must call.
 
+        Gradients summed over micro-batches and averaged over ranks are then those of the mean over
+        the units of the whole batch.
+
         Args:
             step: the step.
-            units: what the loss is a mean over; see `weights_of`.
+            units: what the loss is a mean over: "samples", "tokens", or a function of a batch.
 
         Raises:
             TrainingError: the batch has no unit.
         """
-        return weights_of(step, units, self.loader.ranks)
+        own, total = units_of(step, units, self.loader.ranks)
+        return [count * self.loader.ranks.dp_world_size / total for count in own]
 
     @property
     def is_done(self) -> bool:

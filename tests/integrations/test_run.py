@@ -17,13 +17,13 @@ from stretto.batching import NO_SIGNALS, NoiseScale, SquareRootRule
 from stretto.data import DataSpec
 from stretto.errors import CheckpointError, ScheduleError, TrainingError
 from stretto.integrations import ClockScheduler, StepMeter
-from stretto.integrations.counts import num_steps, steps_left
+from stretto.integrations.counts import steps_left
 from stretto.noise import NoiseSums
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
 from stretto.schedules import Cosine, Linear
 from stretto.settings import Loading
-from stretto.timing import Horizon
+from stretto.timing import Horizon, Timestamp
 from stretto.training import Run, prepare
 
 N, SEED, SIZES = 60, 3, "0sp:5 23sp:9 80sp:14"  # grows inside both epochs
@@ -211,7 +211,7 @@ def test_the_clock_is_read_as_fractions_and_for_a_log_line() -> None:
     now = run.timer.timestamp
     line = run.log_values()
     assert (line["dur"], line["ep"]) == (now.sample / (2 * N), now.sample / N)
-    assert steps_left(run).exact == num_steps(run).least - 7
+    assert steps_left(run).exact == (PLAN.num_batches or 0) - 7
     assert line["batch_size"] == run.step.batch_size  # type: ignore[union-attr]
     assert (line["sp"], line["ba"], line["lr"]) == (
         now.sample,
@@ -298,7 +298,7 @@ def test_the_scheduler_reports_what_the_run_sets() -> None:
 def test_a_run_that_is_not_bound_says_so() -> None:
     with pytest.raises(TrainingError, match="optimizers"):
         make().begin()
-    assert num_steps(make()).exact == PLAN.num_batches
+    assert steps_left(make(), Timestamp()).exact == PLAN.num_batches
 
 
 # --- weights and noise
@@ -400,5 +400,5 @@ def test_a_stream_of_unknown_length_is_read_epoch_by_epoch() -> None:
     ]
     assert run.plan is not None
     assert not run.plan.is_exact
-    assert num_steps(run).exact is None
-    assert num_steps(run).least <= run.timer.batch == 14
+    assert steps_left(run, Timestamp()) == (None, False)
+    assert run.timer.batch == 14

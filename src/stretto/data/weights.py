@@ -108,19 +108,6 @@ class MicroBatchView(NamedTuple):
     """Whether the optimizer steps after it."""
 
 
-def weights_of(step: Step, units: Units, ranks: Ranks) -> list[float]:
-    """Return the factor of the mean loss of each micro-batch. All ranks must call it.
-
-    Gradients summed over micro-batches and averaged over ranks are then those of the mean over the
-    units of the whole batch.
-
-    Raises:
-        TrainingError: the batch has no unit.
-    """
-    own, total = units_of(step, units, ranks)
-    return [one * ranks.dp_world_size / total for one in own]
-
-
 def units_of(step: Step, units: Units, ranks: Ranks) -> tuple[list[int], float]:
     """Return the units of each micro-batch, and those of the step over all ranks.
 

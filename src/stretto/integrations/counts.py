@@ -10,26 +10,22 @@ from stretto.run import Run
 from stretto.timing import Timestamp, TimeUnit
 from stretto.timing.horizon import EqualBatches
 
-UNKNOWN = 2**40
+UNREACHED = 2**40
 """Used where a framework needs a number that is not known. No epoch has as many batches."""
 
 
-class Count(NamedTuple):
-    """A number of steps, exact or between two bounds.
+class NumSteps(NamedTuple):
+    """A number of steps, or a number that it does not exceed."""
 
-    >>> Count(3, 3).exact, Count(3, None).exact
-    (3, None)
-    """
-
-    least: int
-    """The smallest that it can be."""
     most: int | None
     """The largest that it can be; None if that is unknown."""
+    is_exact: bool
+    """Whether it is that number."""
 
     @property
     def exact(self) -> int | None:
         """The number; None if it is not known."""
-        return self.least if self.least == self.most else None
+        return self.most if self.is_exact else None
 
 
 def end_of(run: Run) -> int | None:
@@ -40,61 +36,52 @@ def end_of(run: Run) -> int | None:
     return run.prepared.horizon.end_sample
 
 
-def steps_left(run: Run, now: Timestamp | None = None) -> Count:
+def steps_left(run: Run, now: Timestamp | None = None) -> NumSteps:
     """Return how many steps come after a timestamp; by default, after the clock of the run."""
     now = run.timer.timestamp if now is None else now
     length = run.prepared.facts.max_duration
     if length.unit is TimeUnit.BATCH:
-        left = max(0, math.ceil(length.amount) - now.batch)
-        return Count(left, left)
+        return NumSteps(max(0, math.ceil(length.amount) - now.batch), is_exact=True)
     sizes, end = run.prepared.sizes, end_of(run)
     if end is None:
-        return Count(0, None)
+        return NumSteps(None, is_exact=False)
     if sizes is not None and sizes.sample_at_batch(now.batch) != now.sample:
-        return _between_bounds(run, now.sample, end)  # resumed after other sizes
+        return _most_between(run, now.sample, end)  # resumed after other sizes
     return steps_between(run, now.sample, end)
 
 
-def num_steps(run: Run) -> Count:
-    """Return the number of steps in the whole run."""
-    return steps_left(run, Timestamp())
-
-
-def steps_in_epoch(run: Run, epoch: int) -> Count:
+def steps_in_epoch(run: Run, epoch: int) -> NumSteps:
     """Return how many steps begin in an epoch, from 0."""
-    facts, end = run.prepared.facts, end_of(run)
-    num_samples = facts.dataset_num_samples
+    num_samples, end = run.prepared.facts.dataset_num_samples, end_of(run)
     if num_samples is None:
-        return Count(0, None)
+        return NumSteps(None, is_exact=False)
     start, stop = epoch * num_samples, (epoch + 1) * num_samples
     found = steps_between(run, min(start, end or start), min(stop, end or stop))
-    if end is None:
-        return Count(0, found.most)
-    is_shared = run.prepared.sizes is None and facts.last_batch == "carry"
-    # Its first samples may belong to a batch of the epoch before.
-    return Count(max(0, found.least - 1), found.most) if is_shared else found
+    # Unless sizes are planned, its first samples may belong to a batch of the epoch before.
+    is_planned = end is not None and run.prepared.sizes is not None
+    return found if is_planned or found.most == 0 else NumSteps(found.most, is_exact=False)
 
 
-def steps_between(run: Run, start: int, stop: int) -> Count:
+def steps_between(run: Run, start: int, stop: int) -> NumSteps:
     """Return how many steps begin in `[start, stop)`; positions up to the end of the run."""
     sizes = run.prepared.sizes
     if sizes is None:
-        return _between_bounds(run, start, stop)
+        return _most_between(run, start, stop)
     count = sizes.batch_at_sample(stop) - sizes.batch_at_sample(start)
-    return Count(count, count if sizes.is_exact else None)
+    return NumSteps(count if sizes.is_exact else None, sizes.is_exact)
 
 
-def _between_bounds(run: Run, start: int, stop: int) -> Count:
-    """Return the number of steps if all had the largest size of the policy, or the smallest."""
+def _most_between(run: Run, start: int, stop: int) -> NumSteps:
+    """Return the number of steps if all had the smallest size of the policy."""
     facts, bounds = run.prepared.facts, run.prepared.bound_policy.bounds
     if stop <= start:
-        return Count(0, 0)
+        return NumSteps(0, is_exact=True)
     if bounds is None or facts.dataset_num_samples is None:
-        return Count(1, None)
+        return NumSteps(None, is_exact=False)
     epoch, within = divmod(start, facts.dataset_num_samples)
     first = Timestamp(epoch=epoch, sample=start, sample_in_epoch=within)
-    smallest, largest = (EqualBatches(facts, first, size) for size in bounds)
-    return Count(largest.count_before(stop), smallest.count_before(stop))
+    count = EqualBatches(facts, first, bounds[0]).count_before(stop)
+    return NumSteps(count, is_exact=bounds[0] == bounds[1])
 
 
 def micro_batches_in_epoch(run: Run, epoch: int) -> int | None:

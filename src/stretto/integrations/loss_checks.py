@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, final
@@ -17,10 +17,8 @@ from stretto.data.weights import Units
 from stretto.errors import DataError
 from stretto.integrations.shared import refuse
 from stretto.run import BATCH_NORMS, Run
-from stretto.runtime.losses import Reduction, reduction_of
+from stretto.runtime.losses import MEAN, SUM, Reduction, nodes, reduction_of
 
-_MEAN, _SUM = 1, 2
-"""`reduction="mean"` and `"sum"`, as functions of torch note it."""
 WEIGH = "weigh the losses of micro-batches"
 """What is refused if it is not known, or not a mean, what a loss is over."""
 _SAME = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0", "NegBackward0"})
@@ -161,8 +159,8 @@ def check_graph(loss: Tensor, num_samples: int, weight: float, *, is_counted: bo
     by_class = "it is divided by the weights of the classes in the micro-batch"
     mean = "pass units=, a function that adds up these weights; or reduction='none' and .mean()"
     whole = "have micro-batches as large as the batch (micro_batch_size)"
-    for node in _nodes(loss.grad_fn):
-        is_nll = node.name().startswith("NllLoss") and node._saved_reduction == _MEAN
+    for node in nodes(loss.grad_fn):
+        is_nll = node.name().startswith("NllLoss") and node._saved_reduction == MEAN
         is_weighted = is_nll and node._saved_weight is not None and not is_counted
         refuse(
             (_compares(node, num_samples), what, "it compares the samples with each other", whole),
@@ -174,7 +172,9 @@ def check_graph(loss: Tensor, num_samples: int, weight: float, *, is_counted: bo
         if _reads_data(node):
             num_added = _num_added(node)
             is_sum = is_sum or (num_added > 0 and scale * num_samples > 1.001 * weight)
-            if _is_mean(node) or (not is_counted and 0 < num_added < divisor):
+            is_mean = getattr(node, "_saved_reduction", None) == MEAN
+            is_mean = is_mean or node.name().startswith("MeanBackward")
+            if is_mean or (not is_counted and 0 < num_added < divisor):
                 divisors.add(divisor)
     divisor = divisors.pop() if len(divisors) == 1 else 1.0
     is_scaled = divisor.is_integer() and divisor not in (1, len(terms))
@@ -219,24 +219,8 @@ def _num_added(node: Any) -> float:
     """Return how many numbers a function adds up; 0: it is no sum."""
     if node.name() == "SumBackward0":
         return float(math.prod(node._saved_self_sym_sizes))
-    is_sum = getattr(node, "_saved_reduction", None) == _SUM
+    is_sum = getattr(node, "_saved_reduction", None) == SUM
     return float(node._saved_target.numel()) if is_sum else 0
-
-
-def _is_mean(node: Any) -> bool:
-    is_reduced = getattr(node, "_saved_reduction", None) == _MEAN
-    return is_reduced or bool(node.name().startswith("MeanBackward"))
-
-
-def _nodes(node: Any) -> Iterator[Any]:
-    """Yield the functions that something was computed with."""
-    left, seen = [node], set[Any]()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            left += [before for before, _ in node.next_functions]
 
 
 def _compares(node: Any, num_samples: int) -> bool:
@@ -252,6 +236,6 @@ def _reads_data(node: Any) -> bool:
     """Return whether it is a function of data, and not of parameters alone."""
     return any(
         layer.name().startswith("Embedding") or None in dict(layer.next_functions)
-        for layer in _nodes(node)
+        for layer in nodes(node)
         if layer.name().startswith(_LAYERS)
     )

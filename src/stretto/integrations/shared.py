@@ -139,7 +139,7 @@ class StepMeter:
 
         Args:
             step: the step, whose micro-batches may be cut again.
-            units: what the loss is a mean over; see `weights_of`.
+            units: what the loss is a mean over; see `Run.weights`.
 
         Raises:
             TrainingError: the batch has no unit.

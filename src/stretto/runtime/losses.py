@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from stretto.errors import TrainingError
 from stretto.runtime.random_state import RandomState
 
 Reduction: TypeAlias = Literal["mean", "sum", "other"]
+MEAN: Final = 1
+SUM: Final = 2
+"""`reduction="mean"` and `"sum"`, as functions of torch note it."""
 
 
 def scalar(loss: object) -> Tensor:
@@ -73,6 +76,23 @@ def reduction_of(
     if is_close(whole, sum(parts), tolerance):
         return "sum" if all(abs(part) > 1e-12 for part in parts) else None
     return "other"
+
+
+def nodes(root: Any, through: Collection[str] | None = None) -> Iterator[Any]:
+    """Yield the functions that a loss was computed with, from its last one on.
+
+    Args:
+        root: its `grad_fn`.
+        through: names of functions; what others were given is not followed. None: all is.
+    """
+    left, seen = [root], set[Any]()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            if through is None or node.name() in through:
+                left += [before for before, _ in node.next_functions]
 
 
 def is_close(first: float, other: float, tolerance: float) -> bool:

@@ -87,7 +87,8 @@ def touching_all(model: nn.Module, loss: Tensor) -> Tensor:
     >>> layer.weight.grad
     tensor([[0.]])
     """
-    sparse = sparse_tables(model)
+    layers, tables = model.modules(), nn.Embedding | nn.EmbeddingBag
+    sparse = {id(table.weight) for table in layers if isinstance(table, tables) and table.sparse}
     row = torch.zeros(1, dtype=torch.int64, device=loss.device)
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -98,16 +99,6 @@ def touching_all(model: nn.Module, loss: Tensor) -> Tensor:
             real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
             loss = loss + real.sum()
     return loss
-
-
-def sparse_tables(model: nn.Module) -> set[int]:
-    """Return the ids of the weights whose gradients are sparse.
-
-    >>> sparse_tables(nn.Embedding(2, 3))
-    set()
-    """
-    layers, kinds = model.modules(), nn.Embedding | nn.EmbeddingBag
-    return {id(table.weight) for table in layers if isinstance(table, kinds) and table.sparse}
 
 
 def fully_shard_blocks(model: nn.Module, mesh: Any, dtype: torch.dtype | None = None) -> None:

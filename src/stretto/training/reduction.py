@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,8 @@ from torch import Tensor
 from stretto.data import DataSpec, MicroBatch, move_batch
 from stretto.runtime import SupervisedStep
 from stretto.runtime.compiled import uncompiled
-from stretto.runtime.losses import only_looking, reduction_of, tolerance_for
+from stretto.runtime.losses import SUM, nodes, only_looking, reduction_of, tolerance_for
 
-_SUM = 2
-"""The number of `reduction="sum"` in torch's criteria."""
 _PASSED = ("AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "DivBackward0")
 _MOST_SAMPLES = 8
 
@@ -38,7 +36,7 @@ def is_sum(loss: Tensor, num_samples: int) -> bool:
         is_list = inner is not None and inner.name() in ("StackBackward0", "CatBackward0")
         return bool(sizes) and sizes[0] % num_samples == 0 and not is_list
     return any(
-        getattr(node, "_saved_reduction", None) == _SUM for node in _outer(root, ("AddBackward0",))
+        getattr(node, "_saved_reduction", None) == SUM for node in nodes(root, ("AddBackward0",))
     )
 
 
@@ -50,18 +48,9 @@ def has_sum(loss: Tensor) -> bool:
     (True, False)
     """
     return loss.grad_fn is not None and any(
-        node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", None) == _SUM
-        for node in _outer(loss.grad_fn, _PASSED)
+        node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", None) == SUM
+        for node in nodes(loss.grad_fn, _PASSED)
     )
-
-
-def _outer(root: Any, passed: tuple[str, ...]) -> Iterator[Any]:
-    """Yield the nodes of a graph from its end on, through those of some kinds."""
-    nodes = [root]
-    for node in nodes:
-        yield node
-        if node.name() in passed:
-            nodes += [one for one, _ in node.next_functions if one is not None]
 
 
 def adds_up(step: SupervisedStep, spec: DataSpec, micro: MicroBatch) -> bool:

@@ -26,7 +26,6 @@ from composer.utils import dist
 
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import DataSpec
-from stretto.errors import TrainingError
 from stretto.integrations.composer.batches import (
     ComposerLoader,
     Noise,
@@ -36,7 +35,7 @@ from stretto.integrations.composer.batches import (
     check_size,
     unshared,
 )
-from stretto.integrations.counts import UNKNOWN, smallest_step
+from stretto.integrations.counts import UNREACHED, smallest_step
 from stretto.integrations.shared import StepMeter, ends_epoch, note_metrics, refuse, warn_of_end
 from stretto.run import Run, prepare
 from stretto.settings import Loading
@@ -88,15 +87,12 @@ class ComposerCallback(Callback):
         data = DataSpec.of(unshared(state.train_dataloader))
         self.run = run = prepare(data, max_duration=length.to_timestring(), **self._settings)
         check_length(run, state)
-        run.bind(
-            list(state.optimizers),
-            rank=dist.get_global_rank(),
-            world_size=dist.get_world_size(),
-        )
+        rank, world_size = dist.get_global_rank(), dist.get_world_size()
+        run.bind(list(state.optimizers), rank=rank, world_size=world_size)
         check_size(smallest_step(run), run.loader.world_size)
         self._steps = state.train_dataloader = ComposerLoader(run)
         # At first the length is known in any case: without one, fit() refuses epochs.
-        state.set_dataloader(self._steps, state.dataloader_label, self._steps.length or UNKNOWN)
+        state.set_dataloader(self._steps, state.dataloader_label, self._steps.length or UNREACHED)
         self._length = state.dataloader_len
         # Do not read batches to get to the epoch of a checkpoint: the run knows its place.
         state.dataset_resumption["train"] = True
@@ -150,17 +146,12 @@ class ComposerCallback(Callback):
         assert run.step is not None, "begun"
         size, batch = run.step.num_samples, run.timer.batch + 1
         # As integers: a subtraction of two times takes Composer 5 us.
-        samples, tokens = (
-            int(now.sample) - int(before.sample),
-            int(now.token) - int(before.token),
-        )
-        run.finish(signals, tokens=tokens or None)
-        if samples != size or int(now.batch) != batch:
-            raise TrainingError.cannot(
-                f"keep the clock of Composer in batch {batch}",
-                why=f"it has {size} samples, and Composer counts {samples}",
-                instead="give both the same get_num_samples_in_batch",
-            )
+        samples = int(now.sample) - int(before.sample)
+        run.finish(signals, tokens=int(now.token) - int(before.token) or None)
+        is_other = samples != size or int(now.batch) != batch
+        why = f"batch {batch} has {size} samples, and Composer counts {samples}"
+        instead = "give both the same get_num_samples_in_batch"
+        refuse((is_other, "keep the clock of Composer", why, instead))
         if run.timer.timestamp.batch_in_epoch == 0:
             # If the run ends here, Composer ends the epoch only if this was its last batch.
             self._steps.length = int(now.batch_in_epoch)

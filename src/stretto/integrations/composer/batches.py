@@ -41,8 +41,7 @@ class ComposerLoader:
         """Set the length to that of the epoch in which the run is."""
         run, epoch = self._run, self._run.timer.epoch
         num_samples, self.length = run.horizon.dataset_num_samples, steps_in_epoch(run, epoch).exact
-        if self.length is None or num_samples is None:
-            self.length = None
+        if self.length is None or num_samples is None:  # known together
             return
         # Composer ends an epoch when it has seen as many; it does not if the run ends inside it.
         end = end_of(run)
@@ -107,11 +106,10 @@ class Noise:
         if size < most:
             self._most, state.device_train_microbatch_size = most, size
         size = min(size, int(most))
-        self.signals, starts = NO_SIGNALS, range(0, left, size)
+        self.signals = NO_SIGNALS
         # As Composer cuts the batch; the samples themselves are not looked at.
-        step.micro_batches = [
-            replace(whole, num_samples=min(size, left - start)) for start in starts
-        ]
+        sizes = [min(size, left - start) for start in range(0, left, size)]
+        step.micro_batches = [replace(whole, num_samples=part) for part in sizes]
         self._passes = self._meter.passes(step)
 
     def watch(self) -> None:
@@ -151,17 +149,15 @@ def check_composer(state: State) -> None:
         is_cut = state.dataloader_len is not None and int(state.dataloader_len) != len(data)
     except TypeError:
         is_cut = False
-    is_other, subset = (
-        not version.startswith("0.32."),
-        f"train_subset_num_batches={state.dataloader_len}",
-    )
+    is_other = not version.startswith("0.32.")
+    cut = f"use train_subset_num_batches={state.dataloader_len}"
     is_unknown, to_trainer = data is None or length is None, "pass it to Trainer(...), not to fit()"
     is_strange = length is not None and length.unit in (TimeUnit.ITERATION, TimeUnit.SECOND)
     refuse(
         (is_other, f"use Composer {version}", "its loop may differ", "install mosaicml 0.32"),
         (is_unknown, "prepare a run", "there is no max_duration or train_dataloader", to_trainer),
         (is_strange, f"train for {length}", "the clocks differ", "write max_duration='2ep'"),
-        (is_cut, f"use {subset}", "a run has all its batches", "leave it out"),
+        (is_cut, cut, "a run has all its batches", "leave it out"),
     )
 
 

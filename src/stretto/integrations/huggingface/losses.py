@@ -146,19 +146,19 @@ def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool)
         is_known = math.isfinite(once)
         if is_close(2 * twice, once, 1e-5) and is_close(parts, once, tolerance):
             totals = [_targets(whole, ignored, is_shifted) for _, is_shifted in kinds] or [1]
-            divisors = [is_close(once * items, mean * one, tolerance) for one in totals]
-            is_own = any(divisors) and world_size > 1
+            own, shared = (
+                [is_close(once * items, mean * factor * count, tolerance) for count in totals]
+                for factor in (1, world_size)
+            )
+            is_own = any(own) and world_size > 1
             found["divided on its rank" if is_own else "divided"] = True
-            if not is_own:
-                each = [world_size * one for one in totals]
-                divisors = [is_close(once * items, mean * one, tolerance) for one in each]
-            divisors = [*divisors, False][:2] if kinds else [False, False]
+            divisors = [*(own if is_own else shared), False][:2] if kinds else [False, False]
         divides = not is_close(twice, once, 1e-5)
     if not divides:
-        found["samples"] = _is_mean(mean, means, counts, tolerance)
+        found["samples"] = _has_mean_over(mean, means, counts, tolerance)
         for kind, is_shifted in kinds:
             shares = [_targets(one, ignored, is_shifted) for one in halves]
-            found[kind] = _is_mean(mean, means, shares, tolerance)
+            found[kind] = _has_mean_over(mean, means, shares, tolerance)
     return [*found.values(), *divisors, is_known]
 
 
@@ -238,6 +238,8 @@ def _targets(batch: Any, ignored: int, shifted: bool = False) -> int:
     return int(_is_target(labels[..., 1:] if shifted else labels, ignored).count_nonzero())
 
 
-def _is_mean(mean: float, parts: Sequence[float], counts: Sequence[int], tolerance: float) -> bool:
+def _has_mean_over(
+    mean: float, parts: Sequence[float], counts: Sequence[int], tolerance: float
+) -> bool:
     pairs = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
     return is_close(mean * sum(counts), sum(part * count for part, count in pairs), tolerance)

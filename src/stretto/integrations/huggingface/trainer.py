@@ -22,7 +22,7 @@ from stretto.data import DataSpec, Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units, units_of
 from stretto.errors import CheckpointError
-from stretto.integrations.counts import end_of, num_steps, steps_in_epoch, steps_left
+from stretto.integrations.counts import end_of, steps_in_epoch, steps_left
 from stretto.integrations.huggingface.losses import (
     LossKind,
     ignored_pixel,
@@ -43,6 +43,7 @@ from stretto.integrations.shared import (
 )
 from stretto.run import Run, prepare
 from stretto.settings import Loading
+from stretto.timing import Timestamp
 
 _EVENTS = ("evaluate", "save", "log")
 """What a trainer can do during a run."""
@@ -92,7 +93,7 @@ def check_loss(trainer: Any, run: Run, kind: LossKind | None) -> None:
     """
     packages = {one.__module__.partition(".")[0] for one in type(trainer).__mro__}
     own = trainer.loss if "sentence_transformers" in packages else None
-    if kind is not None and (own is None or _is_mean(own)):
+    if kind is not None and (own is None or _is_known_mean(own)):
         return
     sizes, bounds = run.prepared.sizes, run.prepared.bound_policy.bounds
     found = [one.size for one in sizes.stages] if sizes else bounds or ()
@@ -105,14 +106,14 @@ def check_loss(trainer: Any, run: Run, kind: LossKind | None) -> None:
     refuse((not is_whole, what, why, instead))
 
 
-def _is_mean(loss: Any) -> bool:
+def _is_known_mean(loss: Any) -> bool:
     """Return whether a loss of sentence-transformers is known to be a mean over samples."""
     if isinstance(loss, Mapping):
-        return all(map(_is_mean, loss.values()))
+        return all(map(_is_known_mean, loss.values()))
     kind = type(loss)
     # With `n_dims_per_step`, each micro-batch would draw its own dimensions.
     if kind.__name__ == "MatryoshkaLoss" and loss.n_dims_per_step < 1:
-        return _is_mean(loss.loss)
+        return _is_known_mean(loss.loss)
     return kind.__module__.startswith("sentence_transformers.") and kind.__name__ in _MEANS
 
 
@@ -123,7 +124,7 @@ class TrainerLoader:
     def __init__(self, run: Run, dataset: Any) -> None:
         self.run, self.dataset = run, dataset
         self.end, num_samples = end_of(run), run.horizon.dataset_num_samples
-        most = num_steps(run).most
+        most = steps_left(run, Timestamp()).most
         self.num_steps = sys.maxsize if most is None else most
         self.longest, self.num_epochs = self.num_steps, sys.maxsize
         if num_samples and self.end:

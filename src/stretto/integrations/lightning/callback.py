@@ -21,11 +21,11 @@ from stretto.batching import NO_SIGNALS
 from stretto.data.weights import Units
 from stretto.errors import CheckpointError
 from stretto.integrations.counts import (
-    UNKNOWN,
+    UNREACHED,
     end_of,
     micro_batches_in_epoch,
-    num_steps,
     planned_micro_batches,
+    steps_left,
 )
 from stretto.integrations.loss_checks import FirstStep, keeps, warn_of_batch_norm
 from stretto.integrations.shared import (
@@ -41,6 +41,7 @@ from stretto.integrations.shared import (
 )
 from stretto.run import Run
 from stretto.runtime.losses import only_looking, tolerance_for
+from stretto.timing import Timestamp
 
 
 def check_lightning(trainer: Trainer, every: Iterable[str]) -> None:
@@ -140,11 +141,11 @@ class LightningLoader:
         It is never unknown: Lightning would fetch a batch ahead to find the end.
         """
         if not self.run.is_bound:
-            return UNKNOWN
+            return UNREACHED
         if self.run.is_done:
             return 0
         exact = micro_batches_in_epoch(self.run, self.run.timer.epoch)
-        return UNKNOWN if exact is None else exact
+        return UNREACHED if exact is None else exact
 
     def __iter__(self) -> Iterator[Any]:
         callbacks = [] if self._trainer is None else self._trainer.callbacks
@@ -166,7 +167,7 @@ class LightningLoader:
         number = trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1
         self._accumulation = Accumulation.of(self.present, number)
         trainer.accumulate_grad_batches = self._accumulation
-        trainer.val_check_batch = UNKNOWN
+        trainer.val_check_batch = UNREACHED
         if self.is_last and self._ends_epoch:
             trainer.fit_loop.max_batches = number
 
@@ -282,7 +283,7 @@ class LightningCallback(Callback):
         trainer.check_val_every_n_epoch = 1 if is_usual else None
         # With these two, trainer.estimated_stepping_batches is the number of optimizer steps.
         loop.max_epochs = -1
-        loop.epoch_loop.max_steps = num_steps(self._run).exact or -1
+        loop.epoch_loop.max_steps = steps_left(self._run, Timestamp()).exact or -1
 
     @classmethod
     def leave(cls, trainer: Trainer) -> None:
@@ -318,7 +319,6 @@ class LightningCallback(Callback):
             (is_hidden, "follow the noise of the gradient", where, "plan the batch sizes"),
         )
         self._seen, self._num_cut = [], 0
-        self.on_train_batch_start = self._on_train_batch_start
         if run.loader.reads & {"noise", "loss"} or is_manual:
             self.on_before_backward = self._on_before_backward
             self.on_after_backward = self._on_after_backward
@@ -340,7 +340,7 @@ class LightningCallback(Callback):
         instead = "pass what attach() returned to trainer.fit"
         refuse((is_other, "train on another dataloader", "a run is attached", instead))
         self._global_step = trainer.global_step
-        trainer.val_check_batch = UNKNOWN
+        trainer.val_check_batch = UNREACHED
         self._set_progress(trainer)
 
     def _set_progress(self, trainer: Trainer) -> None:
@@ -359,7 +359,7 @@ class LightningCallback(Callback):
             one.processed = one.completed = epoch
         inner, progress = loop.epoch_loop, loop.epoch_loop.batch_progress
         done = progress.current.processed
-        if is_inside and num_samples is not None and len(self._batches) != UNKNOWN:
+        if is_inside and num_samples is not None and len(self._batches) != UNREACHED:
             done = planned_micro_batches(run, now.epoch * num_samples, now.sample)
         for name in ("ready", "started", "processed", "completed"):
             setattr(progress.current, name, done)
@@ -376,7 +376,7 @@ class LightningCallback(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         """Keep the dataloaders during the epoch."""
-        if trainer.fit_loop.max_batches == UNKNOWN:
+        if trainer.fit_loop.max_batches == UNREACHED:
             trainer.fit_loop.max_batches = math.inf  # for progress bars
         trainer.reload_dataloaders_every_n_epochs = 0
 
@@ -389,13 +389,12 @@ class LightningCallback(Callback):
         trainer.reload_dataloaders_every_n_epochs = 1
 
     # Lightning calls each hook that is callable, which costs 6 us, even if it does nothing.
-    on_train_batch_start: Any = None
     on_before_zero_grad: Any = None
     on_before_backward: Any = None
     on_after_backward: Any = None
     on_before_optimizer_step: Any = None
 
-    def _on_train_batch_start(
+    def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Check what the loss is over, in steps 1, 2, 4, 8, ... of several micro-batches."""
