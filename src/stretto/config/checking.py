@@ -23,7 +23,7 @@ from stretto.config.run import Optimizer, RunConfig
 from stretto.config.targets import Function, Target, called, import_target, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
-from stretto.errors import ConfigError, Place
+from stretto.errors import ConfigError
 from stretto.schedules.names import check_group, find_name, parse_name
 
 
@@ -38,7 +38,8 @@ def check_targets(config: RunConfig) -> Iterator[str]:
     notes: list[str] = []
 
     def check(section: Target, path: Keys) -> Target:
-        notes.extend(_check(config, section, path))
+        with config.source.at(*path):
+            notes.extend(_check(config, section, path))
         return section
 
     for one in fields(config):
@@ -62,9 +63,8 @@ def check_targets(config: RunConfig) -> Iterator[str]:
 
 def _check(config: RunConfig, section: Target, path: Keys) -> Iterator[str]:
     """Check that a target exists and takes its arguments; yield a line if it cannot be here."""
-    where = config.source.where((*path, "target"))
     try:
-        found = describe_target(section.target, where=where)
+        found = describe_target(section.target)
     except ConfigError as error:
         absent = error.__cause__
         top = str(getattr(absent, "name", None)).partition(".")[0]
@@ -83,7 +83,7 @@ def _check(config: RunConfig, section: Target, path: Keys) -> Iterator[str]:
     # A function gets its other arguments in training; a class is called before.
     is_function = isinstance(section, Function) and not found.is_class
     bind = found.signature.bind_partial if is_function else found.signature.bind
-    called(lambda: bind(*[None] * count, **given), section, config.source.where(path))
+    called(lambda: bind(*[None] * count, **given), section)
 
 
 def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
@@ -91,12 +91,12 @@ def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
     groups: list[dict[str, Any]] = [{"name": name} for name in ("rest", *section.groups)]
     is_torchs = section.target.startswith("torch.optim")
     if is_torchs:
-        where = config.source.where(("optimizer",))
-        signature = describe_target(section.target, where=where).signature
+        signature = describe_target(section.target).signature
         assert signature is not None, "optimizers of torch are written in Python"
         defaults = {name: one.default for name, one in signature.parameters.items()}
         arguments = tuples(section.arguments)
-        called(lambda: check_values(section.target, defaults, arguments), section, where)
+        with config.source.at("optimizer"):
+            called(lambda: check_values(section.target, defaults, arguments), section)
         given = defaults | arguments
         groups = [{**given, **group} for group in groups] if section.groups else [given]
     else:
@@ -141,7 +141,7 @@ class Described(NamedTuple):
     is_class: bool
 
 
-def describe_target(target: str, *, where: Place | None = None) -> Described:
+def describe_target(target: str) -> Described:
     """Return the signature of the object that `package.module:attribute` names.
 
     >>> list(describe_target("torch.optim:SGD").signature.parameters)[:4]
@@ -156,7 +156,7 @@ def describe_target(target: str, *, where: Place | None = None) -> Described:
         signature = None if found is None else _signature_of(found)
         if found is not None and signature is not None:
             return Described(signature, isinstance(found.node, ast.ClassDef))
-    function = import_target(target, where=where)
+    function = import_target(target)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -22,7 +22,7 @@ from stretto._location import public
 from stretto.batching import with_maximum
 from stretto.config.plans import TimesAndSizes, build_run, imported, make_spec, prepare_run
 from stretto.config.run import RunConfig, written
-from stretto.config.targets import Target, accepts, bound_target, call_target, import_target, tuples
+from stretto.config.targets import Target, accepts, call_target, import_target, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.data import DataSpec, StepLoader
@@ -200,7 +200,7 @@ def _check_world_size(config: RunConfig) -> None:
 def make_loss(config: RunConfig, model: nn.Module) -> Any:
     """Return the loss function: the file's, or that of the model's class."""
     if config.loss is not None:
-        return bound_target(config.loss, source=config.source, path=("loss",))
+        return imported(config, config.loss, "loss")
     loss = getattr(type(model), "loss", None)
     if callable(loss):
         return loss
@@ -243,7 +243,8 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep | None:
     section = config.step
     if section is None:
         return None
-    target = import_target(section.target, where=config.source.where(("step", "target")))
+    with config.source.at("step"):
+        target = import_target(section.target)
     given: dict[str, Any] = {"model": model}
     if config.optimizer is not None:
         given["optimizer"] = make_optimizer(config, model)
@@ -272,7 +273,7 @@ def make_evaluation(config: RunConfig, number: int) -> Evaluation:
 def _validation_data(config: RunConfig, path: Keys) -> Any:
     """Return the data that the data's target makes with `split="validation"`."""
     target, arguments = config.data.target, config.data.arguments
-    function = import_target(target, where=config.source.where(("data", "target")))
+    function = import_target(target)
     if not accepts(function, "split") or arguments.get("split") == VALIDATION:
         raise ConfigError.cannot(
             "evaluate",
@@ -282,7 +283,8 @@ def _validation_data(config: RunConfig, path: Keys) -> Any:
             where=config.source.where(path),
         )
     validation = Target(target=target, arguments={**arguments, "split": VALIDATION})
-    data = call_target(validation, source=config.source, path=("data",))
+    with config.source.at("data"):
+        data = call_target(validation)
     return DataSpec.of(data, sharded=config.data.sharded)
 
 
@@ -312,15 +314,15 @@ def _made(
         ConfigError: it cannot be called, or returns another kind of object.
     """
     assert section is not None, "checked before anything is built"
-    found = call_target(section, *positional, source=config.source, path=path, **extra)
-    if isinstance(found, kind):
-        return found
-    raise ConfigError.cannot(
-        f"use {section.target} as {show_path(path)}",
-        why=f"it makes a {type(found).__name__} and not a {kind.__name__}",
-        instead=f"name a class or a function that makes a {kind.__name__}",
-        where=config.source.where(path),
-    )
+    with config.source.at(*path):
+        found = call_target(section, *positional, **extra)
+        if isinstance(found, kind):
+            return found
+        raise ConfigError.cannot(
+            f"use {section.target} as {show_path(path)}",
+            why=f"it makes a {type(found).__name__} and not a {kind.__name__}",
+            instead=f"name a class or a function that makes a {kind.__name__}",
+        )
 
 
 class Finding(NamedTuple):

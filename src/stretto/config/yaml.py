@@ -64,16 +64,16 @@ class Source:
 
     @contextmanager
     def at(self, *path: str | int) -> Iterator[None]:
-        """Add `path` to errors of ours raised within.
+        """Add `path` to errors of ours raised within, unless they have a place.
 
         Raises:
             ConfigError: in place of any other error of ours.
         """
         try:
             yield
-        except ConfigError:
-            raise
         except StrettoError as error:
+            if isinstance(error, ConfigError) and all(one.where for one in error.messages):
+                raise
             raise error.recast(ConfigError, where=self.where(path)) from error
 
 
