@@ -22,7 +22,7 @@ LEAST: dict[str, Any] = {"max_duration": "2ep", "data": {"target": "a:b"}, "batc
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_pieces_are_read_and_accepted(piece: str) -> None:
-    value = parse_yaml(piece, "piece").value
+    value = parse_yaml(piece, "piece")[0]
     assert isinstance(value, dict)
     RunConfig.parse(LEAST | value)
     jsonschema.Draft202012Validator(run_file_schema()).validate(LEAST | value)

@@ -23,7 +23,7 @@ LEAST: dict[str, Any] = {"max_duration": "2ep", "data": {"target": "a:b"}, "batc
 
 def packaged(name: str) -> Any:
     text = (files("stretto.examples") / name).read_text("utf-8")
-    return parse_yaml(text, name).value
+    return parse_yaml(text, name)[0]
 
 
 def test_is_a_json_schema() -> None:

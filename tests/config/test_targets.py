@@ -73,8 +73,8 @@ def test_what_cannot_be_imported(text: str, message: str) -> None:
 @pytest.mark.usefixtures("project")
 def test_what_cannot_be_called(arguments: dict[str, Any], message: str) -> None:
     section = target(arguments.pop("target"), **arguments)
-    with pytest.raises(ConfigError, match=message):
-        call_target(section, source=Source("run.yaml"), path=("model",))
+    with pytest.raises(ConfigError, match=message), Source("run.yaml").at("model"):
+        call_target(section)
 
 
 @pytest.mark.parametrize(

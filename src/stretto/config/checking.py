@@ -23,7 +23,7 @@ from stretto.config.run import Optimizer, RunConfig
 from stretto.config.targets import Function, Target, called, import_target, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
-from stretto.errors import ConfigError, Place
+from stretto.errors import ConfigError
 from stretto.schedules.names import check_group, find_name, parse_name
 
 
@@ -38,7 +38,8 @@ def check_targets(config: RunConfig) -> Iterator[str]:
     notes: list[str] = []
 
     def check(section: Target, path: Keys) -> Target:
-        notes.extend(_check(config, section, path))
+        with config.source.at(*path):
+            notes.extend(_check(config, section, path))
         return section
 
     for one in fields(config):
@@ -62,9 +63,8 @@ def check_targets(config: RunConfig) -> Iterator[str]:
 
 def _check(config: RunConfig, section: Target, path: Keys) -> Iterator[str]:
     """Check that a target exists and takes its arguments; yield a line if it cannot be here."""
-    where = config.source.where((*path, "target"))
     try:
-        found = describe_target(section.target, where=where)
+        found = describe_target(section.target)
     except ConfigError as error:
         absent = error.__cause__
         top = str(getattr(absent, "name", None)).partition(".")[0]
@@ -83,7 +83,7 @@ def _check(config: RunConfig, section: Target, path: Keys) -> Iterator[str]:
     # A function gets its other arguments in training; a class is called before.
     is_function = isinstance(section, Function) and not found.is_class
     bind = found.signature.bind_partial if is_function else found.signature.bind
-    called(lambda: bind(*[None] * count, **given), section, config.source.where(path))
+    called(lambda: bind(*[None] * count, **given), section)
 
 
 def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
@@ -91,12 +91,12 @@ def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
     groups: list[dict[str, Any]] = [{"name": name} for name in ("rest", *section.groups)]
     is_torchs = section.target.startswith("torch.optim")
     if is_torchs:
-        where = config.source.where(("optimizer",))
-        signature = describe_target(section.target, where=where).signature
+        signature = describe_target(section.target).signature
         assert signature is not None, "optimizers of torch are written in Python"
         defaults = {name: one.default for name, one in signature.parameters.items()}
         arguments = tuples(section.arguments)
-        called(lambda: check_values(section.target, defaults, arguments), section, where)
+        with config.source.at("optimizer"):
+            called(lambda: check_values(section.target, defaults, arguments), section)
         given = defaults | arguments
         groups = [{**given, **group} for group in groups] if section.groups else [given]
     else:
@@ -141,7 +141,7 @@ class Described(NamedTuple):
     is_class: bool
 
 
-def describe_target(target: str, *, where: Place | None = None) -> Described:
+def describe_target(target: str) -> Described:
     """Return the signature of the object that `package.module:attribute` names.
 
     >>> list(describe_target("torch.optim:SGD").signature.parameters)[:4]
@@ -156,7 +156,7 @@ def describe_target(target: str, *, where: Place | None = None) -> Described:
         signature = None if found is None else _signature_of(found)
         if found is not None and signature is not None:
             return Described(signature, isinstance(found.node, ast.ClassDef))
-    function = import_target(target, where=where)
+    function = import_target(target)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -197,7 +197,11 @@ def _find(module: str, name: str) -> _Definition | None:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return _Definition(module, node)
         if isinstance(node, ast.ImportFrom):
-            source = _absolute(module, node)
+            path = _file(module)
+            is_package = path is not None and path.name == "__init__.py"
+            package = module if is_package else module.rpartition(".")[0]
+            relative = "." * node.level + (node.module or "")
+            source = importlib.util.resolve_name(relative, package)
             for one in node.names:
                 if one.name == "*" or (one.asname or one.name) == name:
                     found = _find(source, name if one.name == "*" else one.name)
@@ -206,12 +210,11 @@ def _find(module: str, name: str) -> _Definition | None:
     return None
 
 
-def _absolute(module: str, node: ast.ImportFrom) -> str:
-    """Return the full name of the module that `from ... import` names."""
-    path = _file(module)
-    is_package = path is not None and path.name == "__init__.py"
-    above = module.split(".")[: len(module.split(".")) - node.level + is_package]
-    return ".".join([*(above if node.level else ()), *([node.module] if node.module else ())])
+def _init_of(node: ast.ClassDef) -> ast.FunctionDef | None:
+    inits = [
+        one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"
+    ]
+    return inits[-1] if inits else None
 
 
 def _signature_of(found: _Definition) -> Signature | None:
@@ -221,10 +224,10 @@ def _signature_of(found: _Definition) -> Signature | None:
     # A decorator such as `dataclass` writes an `__init__` that is not in the source.
     if any(ast.unparse(one) != "final" for one in found.node.decorator_list):
         return None
-    for node in reversed(found.node.body):
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            whole = _signature_of_function(found.module, node)
-            return whole.replace(parameters=[*whole.parameters.values()][1:])
+    init = _init_of(found.node)
+    if init is not None:
+        whole = _signature_of_function(found.module, init)
+        return whole.replace(parameters=[*whole.parameters.values()][1:])
     if not found.node.bases:
         return Signature()
     base = ast.unparse(found.node.bases[0])
@@ -268,12 +271,8 @@ def run_guards(target: str, values: Mapping[str, Any]) -> None:
     module, _, name = target.partition(":")
     found = _find(module, name)
     while found is not None and isinstance(found.node, ast.ClassDef):
-        inits = [
-            one
-            for one in found.node.body
-            if isinstance(one, ast.FunctionDef) and one.name == "__init__"
-        ]
-        for guard in _raising(inits[-1].body if inits else []):
+        init = _init_of(found.node)
+        for guard in _raising([] if init is None else init.body):
             tree = ast.fix_missing_locations(ast.Module([guard], []))
             # A statement that needs more of torch than the arguments is left to training.
             with contextlib.suppress(NameError):

@@ -38,7 +38,7 @@ def make_spec(config: RunConfig) -> DataSpec:
     data = config.data
     with config.source.at("data"):
         spec = DataSpec.of(
-            call_target(data, source=config.source, path=("data",)),
+            call_target(data),
             num_samples=data.num_samples,
             num_tokens=data.num_tokens,
             tokens_per_sample=data.tokens_per_sample,
@@ -63,8 +63,7 @@ def imported(config: RunConfig, value: Any, *path: str | int) -> Any:
 
     def make(section: Target, path: Path) -> Any:
         with config.source.at(*path):
-            make = bound_target if isinstance(section, Function) else call_target
-            return make(section, source=config.source, path=path)
+            return bound_target(section) if isinstance(section, Function) else call_target(section)
 
     with config.source.at(*path):
         return with_targets(value, path, make)

@@ -318,9 +318,7 @@ def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] =
     Raises:
         ConfigError: it is not YAML, or something in it is wrong.
     """
-    document = parse_yaml(text, name)
-    values, source = apply_overrides(document.value, Source(name, document.lines), overrides)
-    return RunConfig.parse(values, source)
+    return RunConfig.parse(*apply_overrides(*parse_yaml(text, name), overrides))
 
 
 def dump_run_file(config: RunConfig) -> str:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias, final
 
-from stretto.config.yaml import NO_SOURCE, Path, Source
-from stretto.errors import ConfigError, Place, StrettoError, first_line, nearest, shown
+from stretto.errors import ConfigError, StrettoError, first_line, nearest, shown
 from stretto.schedules.fields import Check
 
 TARGET_PATTERN = r"^[^\W0-9]\w*(\.[^\W0-9]\w*)*:[^\W0-9]\w*(\.[^\W0-9]\w*)*$"
@@ -70,7 +69,7 @@ class Function(Target):
         return bound_target(self)(*positional)
 
 
-def import_target(target: str, *, where: Place | None = None) -> Any:
+def import_target(target: str) -> Any:
     """Return the object that `package.module:attribute` names.
 
     >>> import_target("fractions:Fraction")(1, 3)
@@ -87,7 +86,6 @@ def import_target(target: str, *, where: Place | None = None) -> Any:
             f"import {target}",
             why=f"it raised {first_line(error)}",
             instead="check the name, or install what is missing; --traceback shows where",
-            where=where,
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -97,7 +95,6 @@ def import_target(target: str, *, where: Place | None = None) -> Any:
                 why=f"{getattr(found, '__name__', found)} has no {part!r}",
                 instead=_rename(name)
                 or (f"did you mean {close!r}?" if close else f"write a name that {name} has"),
-                where=where,
             )
         found = getattr(found, part)
     return found
@@ -110,31 +107,22 @@ def _rename(name: str) -> str | None:
     return f"rename {file}: what is installed comes first" if is_other else None
 
 
-def call_target(
-    section: Target,
-    *positional: Any,
-    source: Source = NO_SOURCE,
-    path: Path = (),
-    **extra: Any,
-) -> Any:
+def call_target(section: Target, *positional: Any, **extra: Any) -> Any:
     """Return what the target returns for `positional` and the section's arguments.
 
     Args:
         section: the target and its arguments.
         *positional: arguments that the run file does not write, such as parameters.
-        source: where the section was written.
-        path: its path in the run file.
         **extra: more keyword arguments.
 
     Raises:
         ConfigError: it cannot be imported or called, or it raised.
     """
-    function = import_target(section.target, where=source.where((*path, "target")))
-    where, arguments = source.where(path), section.arguments
-    return called(lambda: function(*positional, **arguments, **extra), section, where)
+    function = import_target(section.target)
+    return called(lambda: function(*positional, **section.arguments, **extra), section)
 
 
-def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()) -> Any:
+def bound_target(section: Target) -> Any:
     """Return the target as a function with the section's arguments bound to it.
 
     A class is called with the arguments and its instance is the function.
@@ -142,9 +130,9 @@ def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()
     Raises:
         ConfigError: it cannot be imported, is not a function, or takes other arguments.
     """
-    function = import_target(section.target, where=source.where((*path, "target")))
+    function = import_target(section.target)
     if inspect.isclass(function):
-        return call_target(section, source=source, path=path)
+        return call_target(section)
     if not section.arguments and callable(function):
         return function
 
@@ -153,7 +141,7 @@ def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()
             inspect.signature(function).bind_partial(**section.arguments)
         return functools.partial(function, **section.arguments)
 
-    return called(bound, section, source.where(path))
+    return called(bound, section)
 
 
 def tuples(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +151,7 @@ def tuples(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def called(make: Callable[[], Any], section: Target, where: Place) -> Any:
+def called(make: Callable[[], Any], section: Target) -> Any:
     """Return what `make` returns.
 
     Raises:
@@ -171,14 +159,13 @@ def called(make: Callable[[], Any], section: Target, where: Place) -> Any:
     """
     try:
         return make()
-    except StrettoError as error:
-        raise error.recast(ConfigError, where=where) from error
+    except StrettoError:
+        raise
     except Exception as error:  # the user's own code runs here and may raise anything
         raise ConfigError.cannot(
             f"build {section.target}",
             why=f"it raised {first_line(error)}",
             instead="change its arguments; --traceback shows where",
-            where=where,
         ) from error
 
 

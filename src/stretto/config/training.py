@@ -22,7 +22,7 @@ from stretto._location import public
 from stretto.batching import with_maximum
 from stretto.config.plans import TimesAndSizes, build_run, imported, make_spec, prepare_run
 from stretto.config.run import RunConfig, written
-from stretto.config.targets import Target, accepts, bound_target, call_target, import_target, tuples
+from stretto.config.targets import Target, accepts, call_target, import_target, tuples
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.data import DataSpec, StepLoader
@@ -82,7 +82,7 @@ def build_trainer(
     run = build_run(config, spec)
     prepare_run(config, with_some_maximum(run), resumes=resumes)
     seed_everything(config.seed)
-    model, mesh = make_model(config), None
+    model, mesh = _made(config, config.model, nn.Module, ("model",)), None
     if config.mesh is not None and math.prod(config.mesh.values()) > 1:
         device = Ranks.from_environment(config.device).device.type
         names = tuple(config.mesh)
@@ -197,20 +197,10 @@ def _check_world_size(config: RunConfig) -> None:
         )
 
 
-def make_model(config: RunConfig) -> nn.Module:
-    """Return the model.
-
-    Raises:
-        ConfigError: it cannot be made, or is no module.
-    """
-    assert config.model is not None, "checked before anything is built"
-    return _made(config, config.model, nn.Module, ("model",))
-
-
 def make_loss(config: RunConfig, model: nn.Module) -> Any:
     """Return the loss function: the file's, or that of the model's class."""
     if config.loss is not None:
-        return bound_target(config.loss, source=config.source, path=("loss",))
+        return imported(config, config.loss, "loss")
     loss = getattr(type(model), "loss", None)
     if callable(loss):
         return loss
@@ -253,7 +243,8 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep | None:
     section = config.step
     if section is None:
         return None
-    target = import_target(section.target, where=config.source.where(("step", "target")))
+    with config.source.at("step"):
+        target = import_target(section.target)
     given: dict[str, Any] = {"model": model}
     if config.optimizer is not None:
         given["optimizer"] = make_optimizer(config, model)
@@ -282,7 +273,7 @@ def make_evaluation(config: RunConfig, number: int) -> Evaluation:
 def _validation_data(config: RunConfig, path: Keys) -> Any:
     """Return the data that the data's target makes with `split="validation"`."""
     target, arguments = config.data.target, config.data.arguments
-    function = import_target(target, where=config.source.where(("data", "target")))
+    function = import_target(target)
     if not accepts(function, "split") or arguments.get("split") == VALIDATION:
         raise ConfigError.cannot(
             "evaluate",
@@ -292,7 +283,8 @@ def _validation_data(config: RunConfig, path: Keys) -> Any:
             where=config.source.where(path),
         )
     validation = Target(target=target, arguments={**arguments, "split": VALIDATION})
-    data = call_target(validation, source=config.source, path=("data",))
+    with config.source.at("data"):
+        data = call_target(validation)
     return DataSpec.of(data, sharded=config.data.sharded)
 
 
@@ -309,22 +301,28 @@ def make_logging(config: RunConfig) -> Logging:
 
 
 def _made(
-    config: RunConfig, section: Target, kind: type[S], path: Keys, *positional: Any, **extra: Any
+    config: RunConfig,
+    section: Target | None,
+    kind: type[S],
+    path: Keys,
+    *positional: Any,
+    **extra: Any,
 ) -> S:
     """Call a target and check the result.
 
     Raises:
         ConfigError: it cannot be called, or returns another kind of object.
     """
-    found = call_target(section, *positional, source=config.source, path=path, **extra)
-    if isinstance(found, kind):
-        return found
-    raise ConfigError.cannot(
-        f"use {section.target} as {show_path(path)}",
-        why=f"it makes a {type(found).__name__} and not a {kind.__name__}",
-        instead=f"name a class or a function that makes a {kind.__name__}",
-        where=config.source.where(path),
-    )
+    assert section is not None, "checked before anything is built"
+    with config.source.at(*path):
+        found = call_target(section, *positional, **extra)
+        if isinstance(found, kind):
+            return found
+        raise ConfigError.cannot(
+            f"use {section.target} as {show_path(path)}",
+            why=f"it makes a {type(found).__name__} and not a {kind.__name__}",
+            instead=f"name a class or a function that makes a {kind.__name__}",
+        )
 
 
 class Finding(NamedTuple):
@@ -357,7 +355,7 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
     with config.source.at("device"):
         device = torch.device("meta") if on_meta else find_device(config.device)
     with device if on_meta else contextlib.nullcontext():
-        model = make_model(config)
+        model = _made(config, config.model, nn.Module, ("model",))
     model.to(device)
     step = make_step(config, model)
     if step is None:

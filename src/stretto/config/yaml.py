@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, cast, final
+from typing import Any, TypeAlias, cast, final
 
 import yaml
 
@@ -64,16 +64,16 @@ class Source:
 
     @contextmanager
     def at(self, *path: str | int) -> Iterator[None]:
-        """Add `path` to errors of ours raised within.
+        """Add `path` to errors of ours raised within, unless they have a place.
 
         Raises:
             ConfigError: in place of any other error of ours.
         """
         try:
             yield
-        except ConfigError:
-            raise
         except StrettoError as error:
+            if isinstance(error, ConfigError) and all(one.where for one in error.messages):
+                raise
             raise error.recast(ConfigError, where=self.where(path)) from error
 
 
@@ -92,11 +92,6 @@ MAX_DEPTH = 30
 """Deepest nesting; batch sizes in periods reach 8."""
 
 
-def _number(text: str) -> float | str:
-    """Return a number; one beyond all floats stays a text."""
-    return float(text) if math.isfinite(float(text)) else text
-
-
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _WORDS: dict[str, tuple[str, Callable[[str], Value]]] = {
     "null": (r"~|null|Null|NULL|", lambda _: None),
@@ -104,7 +99,8 @@ _WORDS: dict[str, tuple[str, Callable[[str], Value]]] = {
     "int": (r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)", int),
     "float": (
         rf"(?![-+]?0[0-9])[-+]?(?:(?:{_DIGITS})?\.[0-9]+|{_DIGITS}\.?)(?:[eE][-+]?[0-9]{{1,3}})?",
-        _number,
+        # One beyond all floats stays a text.
+        lambda text: float(text) if math.isfinite(float(text)) else text,
     ),
 }
 """The form and the reader of each kind of plain word; any other is a text."""
@@ -139,17 +135,10 @@ for _kind in (_Loader, Dumper):
         _kind.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_form})\Z"), None)
 
 
-class Document(NamedTuple):
-    """The value of a YAML text, and the line of each key and each item in it."""
+def parse_yaml(text: str, name: str) -> tuple[Value, Source]:
+    """Return the value of a YAML text, and where each value in it was written.
 
-    value: Value
-    lines: dict[Path, int]
-
-
-def parse_yaml(text: str, name: str) -> Document:
-    """Return the value of a YAML text.
-
-    >>> parse_yaml("seed: 7", "run.yaml").value
+    >>> parse_yaml("seed: 7", "run.yaml")[0]
     {'seed': 7}
 
     Args:
@@ -167,7 +156,7 @@ def parse_yaml(text: str, name: str) -> Document:
         node = yaml.compose(text, Loader=_Loader)
         if node is None:
             raise yaml.YAMLError("it is empty")
-        return Document(_value(node, (), lines), lines)
+        return _value(node, (), lines), Source(name, lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1} of {name}" if mark else name
@@ -274,7 +263,7 @@ def parse_override(text: str) -> tuple[Path, Value]:
     if len(parts) > MAX_DEPTH:
         raise _no_override(text, f"its key has {len(parts)} parts", "optimizer.lr=1e-3")
     path = tuple(int(part) if _INDEX.fullmatch(part) else part for part in parts)
-    return path, parse_yaml(rest, repr(f"{shown(key)}=...")).value
+    return path, parse_yaml(rest, repr(f"{shown(key)}=..."))[0]
 
 
 def _set(values: Value, path: Path, value: Value, text: str) -> Path:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.yaml import MAX_BYTES, Document, parse_yaml
+from stretto.config.yaml import MAX_BYTES, parse_yaml
 from stretto.errors import ConfigError
 
 
@@ -40,13 +40,13 @@ from stretto.errors import ConfigError
     ],
 )
 def test_plain_words(word: str, value: object) -> None:
-    (found,) = parse_yaml(f"a: {word}", "f").value.values()  # type: ignore[union-attr]
+    (found,) = parse_yaml(f"a: {word}", "f")[0].values()  # type: ignore[union-attr]
     assert found == value
     assert type(found) is type(value)
 
 
 def test_quoted_words_are_texts() -> None:
-    assert parse_yaml("a: '5'\nb: \"true\"\nc: |\n  7\n", "f").value == {
+    assert parse_yaml("a: '5'\nb: \"true\"\nc: |\n  7\n", "f")[0] == {
         "a": "5",
         "b": "true",
         "c": "7\n",
@@ -54,7 +54,7 @@ def test_quoted_words_are_texts() -> None:
 
 
 def test_keys_are_texts_whatever_they_look_like() -> None:
-    assert parse_yaml("on: 1\n5: 2\n0ep: 3\nnull: 4\n", "f").value == {
+    assert parse_yaml("on: 1\n5: 2\n0ep: 3\nnull: 4\n", "f")[0] == {
         "on": 1,
         "5": 2,
         "0ep": 3,
@@ -63,15 +63,13 @@ def test_keys_are_texts_whatever_they_look_like() -> None:
 
 
 def test_lines_of_keys_and_items() -> None:
-    document = parse_yaml("a: 1\nb:\n  - x\n  - c: 2\n", "f")
-    assert document == Document(
-        {"a": 1, "b": ["x", {"c": 2}]},
-        {("a",): 1, ("b",): 2, ("b", 0): 3, ("b", 1): 4, ("b", 1, "c"): 4},
-    )
+    value, source = parse_yaml("a: 1\nb:\n  - x\n  - c: 2\n", "f")
+    assert value == {"a": 1, "b": ["x", {"c": 2}]}
+    assert source.lines == {("a",): 1, ("b",): 2, ("b", 0): 3, ("b", 1): 4, ("b", 1, "c"): 4}
 
 
 def test_an_alias_is_a_copy() -> None:
-    value = parse_yaml("a: &x {k: [1]}\nb: *x\n", "f").value
+    value = parse_yaml("a: &x {k: [1]}\nb: *x\n", "f")[0]
     assert isinstance(value, dict)
     assert value["a"] == value["b"]
     assert value["a"]["k"] is not value["b"]["k"]
