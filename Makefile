@@ -115,7 +115,7 @@ page: $(VENV)/.python  ## take the chart library of the run page from npm (an in
 
 # Types, documentation and the wheel take one core each and the tests often wait, so they run beside them.
 check: lint $(VENV)/composer/.made  ## exactly what CI runs; what is no test runs beside the tests
-	@$(MAKE) types layers docs wheel > $(VENV)/checks.txt 2>&1 & checks=$$!; \
+	@$(MAKE) --keep-going types layers docs wheel > $(VENV)/checks.txt 2>&1 & checks=$$!; \
 	$(MAKE) adapters test; tests=$$?; \
 	wait $$checks || { cat $(VENV)/checks.txt; exit 1; }; exit $$tests
 

@@ -16,10 +16,10 @@ from stretto import Horizon, NoiseScale, Timestamp
 from stretto.batching import BatchSizePolicy, PiecewiseConstant, PolicyLike, SizeFunction
 from stretto.data import DataSpec
 from stretto.errors import BatchSizeError, ConversionError, ScheduleError, StrettoError
-from stretto.integrations.counts import num_steps
+from stretto.integrations.counts import steps_left
 from stretto.planning import bind_run, resumed
 from stretto.schedules import Constant, Cosine, MultiStep, Periods, Schedule, StepDecay
-from stretto.timing import LastBatch
+from stretto.timing import LastBatch, Timestamp
 
 Data = list(range(NUM_SAMPLES))
 
@@ -102,7 +102,7 @@ def test_after_a_resume_schedules_follow_the_clock(
     assert rates == pytest.approx(expected, rel=1e-9, abs=1e-9)
     assert planned.end is not None
     assert planned.end[:7] == again.timer.timestamp[:7]
-    assert num_steps(again).exact == len(batches)
+    assert steps_left(again, Timestamp()).exact == len(batches)
 
 
 @pytest.mark.parametrize(
