@@ -19,7 +19,7 @@ from stretto.errors import BatchSizeError, ConversionError, ScheduleError, Stret
 from stretto.integrations.counts import steps_left
 from stretto.planning import bind_run, resumed
 from stretto.schedules import Constant, Cosine, MultiStep, Periods, Schedule, StepDecay
-from stretto.timing import LastBatch, Timestamp
+from stretto.timing import LastBatch
 
 Data = list(range(NUM_SAMPLES))
 

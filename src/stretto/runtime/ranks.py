@@ -282,7 +282,8 @@ class Ranks:
         """
         if self.dp_world_size > 1 and self.world_size == 1:
             why = "torch.distributed is not started"
-            instead = "call init_process_group(), or finish(tokens=..., seconds=...) with the sums of all ranks"
+            instead = "call init_process_group(), or finish(tokens=..., seconds=...) with the "
+            instead += "sums of all ranks"
             raise DataError.bad("world_size", self.dp_world_size, why, instead)
 
     def together(self, work: Callable[[], _T], *, call: str = "") -> list[_T]:
