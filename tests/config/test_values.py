@@ -196,7 +196,7 @@ OLD: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": {"size": 100, "power_of_two": "down"}}, "{PowerOfTwo: "),
     ({"batch_size": {"seesaw": 16}}, "{Seesaw: {decay: ..., size: ...}}"),
     ({"batch_size": {"periods": []}}, "PeriodSizes"),
-    ({"schedules": {"lr": {"cosine": {"end": 0.1}}}}, "write {Cosine: {}}"),
+    ({"schedules": {"lr": {"cosine": {"end": 0.1}}}}, "write {Cosine: {end: 0.1}}"),
     ({"schedules": {"lr": {"multi_step": {}}}}, "{MultiStep: {milestones: ...}}"),
     ({"schedules": {"lr": {"periods": [{"duration": "rest"}]}}}, "{Periods: [[15%, "),
 ]

@@ -383,9 +383,16 @@ def _unnamed(value: object, names: Mapping[str, Any], text: str) -> ConfigError:
     near = next(filter(None, (nearest(key, names) for key in keys)), None)
     old = next((write for key, write in OLD_WORDS.items() if key in keys), None)
     if near is not None and old is None:
-        given = parameters_of(names[near]).items()
-        needed = ", ".join(f"{name}: ..." for name, one in given if _is_required(one))
-        old = f"{{{near}: {{{needed}}}}}"
+        inner = next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else None
+        known = parameters_of(names[near])
+        given = {
+            name: shown(one).strip("'")
+            for name, one in (inner.items() if isinstance(inner, dict) else ())
+            if name in known and isinstance(one, (str, int, float))
+        }
+        needed = {name: "..." for name, one in known.items() if _is_required(one)}
+        written = ", ".join(f"{name}: {text}" for name, text in (needed | given).items())
+        old = f"{{{near}: {{{written}}}}}"
     why = "it is none of the possible forms"
     return ConfigError.cannot(f"use {shown(value)}", why=why, instead=f"write {old or text}")
 
