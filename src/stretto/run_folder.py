@@ -365,13 +365,13 @@ def _whole_lines(path: Path) -> list[str]:
         raise unreadable(path, "it is not UTF-8 text") from None
 
 
-def read_ledger(folder: Path) -> Iterator[LedgerRow]:
+def read_ledger(folder: Path | str) -> Iterator[LedgerRow]:
     """Yield every batch of the run in `folder`.
 
     Raises:
         DataError: there is no ledger, or it is invalid.
     """
-    path = folder / LEDGER
+    path = Path(folder) / LEDGER
     header, *lines = _whole_lines(path) or [""]
     columns = header.split(",")
     names = [name for name in columns if name not in LEDGER_COLUMNS]

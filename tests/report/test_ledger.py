@@ -38,7 +38,7 @@ def save(folder: Path, rows: list[list[str]]) -> None:
 
 def test_reads_counts_and_values(tmp_path: Path) -> None:
     write_ledger(tmp_path, make_plan())
-    rows = list(read_ledger(tmp_path))
+    rows = list(read_ledger(str(tmp_path)))
     assert rows[1].counts == {
         "batch": 1, "epoch": 0, "sample": 8, "token": 24, "size": 8, "tokens": 24,
         "micro_batches": 1, "decided_size": 8,

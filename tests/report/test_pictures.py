@@ -51,6 +51,13 @@ def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
         assert said in text, said
 
 
+def test_a_path_may_be_a_text(tmp_path: Path) -> None:
+    draw(make_plan(), str(tmp_path / "plan.svg"))
+    assert (tmp_path / "plan.svg").exists()
+    with pytest.raises(StrettoError, match="name the folder of a run"):
+        draw(str(tmp_path / "run"), str(tmp_path / "run.svg"))
+
+
 def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg", "a.png", "b.png"):
         draw(make_plan(), tmp_path / name)

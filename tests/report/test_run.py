@@ -25,7 +25,7 @@ def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:
 
 def test_tells_training_from_evaluation(tmp_path: Path) -> None:
     write(tmp_path, {"loss": 2.0}, {"validation/loss": 1.5, "validation/accuracy": 0.5})
-    metrics = read_metrics(tmp_path)
+    metrics = read_metrics(str(tmp_path))
     assert [line["loss"] for line in metrics.training] == [2.0]
     assert metrics.measured == ("validation/loss", "validation/accuracy")
     assert metrics.references == {}, "one evaluation says nothing about what moves"

@@ -2,17 +2,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from stretto.errors import TrainingError
 from stretto.memory import find_batch_size
+from stretto.schedules import Cosine
 from stretto.timing import At, Every
-from stretto.training import Callback, Checkpointing, Evaluation, Logging
+from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, Trainer
 from stretto.training.callback import EVENTS, Events
 
 
@@ -269,3 +271,66 @@ def test_state_that_no_checkpoint_can_hold_is_refused_when_the_trainer_is_built(
     with pytest.raises(TrainingError, match=re.escape(why)) as raised:
         problem().trainer(callbacks=[Keeps()])
     assert "Keeps" in str(raised.value)
+
+
+class ForeignMapping(Mapping[str, Any]):
+    """A mapping that refuses to be asked for its truth."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.given = values
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.given)
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def __bool__(self) -> bool:
+        raise AssertionError("asked for truth")
+
+
+class Empty(Callback):
+    """A callback that counts as false, and is due at times of its own."""
+
+    every = "0.5ep"
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __len__(self) -> int:
+        return 0
+
+    def on_due(self, run: Run) -> None:
+        self.seen.append(run.timer.sample)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": [*self.seen]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = [*state["seen"]]
+
+
+def test_what_is_due_stays_so_for_foreign_objects_and_other_sizes(tmp_path: Path) -> None:
+    seen = []
+    for size, length in ((8, "2ep"), (16, "4ep")):
+        model, callback = torch.nn.Linear(4, 1), Empty()
+        trainer = Trainer(
+            model,
+            TensorDataset(torch.ones(64, 4), torch.ones(64, 1)),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=torch.nn.MSELoss(),
+            max_duration=length,
+            batch_size=size,
+            schedules=ForeignMapping({"lr": Cosine(warmup="5ba")}),
+            loading=ForeignMapping({"seed": 3}),
+            callbacks=[callback],
+            checkpoint="1ep",
+            log=Logging("1ep", console=False),
+            folder=tmp_path,
+        )
+        trainer.fit(resume="auto")
+        seen.append(callback.seen)
+    assert seen == [[32, 64, 96, 128], [*range(32, 257, 32)]]

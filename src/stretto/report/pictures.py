@@ -63,7 +63,7 @@ HEIGHTS = {"loss": 2.6, "accumulation": 0.9}
 _COLORS = (BLUE, ORANGE, GREEN, PURPLE)
 
 
-def draw(source: Plan | Path, path: Path, *, unit: str | None = None) -> None:
+def draw(source: Plan | Path | str, path: Path | str, *, unit: str | None = None) -> None:
     """Draw a plan, or the run in a folder, into a file.
 
     Args:
@@ -83,6 +83,7 @@ def draw(source: Plan | Path, path: Path, *, unit: str | None = None) -> None:
     from stretto.report.page.reading import PANELS, plan_data, read
     from stretto.report.page.series import UNITS
 
+    path, source = Path(path), Path(source) if isinstance(source, str) else source
     if path.suffix.lower() not in FORMATS:
         why = "its name does not say what kind of picture it is"
         raise ConfigError.bad("path", str(path), why, f"let it end in {', '.join(FORMATS)}")

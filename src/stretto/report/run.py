@@ -46,7 +46,7 @@ class RunMetrics:
         return found
 
 
-def read_metrics(folder: Path) -> RunMetrics:
+def read_metrics(folder: Path | str) -> RunMetrics:
     """Return the metrics of the run in `folder`.
 
     It ignores an incomplete last line, which a killed or running run leaves.
@@ -54,6 +54,7 @@ def read_metrics(folder: Path) -> RunMetrics:
     Raises:
         DataError: there are no metrics, or a line is not valid.
     """
+    folder = Path(folder)
     lines = list(metrics_lines(folder))
     if not lines:
         raise unreadable(folder / METRICS, "it holds no line yet")
@@ -112,7 +113,7 @@ class Comparison:
         )
 
 
-def compare(plan: Plan, folder: Path, *, since: int = 0) -> Comparison:
+def compare(plan: Plan, folder: Path | str, *, since: int = 0) -> Comparison:
     """Compare the run in `folder` with `plan`: sizes, clock and hyper-parameters.
 
     Counts must be equal. Hyper-parameters may differ in the last digits, because a plan multiplies
@@ -145,7 +146,7 @@ def compare(plan: Plan, folder: Path, *, since: int = 0) -> Comparison:
         differences += _differences(row, expected, those, batches)
         batches += 1
     if batches == 0:
-        raise unreadable(folder / LEDGER, "it holds no batch")
+        raise unreadable(Path(folder) / LEDGER, "it holds no batch")
     return Comparison(batches, plan.num_batches, tuple(differences[:FIRST]), tuple(names))
 
 

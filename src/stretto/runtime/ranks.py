@@ -141,7 +141,7 @@ class Ranks:
             if number is None or not 0 <= number < world_size:
                 why = f"ranks are integers from 0 to {world_size - 1}"
                 raise DataError.bad("rank", rank, why, "pass the rank of this process")
-            if world_size == 1 or not is_started():  # there is nobody to talk to
+            if world_size == 1 or not is_started():  # no other process is connected
                 found.rank, found.world_size = number, 1
             found.share_samples(number, world_size)
         return found
