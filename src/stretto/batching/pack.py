@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapreplace
+from itertools import pairwise
 from operator import index
 
 from stretto.batching.policy import checked_size, checked_world_size
@@ -85,12 +86,11 @@ def _padded(order: list[int], longest: list[int], budget: int, world_size: int) 
         return found
 
     most = -(-(len(borders(budget)) - 1) // world_size) * world_size
-    least = max(longest[:1] + [-(-sum(longest) // max(1, most))])
+    least = max(*longest[:1], -(-sum(longest) // max(1, most)), 0)
     prices = range(least, budget, 1 + budget // 512)  # closer is slower and pads no less
-    enough = bisect_left(prices, True, key=lambda price: len(borders(price)) <= most + 1)
+    enough = bisect_left(prices, -most, key=lambda price: 1 - len(borders(price)))
     found = borders(prices[enough] if enough < len(prices) else budget)
-    cuts = zip(found, found[1:], strict=False)
-    return [(longest[a] * len(order[a:b]), order[a:b]) for a, b in cuts]
+    return [(longest[a] * len(order[a:b]), order[a:b]) for a, b in pairwise(found)]
 
 
 def _joined(order: list[int], longest: list[int], budget: int, world_size: int) -> list[Piece]:
@@ -99,7 +99,7 @@ def _joined(order: list[int], longest: list[int], budget: int, world_size: int) 
     Not the differencing of Karmarkar and Karp: with many samples a piece the sums differ as
     little, in a tenth of the time.
     """
-    large = bisect_left(longest, True, key=lambda count: 2 * count <= budget)  # one a piece
+    large = bisect_left(longest, -budget, key=lambda count: -2 * count)  # no two in a piece
     parts = -(-max(large, -(-sum(longest) // budget)) // world_size) * world_size
     while True:
         pieces: list[list[int]] = [[] for _ in range(parts)]
