@@ -31,7 +31,7 @@ LENGTHS = [7, 1, 4, 9, 2, 2, 30, 5]
     tokens=st.integers(1, 900),
 )
 def test_every_answer_is_that_of_a_walk(
-    lengths: list[int], block: int, shuffle: bool, position: int, size: int, tokens: int
+    *, lengths: list[int], block: int, shuffle: bool, position: int, size: int, tokens: int
 ) -> None:
     order = SampleOrder(len(lengths), 5, shuffle)
     with pytest.MonkeyPatch.context() as patch:
