@@ -34,7 +34,7 @@ def wrapped(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     return model, {"mesh": mesh}
 
 
-def check(kind: str, unit: str, chance: random.Random) -> None:
+def check(kind: str, unit: Any, chance: random.Random) -> None:
     """Compare the gradient of each step of a run whose sizes are drawn."""
     model, more = wrapped(kind)
     number = chance.randint(20, 40)
@@ -42,10 +42,16 @@ def check(kind: str, unit: str, chance: random.Random) -> None:
     # Every rank begins with a target: it has nothing else to put in the place of a dummy.
     sizes = " ".join(f"{at}ba:{chance.randint(12 if not at else 7, 19)}" for at in range(3))
     run = prepare(
-        data, sizes, max_duration="3ba", loss_weight=unit,  # type: ignore[arg-type]
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0), idle_ranks=True,
-        micro_batch_size=chance.randint(1, 7), loading={"collate_fn": pad, "seed": 5, "last_batch": "carry"}, **more,
-    )  # fmt: skip
+        data,
+        sizes,
+        max_duration="3ba",
+        loss_weight=unit,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        idle_ranks=True,
+        micro_batch_size=chance.randint(1, 7),
+        loading={"collate_fn": pad, "seed": 5, "last_batch": "carry"},
+        **more,
+    )
     for step in run:
         for place, micro in enumerate(step):
             is_last = place == len(step) - 1

@@ -37,9 +37,14 @@ def own_loop(unit: Any, **options: Any) -> Any:
     model = Causal()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     run = prepare(
-        TEXTS, options.pop("batch_size", 10), max_duration=options.pop("max_duration", "1ep"), optimizer=optimizer,
-        loading=LOADING, loss_weight=unit, **options,
-    )  # fmt: skip
+        TEXTS,
+        options.pop("batch_size", 10),
+        max_duration=options.pop("max_duration", "1ep"),
+        optimizer=optimizer,
+        loading=LOADING,
+        loss_weight=unit,
+        **options,
+    )
     return run, model
 
 
@@ -76,9 +81,13 @@ def test_any_cut_over_ranks_has_the_gradient_of_one_big_batch(
         ranks.share_samples(ranks.rank, world)
         loading: Any = {"collate_fn": pad, "shuffle": False}
         loader = StepLoader(
-            data, size, max_duration=f"{size}sp", micro_batch_size=micro, loading=loading,
+            data,
+            size,
+            max_duration=f"{size}sp",
+            micro_batch_size=micro,
+            loading=loading,
             ranks=ranks,
-        )  # fmt: skip
+        )
         weights, model = LossWeights(unit_counter("tokens")), models[ranks.rank]
         for step in loader:
             weights.set(step, ranks)
