@@ -128,7 +128,7 @@ def prepare(
     spec = DataSpec.of(data)
     sizes, read, rule = paired(batch_size, schedules, rule)
     prepared = bind_run(
-        spec.horizon(max_duration, loading.last_batch),
+        spec.horizon(max_duration, loading=loading),
         sizes,
         schedules={name: as_one_schedule(one) for name, one in read.items()},
         triggers=every,

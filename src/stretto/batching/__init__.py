@@ -2,6 +2,7 @@
 
 from stretto.batching.functions import IncreaseFunction, SizeFunction, awaits_maximum, with_maximum
 from stretto.batching.noise_scale import NoiseScale, NormTest
+from stretto.batching.pack import pack
 from stretto.batching.periods import PeriodSizes
 from stretto.batching.plateau import Plateau
 from stretto.batching.policy import (
@@ -72,6 +73,7 @@ __all__ = [
     "as_rule",
     "awaits_maximum",
     "checked_size",
+    "pack",
     "rampup",
     "split",
     "with_maximum",

@@ -205,7 +205,7 @@ class StagedRamp(BatchSizePolicy):
     """Grows through the given sizes, each held equally long; the last one from `over` on.
 
     >>> StagedRamp([256, 512, 2048], "1Btok")
-    StagedRamp((256, 512, 2048), '1000000000tok')
+    StagedRamp((256, 512, 2048), '1Btok')
 
     Args:
         sizes: two or more sizes in ascending order.

@@ -135,7 +135,7 @@ class PiecewiseConstant(BatchSizePolicy):
     ascending order: each is read on its own counter, so batches, samples and epochs mix exactly.
 
     >>> PiecewiseConstant("0tok:768 250Btok:1536")
-    PiecewiseConstant('0tok:768 250000000000tok:1536')
+    PiecewiseConstant('0tok:768 250Btok:1536')
     >>> PiecewiseConstant({"0ep": 32, "10%": 64, "3000ba": 128})
     PiecewiseConstant('0ep:32 0.1dur:64 3000ba:128')
 

@@ -238,8 +238,7 @@ class StepLoader(Iterator[Step]):
     ) -> None:
         self.spec = DataSpec.of(data)
         self._loading = read_settings(Loading, loading, "loading")
-        ending = self._loading.last_batch
-        self.prepared = prepared_for(self.spec, batch_size, max_duration, ending)
+        self.prepared = prepared_for(self.spec, batch_size, max_duration, self._loading)
         self._from_start = self.prepared
         self.horizon = self.prepared.horizon
         self.timer = Timer(self.horizon, clock=clock)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from torch.utils.data import DataLoader, RandomSampler
-
 from stretto.batching import PolicyLike
 from stretto.data.chunks import (
     ChunkSource,
@@ -18,22 +16,21 @@ from stretto.data.chunks import (
 )
 from stretto.data.fetch import Fetch, RankShare, Steps
 from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
-from stretto.data.spec import DataSpec, check_workers, is_one_shot, sampler_of
+from stretto.data.spec import DataSpec, check_workers, is_one_shot
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
 from stretto.data.workers import batched, pins_memory, with_own_settings
 from stretto.errors import DataError
-from stretto.ordering import SampleOrder
 from stretto.planning import Prepared, bind_run
 from stretto.runtime.random_state import kept_generators
 from stretto.settings import Loading
-from stretto.timing import Horizon, LastBatch, TimeLike, Timestamp, TimeUnit
+from stretto.timing import Horizon, TimeLike, Timestamp, TimeUnit
 
 
 def prepared_for(
     spec: DataSpec,
     batch_size: PolicyLike | Prepared,
     max_duration: TimeLike | None,
-    last_batch: LastBatch | None,
+    loading: Loading,
 ) -> Prepared:
     """Return the run of a loader: the given one, or one that is bound here.
 
@@ -43,9 +40,9 @@ def prepared_for(
     if not isinstance(batch_size, Prepared):
         if max_duration is None:
             raise DataError.bad("max_duration", None, "a run needs a length", "write '90ep'")
-        return bind_run(spec.horizon(max_duration, last_batch), batch_size)
+        return bind_run(spec.horizon(max_duration, loading=loading), batch_size)
     facts = batch_size.facts
-    twice = {"max_duration": max_duration, "last_batch": last_batch}
+    twice = {"max_duration": max_duration, "last_batch": loading.last_batch}
     for name, value in twice.items():
         if value is not None and value != getattr(facts, name):
             raise DataError.bad(name, value, f"the run has its own {name}", "leave it out")
@@ -141,7 +138,7 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
             stream = OwnStreams(chunks, part, part.ranks.gather_dp)
         steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon)
         return BatchSource(steps, None, chunks, spec, part, pins=pins_memory(loading))
-    order = SampleOrder(len(spec.dataset), loading.seed, is_shuffled(spec, asked=loading.shuffle))
+    order = spec.order(loading)
     keyed_seed = loading.seed if loading.keyed_randomness else None
     fetch = Fetch(spec.dataset, loading.collate_fn, get_batch=spec.get_batch, keyed_seed=keyed_seed)
     source = MapSource(spec, order, part, fetch, loading)
@@ -155,18 +152,6 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
     if is_direct or not loading.num_workers:
         steps = partial(direct_steps, source)
     return BatchSource(steps, source, None, spec, part, pins=pins_memory(loading))
-
-
-def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:
-    """Return whether each epoch of map-style data has its own order, made from the seed.
-
-    Args:
-        spec: the data.
-        asked: the setting; None: yes, or what the given `DataLoader` does.
-    """
-    if asked is not None:
-        return asked
-    return not isinstance(spec.data, DataLoader) or isinstance(sampler_of(spec.data), RandomSampler)
 
 
 def _check_whole(spec: DataSpec, loading: Loading) -> None:

@@ -34,7 +34,7 @@ def test_text_and_mappings_are_the_same_steps() -> None:
     text = PiecewiseConstant("0tok:768 250Btok:1_536")
     assert text == PiecewiseConstant({"0tok": 768, "250Btok": 1536})
     assert text == PiecewiseConstant({Time("0tok"): 768, Time("250Btok"): 1536})
-    assert str(text) == "0tok:768 250000000000tok:1536"
+    assert str(text) == "0tok:768 250Btok:1536"
     assert eval(repr(text)) == text
     assert text.times() == (Time("0tok"), Time("250Btok"))
     assert text.scaled(0.5) == PiecewiseConstant("0tok:768 125Btok:1536")
