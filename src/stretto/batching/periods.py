@@ -15,6 +15,7 @@ from stretto.batching.policy import (
     Hold,
     PolicyState,
     Signals,
+    check_units,
 )
 from stretto.batching.steps import PolicyLike, as_policy, sample_axis
 from stretto.errors import BatchSizeError
@@ -161,6 +162,7 @@ class PeriodSizes(BatchSizePolicy):
         fill(self, periods=read_periods(periods, checked_interval, as_policy, BatchSizeError))
         for _, policy in self.periods:
             policy.replaced(_refuse_until)  # its clock starts with its period
+        check_units(self)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the lengths for one run, and each policy on its own period.
