@@ -122,6 +122,7 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
 
     Raises:
         DataError: the data cannot be read in this way.
+        PlanError: batches of a map-style data set are in tokens, and its lengths are not known.
     """
     _check_whole(spec, loading)
     loading = with_own_settings(loading, spec.data)
@@ -138,6 +139,9 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
             stream = OwnStreams(chunks, part, part.ranks.gather_dp)
         steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon)
         return BatchSource(steps, None, chunks, spec, part, pins=pins_memory(loading))
+    if run.is_read:
+        assert run.refusal is not None, "its sizes are not known"
+        raise run.refusal
     order = spec.order(loading)
     keyed_seed = loading.seed if loading.keyed_randomness else None
     fetch = Fetch(spec.dataset, loading.collate_fn, get_batch=spec.get_batch, keyed_seed=keyed_seed)
