@@ -17,8 +17,8 @@ from torch.utils.data import (
 )
 
 from stretto.data import DataSpec, StepLoader
-from stretto.data.source import is_shuffled
 from stretto.errors import DataError
+from stretto.training import Loading
 
 
 def numbers(n: int) -> TensorDataset:
@@ -134,7 +134,7 @@ def test_the_sampler_in_a_given_batch_sampler_is_the_order() -> None:
     shuffled = DataSpec(loader(RandomSampler(data)))
     assert shuffled.is_map_style
     assert shuffled.last_batch == "drop"
-    assert is_shuffled(shuffled, asked=None)
-    assert not is_shuffled(DataSpec(loader(SequentialSampler(data))), asked=None)
+    assert shuffled.order(Loading()).shuffle
+    assert not DataSpec(loader(SequentialSampler(data))).order(Loading()).shuffle
     with pytest.raises(DataError, match="dealt to the ranks twice"):
         DataSpec(loader(DistributedSampler(data, 2, 0)))

@@ -14,6 +14,8 @@ from stretto.timing.horizon import EqualBatches
 _BEYOND_FLOATS = 2**70
 """Well above 2^53, from where on a float no longer holds every whole number."""
 
+_DIGITS = st.integers(-(10**5), 10**5)
+
 
 def units() -> st.SearchStrategy[TimeUnit]:
     """Any unit of time."""
@@ -26,7 +28,9 @@ def times(unit: str | None = None) -> st.SearchStrategy[Time]:
         return units().flatmap(times)
     found = parse_unit(unit)
     amounts: st.SearchStrategy[int | Fraction] = st.one_of(
-        st.integers(-100, 100), st.integers(-_BEYOND_FLOATS, _BEYOND_FLOATS)
+        st.integers(-100, 100),
+        st.integers(-_BEYOND_FLOATS, _BEYOND_FLOATS),
+        st.builds(lambda digits, power: digits * 10**power, _DIGITS, st.integers(0, 15)),
     )
     if found not in WHOLE:
         thousandths = st.integers(-(10**9), 10**9).map(lambda count: Fraction(count, 1000))

@@ -33,7 +33,7 @@ WHY = {
     "run": "the length of the run is not known; set max_training_duration, or ",
     "clock": "how long a batch will take is not known before the run; ",
 }
-SAME = {"ep": "2ep", "ba": "20ba", "sp": "2000sp", "tok": "16000tok", "dur": "0.1dur"}
+SAME = {"ep": "2ep", "ba": "20ba", "sp": "2000sp", "tok": "16Ktok", "dur": "0.1dur"}
 NEEDED = {
     ("ep", "ba"): "samples batch",
     ("ep", "sp"): "samples",

@@ -25,14 +25,26 @@ ACCEPTED = [
     ("007ba", 7, "ba", "7ba"),
     ("500ba", 500, "ba", "500ba"),
     ("1_000sp", 1_000, "sp", "1000sp"),
-    ("1_000_000.0sp", 1_000_000, "sp", "1000000sp"),
-    ("3e4tok", 30_000, "tok", "30000tok"),
-    ("3E+4tok", 30_000, "tok", "30000tok"),
+    ("1_000_000.0sp", 1_000_000, "sp", "1Msp"),
+    ("3e4tok", 30_000, "tok", "30Ktok"),
+    ("3E+4tok", 30_000, "tok", "30Ktok"),
     ("15e-1ep", Fraction(3, 2), "ep", "1.5ep"),
     ("1Kba", 1_000, "ba", "1000ba"),
-    ("1.5Msp", 1_500_000, "sp", "1500000sp"),
-    ("2Btok", 2 * 10**9, "tok", "2000000000tok"),
-    ("15Ttok", 15 * 10**12, "tok", "15000000000000tok"),
+    ("1.5Msp", 1_500_000, "sp", "1.5Msp"),
+    ("2Btok", 2 * 10**9, "tok", "2Btok"),
+    ("15Ttok", 15 * 10**12, "tok", "15Ttok"),
+    ("14.8Ttok", 14_800 * 10**9, "tok", "14.8Ttok"),
+    ("469_000Mtok", 469 * 10**9, "tok", "469Btok"),
+    ("-16Ktok", -16_000, "tok", "-16Ktok"),
+    ("9999tok", 9_999, "tok", "9999tok"),
+    ("9_000tok", 9_000, "tok", "9000tok"),
+    ("10_000ba", 10_000, "ba", "10Kba"),
+    ("12_345sp", 12_345, "sp", "12345sp"),
+    ("16_384tok", 16_384, "tok", "16384tok"),
+    ("1.234Mtok", 1_234_000, "tok", "1.234Mtok"),
+    ("999_999_000_000tok", 999_999_000_000, "tok", "999.999Btok"),
+    ("15_000Ttok", 15 * 10**15, "tok", "15000Ttok"),
+    ("1_000_000ep", 10**6, "ep", "1000000ep"),
     ("1/3Ksec", Fraction(1000, 3), "sec", "5m100/3s"),
     ("0.1dur", Fraction(1, 10), "dur", "0.1dur"),
     ("10%", Fraction(1, 10), "dur", "0.1dur"),
@@ -240,3 +252,25 @@ def test_the_longest_text_that_is_shown_is_read() -> None:
     for unit in ("ep", "sec"):
         assert len(show(amount, TimeUnit(unit))) <= 420 < MAX_TEXT
         assert parse(show(amount, TimeUnit(unit))) == (amount, unit)
+
+
+COUNTS = st.integers(0, 10**18) | st.builds(
+    lambda digits, power: digits * 10**power, st.integers(0, 10**6), st.integers(0, 15)
+)
+
+
+@given(COUNTS, st.sampled_from([TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN]))
+def test_counts_are_short_and_read_in_their_order(count: int, unit: TimeUnit) -> None:
+    text = show(Fraction(count), unit)
+    assert parse(text) == (count, unit)
+    assert show(Fraction(-count), unit) == (f"-{text}" if count else text)
+    number = text.removesuffix(unit)
+    assert len(number) <= len(str(count))
+    if number == str(count):
+        return
+    assert count >= 10_000
+    assert len(number) < len(str(count))
+    # The number before a suffix is at least 1, and below 1,000 if there is a larger suffix.
+    mantissa, suffix = Fraction(number[:-1]), number[-1]
+    assert mantissa >= 1
+    assert suffix == "T" or mantissa < 1_000

@@ -37,6 +37,14 @@ def test_only_what_differs_is_told() -> None:
     assert list(changes({}, {"torch": "2.13"})) == ["torch: None -> 2.13"]
 
 
+def test_a_checkpoint_from_before_times_had_suffixes_is_the_same_run() -> None:
+    saved = {"max_duration": "20000000tok", "batch_size": "PiecewiseConstant('0tok:8 90000tok:16')"}
+    present = {"max_duration": "20Mtok", "batch_size": "PiecewiseConstant('0tok:8 90Ktok:16')"}
+    assert list(changes(saved, present)) == []
+    other = present | {"max_duration": "21Mtok"}
+    assert list(changes(saved, other)) == ["max_duration: 20000000tok -> 21Mtok"]
+
+
 def test_a_resumed_run_says_what_it_does_otherwise(problem: Make, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
     problem().trainer(max_duration="4ba", schedules={"lr": Cosine()}, **settings).fit()

@@ -2,6 +2,7 @@
 
 from stretto.batching.functions import IncreaseFunction, SizeFunction, awaits_maximum, with_maximum
 from stretto.batching.noise_scale import NoiseScale, NormTest
+from stretto.batching.pack import pack
 from stretto.batching.periods import PeriodSizes
 from stretto.batching.plateau import Plateau
 from stretto.batching.policy import (
@@ -11,6 +12,7 @@ from stretto.batching.policy import (
     Hold,
     PolicyState,
     Signals,
+    Tokens,
     checked_size,
 )
 from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
@@ -67,11 +69,13 @@ __all__ = [
     "SquareRootRule",
     "StagedRamp",
     "Staircase",
+    "Tokens",
     "PiecewiseConstant",
     "as_policy",
     "as_rule",
     "awaits_maximum",
     "checked_size",
+    "pack",
     "rampup",
     "split",
     "with_maximum",

@@ -11,10 +11,12 @@ from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
     Hold,
-    PositiveInt,
     Size,
+    SizePart,
+    check_units,
     checked_size,
     checked_world_size,
+    in_unit_of,
     timed,
 )
 from stretto.batching.steps import Fixed, sample_axis
@@ -99,7 +101,7 @@ class _Ramp(BatchSizePolicy):
     equal: Equal = field(default="time", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        BatchSizePolicy.__post_init__(self)
         if self.end < self.start:
             instead = f"write PiecewiseConstant('0ep:{self.start} 1ep:{self.end}')"
             what = f"ramp the batch size from {self.start} to {self.end}"
@@ -144,13 +146,14 @@ class LinearRamp(_Ramp):
             a whole number of increments above it, the ramp has no length, or `equal` is neither.
     """
 
-    increment: PositiveInt = field(default=1, kw_only=True)
+    increment: SizePart = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         _Ramp.__post_init__(self)
         if rest := (self.end - self.start) % self.increment:
             why = f"from {self.start} it is not a number of increments of {self.increment}"
-            instead = f"write {self.end - rest} or {self.end - rest + self.increment}"
+            lower = in_unit_of(self.end, self.end - rest)
+            instead = f"write {lower} or {in_unit_of(lower, lower + self.increment)}"
             raise BatchSizeError.bad("end", self.end, why, instead)
 
     def bind(self, horizon: Horizon) -> Bound:
@@ -205,7 +208,7 @@ class StagedRamp(BatchSizePolicy):
     """Grows through the given sizes, each held equally long; the last one from `over` on.
 
     >>> StagedRamp([256, 512, 2048], "1Btok")
-    StagedRamp((256, 512, 2048), '1000000000tok')
+    StagedRamp((256, 512, 2048), '1Btok')
 
     Args:
         sizes: two or more sizes in ascending order.
@@ -230,6 +233,7 @@ class StagedRamp(BatchSizePolicy):
             instead = "write such, or PiecewiseConstant"
             raise BatchSizeError.bad("sizes", list(checked), why, instead)
         fill(self, sizes=checked)
+        check_units(self)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""

@@ -20,6 +20,7 @@ from stretto.planning.plan import plan_prepared
 from stretto.schedules import Constant, Custom, Product, Schedule, as_schedule
 from stretto.schedules.fields import Timed
 from stretto.schedules.names import Name, parse_name
+from stretto.settings import Loading
 from stretto.timing import Horizon, TimeLike, Trigger, parse_trigger
 
 if TYPE_CHECKING:
@@ -52,6 +53,12 @@ def make_spec(config: RunConfig) -> DataSpec:
             where=config.source.where(("data",)),
         )
     return spec
+
+
+def make_loading(config: RunConfig) -> Loading:
+    """Return how samples are ordered and fetched."""
+    loading: Loading = imported(config, config.loading, "loading")
+    return replace(loading, seed=config.seed, last_batch=config.last_batch)
 
 
 def imported(config: RunConfig, value: Any, *path: str | int) -> Any:
@@ -122,10 +129,12 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
         "dataset_num_tokens": data.num_tokens,
         "tokens_per_sample": data.tokens_per_sample,
     }
+    ends, lengths = config.last_batch or "keep", None
     if spec is not None or data.num_samples is None:
-        counts = (spec or make_spec(config)).counts
+        spec = spec or make_spec(config)
+        counts, lengths = spec.counts, spec.ordered_lengths(make_loading(config))
     with source.at("max_duration"):
-        run = Horizon(config.max_duration, **counts, last_batch=config.last_batch or "keep")
+        run = Horizon(config.max_duration, **counts, last_batch=ends, lengths=lengths)
     schedules = imported(config, config.schedules, "schedules")
     sizes = imported(config, config.batch_size, "batch_size")
     rule = imported(config, config.rule, "rule")

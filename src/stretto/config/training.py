@@ -20,7 +20,14 @@ from torch.optim import Optimizer
 
 from stretto._location import public
 from stretto.batching import with_maximum
-from stretto.config.plans import TimesAndSizes, build_run, imported, make_spec, prepare_run
+from stretto.config.plans import (
+    TimesAndSizes,
+    build_run,
+    imported,
+    make_loading,
+    make_spec,
+    prepare_run,
+)
 from stretto.config.run import RunConfig, written
 from stretto.config.targets import Target, accepts, call_target, import_target, tuples
 from stretto.config.yaml import Path as Keys
@@ -35,7 +42,6 @@ from stretto.runtime.sharded import is_fully_sharded
 from stretto.training import (
     Callback,
     Evaluation,
-    Loading,
     Logging,
     MLflowLogger,
     TensorBoardLogger,
@@ -251,12 +257,6 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep | None:
     if config.loss is not None or accepts(target, "loss"):
         given["loss"] = make_loss(config, model)
     return _made(config, section, TrainStep, ("step",), **given)  # type: ignore[type-abstract]
-
-
-def make_loading(config: RunConfig) -> Loading:
-    """Return how samples are ordered and fetched."""
-    loading: Loading = imported(config, config.loading, "loading")
-    return replace(loading, seed=config.seed, last_batch=config.last_batch)
 
 
 def make_evaluation(config: RunConfig, number: int) -> Evaluation:

@@ -241,8 +241,9 @@ class StepLoader(Iterator[Step]):
     ) -> None:
         self.spec = DataSpec.of(data)
         self._loading = read_settings(Loading, loading, "loading")
-        ending = self._loading.last_batch
-        self.prepared = prepared_for(self.spec, batch_size, max_duration, ending, sequence_length)
+        self.prepared = prepared_for(
+            self.spec, batch_size, max_duration, self._loading, sequence_length
+        )
         self._from_start = self.prepared
         self.horizon = self.prepared.horizon
         self.timer = Timer(self.horizon, clock=clock)
@@ -378,7 +379,7 @@ class StepLoader(Iterator[Step]):
         else:
             timer.advance(fetched.size, tokens=tokens, seconds=seconds)
         if plan is not self._decisions.last or signals is not self._decisions.signals:
-            self._decisions.finish(plan, signals, fetched.size)
+            self._decisions.finish(plan, signals, fetched.size, tokens)
         if self._source.chunks is not None:
             self._source.chunks.keep()
         return timer.timestamp

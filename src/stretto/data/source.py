@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
-
-from torch.utils.data import DataLoader, RandomSampler
 
 from stretto.batching import PolicyLike
 from stretto.batching.rows import LengthsLike
@@ -19,22 +17,21 @@ from stretto.data.chunks import (
 )
 from stretto.data.fetch import Fetch, RankShare, Steps
 from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
-from stretto.data.spec import DataSpec, check_workers, is_one_shot, sampler_of
+from stretto.data.spec import DataSpec, check_workers, is_one_shot
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
 from stretto.data.workers import batched, pins_memory, with_own_settings
 from stretto.errors import DataError
-from stretto.ordering import SampleOrder
 from stretto.planning import Prepared, bind_run
 from stretto.runtime.random_state import kept_generators
 from stretto.settings import Loading
-from stretto.timing import Horizon, LastBatch, TimeLike, Timestamp, TimeUnit
+from stretto.timing import Horizon, TimeLike, Timestamp, TimeUnit
 
 
 def prepared_for(
     spec: DataSpec,
     batch_size: PolicyLike | Prepared,
     max_duration: TimeLike | None,
-    last_batch: LastBatch | None,
+    loading: Loading,
     sequence_length: LengthsLike | None = None,
 ) -> Prepared:
     """Return the run of a loader: the given one, or one that is bound here.
@@ -45,10 +42,10 @@ def prepared_for(
     if not isinstance(batch_size, Prepared):
         if max_duration is None:
             raise DataError.bad("max_duration", None, "a run needs a length", "write '90ep'")
-        horizon = spec.horizon(max_duration, last_batch)
+        horizon = spec.horizon(max_duration, loading=loading)
         return bind_run(horizon, batch_size, sequence_length=sequence_length)
     facts = batch_size.facts
-    twice: dict[str, object] = {"max_duration": max_duration, "last_batch": last_batch}
+    twice: dict[str, object] = {"max_duration": max_duration, "last_batch": loading.last_batch}
     twice["sequence_length"] = sequence_length
     for name, value in twice.items():
         if value is not None and value != getattr(facts, name, None):
@@ -155,8 +152,8 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
             stream = OwnStreams(chunks, part, part.ranks.gather_dp)
         steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon)
         return BatchSource(steps, None, chunks, spec, part, pins=pins_memory(loading))
-    whole, is_random = len(spec.dataset) // group * group, is_shuffled(spec, asked=loading.shuffle)
-    order = SampleOrder(whole, loading.seed, is_random, group)
+    whole = len(spec.dataset) // group * group
+    order = replace(spec.order(loading), num_samples=whole, group=group)
     keyed_seed = loading.seed if loading.keyed_randomness else None
     get_batch, collate_fn = spec.get_batch, loading.collate_fn
     fetch = Fetch(
@@ -173,18 +170,6 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
     if is_direct or not loading.num_workers:
         steps = partial(direct_steps, source)
     return BatchSource(steps, source, None, spec, part, pins=pins_memory(loading))
-
-
-def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:
-    """Return whether each epoch of map-style data has its own order, made from the seed.
-
-    Args:
-        spec: the data.
-        asked: the setting; None: yes, or what the given `DataLoader` does.
-    """
-    if asked is not None:
-        return asked
-    return not isinstance(spec.data, DataLoader) or isinstance(sampler_of(spec.data), RandomSampler)
 
 
 def _check_whole(spec: DataSpec, loading: Loading) -> None:

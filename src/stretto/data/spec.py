@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import (
@@ -16,9 +16,12 @@ from torch.utils.data import (
 )
 
 from stretto.data.containers import count_samples, not_cut, take_samples
+from stretto.data.lengths import OrderedLengths, checked_lengths, total_tokens
 from stretto.data.step import MicroBatch
 from stretto.data.tokens import count_tokens, longest_sequence
 from stretto.errors import DataError, shown
+from stretto.ordering import SampleOrder
+from stretto.settings import Loading
 from stretto.timing import Horizon, LastBatch, TimeLike
 from stretto.timing.grammar import checked_whole
 
@@ -88,6 +91,9 @@ class DataSpec:
     get_batch: Callable[[list[int]], Any] | None = None
     """Returns the collated batch of some indices of a map-style data set, which then is not asked
     for single samples; None: samples are read and collated."""
+    lengths: Any = field(default=None, compare=False, repr=False)
+    """The tokens of each sample of a map-style data set, by index: a list, an array, a memory map
+    or a tensor. None: unknown. It is kept as a tensor, which shares the memory of an array."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "num_tokens", "tokens_per_sample"):
@@ -101,6 +107,8 @@ class DataSpec:
         _check_length(self)
         check_workers(self, 0)
         _check_stated(self)
+        if self.lengths is not None:
+            _check_lengths(self)
 
     @classmethod
     def of(cls, data: Any, **stated: Any) -> DataSpec:
@@ -140,20 +148,53 @@ class DataSpec:
     @property
     def counts(self) -> dict[str, int | None]:
         """What a `Horizon` has to know of an epoch, by the names of its arguments."""
+        total = self.num_tokens if self.lengths is None else total_tokens(self.lengths)
         return {
             "dataset_num_samples": self.known_num_samples,
-            "dataset_num_tokens": None if self.tokens_vary else self.num_tokens,
+            "dataset_num_tokens": None if self.tokens_vary else total,
             "tokens_per_sample": None if self.tokens_vary else self.tokens_per_sample,
         }
 
-    def horizon(self, max_duration: TimeLike, last_batch: LastBatch | None = None) -> Horizon:
+    def order(self, loading: Loading) -> SampleOrder:
+        """Return the order of the samples of a map-style data set.
+
+        >>> DataSpec([1, 2, 3]).order(Loading(shuffle=False))
+        SampleOrder(num_samples=3, seed=0, shuffle=False)
+        """
+        shuffles = loading.shuffle
+        if shuffles is None:
+            data = self.data
+            shuffles = not isinstance(data, DataLoader) or isinstance(
+                sampler_of(data), RandomSampler
+            )
+        return SampleOrder(len(self.dataset), loading.seed, shuffles)
+
+    def ordered_lengths(self, loading: Loading) -> OrderedLengths | None:
+        """Return the lengths in the order of a run; None if they are not known."""
+        return None if self.lengths is None else OrderedLengths(self.lengths, self.order(loading))
+
+    def horizon(
+        self,
+        max_duration: TimeLike,
+        last_batch: LastBatch | None = None,
+        *,
+        loading: Loading = Loading(),
+    ) -> Horizon:
         """Return the horizon of a run over these data.
 
         >>> DataSpec(range(20), num_samples=20).horizon("2ep")
         Horizon('2ep', dataset_num_samples=20)
+
+        Args:
+            max_duration: the length of the run.
+            last_batch: what happens if an epoch ends inside a batch; by default as in `loading`.
+            loading: how the samples are ordered, which places their `lengths`.
         """
-        ends = self.last_batch if last_batch is None else last_batch
-        return Horizon(max_duration, **self.counts, last_batch=ends)
+        ends = next(
+            one for one in (last_batch, loading.last_batch, self.last_batch) if one is not None
+        )
+        lengths = self.ordered_lengths(loading)
+        return Horizon(max_duration, **self.counts, last_batch=ends, lengths=lengths)
 
     def count_samples(self, batch: Any) -> int:
         """Return the number of samples in a batch."""
@@ -293,6 +334,22 @@ def _check_stated(spec: DataSpec) -> None:
     if spec.resumes_by not in (None, "state", "reading"):
         why, instead = "it is no way to resume", "write 'state' or 'reading', or leave it out"
         raise DataError.bad("resumes_by", spec.resumes_by, why, instead)
+
+
+def _check_lengths(spec: DataSpec) -> None:
+    """Refuse lengths of an iterable or beside other counts of tokens; keep them as a tensor."""
+    if not spec.is_map_style:
+        why = "these data have no samples by index"
+        instead = "pass a map-style data set, or leave lengths out"
+        raise DataError.cannot("use lengths", why=why, instead=instead)
+    lengths = checked_lengths(spec.lengths, len(spec.dataset))
+    object.__setattr__(spec, "lengths", lengths)
+    total = total_tokens(lengths)
+    for name, right in (("num_tokens", total), ("tokens_per_sample", None), ("tokens_vary", False)):
+        given = getattr(spec, name)
+        if given not in (None, right):
+            why = f"lengths has the tokens of each sample, {total:,} in all"
+            raise DataError.bad(name, given, why, "leave one of the two out")
 
 
 def _check_length(spec: DataSpec) -> None:

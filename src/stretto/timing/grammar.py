@@ -257,8 +257,9 @@ def check(amount: Fraction, unit: TimeUnit, text: str | None = None) -> Fraction
     if below != 1 and unit in WHOLE:
         floor, why = above // below, f"{NAMES[unit]} come in whole numbers"
         given = shown(text or f"{_decimal_text(amount)}{unit}")
-        less = f"'{floor}{unit}' or " if floor else ""  # 0 is no interval
-        instead = HOW_LONG if floor < 0 else f"write {less}'{floor + 1}{unit}'"
+        less = f"'{show(Fraction(floor), unit)}' or " if floor else ""  # 0 is no interval
+        more = show(Fraction(floor + 1), unit)
+        instead = HOW_LONG if floor < 0 else f"write {less}'{more}'"
         raise _refused(given, why, instead)
     return amount
 
@@ -266,11 +267,15 @@ def check(amount: Fraction, unit: TimeUnit, text: str | None = None) -> Fraction
 def show(amount: Fraction, unit: TimeUnit) -> str:
     """Return the canonical text of a time; `parse` reads it back to the same value.
 
-    >>> show(Fraction(5400), TimeUnit.SECOND)
-    '1h30m'
+    Counts from 10,000 on have a suffix if they are exact and shorter with it.
+
+    >>> show(Fraction(5400), TimeUnit.SECOND), show(Fraction(14_800 * 10**9), TimeUnit.TOKEN)
+    ('1h30m', '14.8Ttok')
+    >>> [show(Fraction(count), TimeUnit.SAMPLE) for count in (8_000, 16_000, 16_384)]
+    ['8000sp', '16Ksp', '16384sp']
     """
     if unit is not TimeUnit.SECOND:
-        return f"{_decimal_text(amount)}{unit}"
+        return f"{_count_text(amount) if unit in WHOLE else _decimal_text(amount)}{unit}"
     if amount == 0:
         return "0s"
     sign, rest, text = ("-" if amount < 0 else ""), abs(amount), ""
@@ -279,6 +284,15 @@ def show(amount: Fraction, unit: TimeUnit) -> str:
         rest -= count * length
         text += f"{_decimal_text(count)}{part}" if count else ""
     return sign + text
+
+
+def _count_text(count: Fraction) -> str:
+    plain = str(count)
+    if abs(count) < 10_000:  # people write four digits out
+        return plain
+    suffix = [one for one, times in _SUFFIXES.items() if times <= abs(count)][-1]
+    short = f"{_decimal_text(count / _SUFFIXES[suffix])}{suffix}"
+    return short if len(short) < len(plain) else plain
 
 
 def _decimal_text(amount: Fraction) -> str:

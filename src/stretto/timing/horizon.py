@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, get_args, runtime_checkable
@@ -16,6 +16,7 @@ from stretto.timing.timestamp import Axis, Timestamp, axes
 _EP, _BA, _SP, _TOK = TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN
 _DUR, _SEC = TimeUnit.DURATION, TimeUnit.SECOND
 
+_Fact = TypeVar("_Fact")
 LastBatch: TypeAlias = Literal["keep", "drop", "carry"]
 """What happens if an epoch ends inside a batch.
 
@@ -34,6 +35,36 @@ class BatchSizes(Protocol):
 
     def batch_at_sample(self, sample: int, /) -> int:
         """Return the number of batches after which position `sample` has been reached."""
+        ...
+
+
+class Lengths(Protocol):
+    """The tokens of each sample of a run, by position: what `DataSpec.horizon` makes of lengths."""
+
+    num_samples: int
+    """Samples in an epoch."""
+    total: int
+    """Tokens in an epoch."""
+    longest: int
+    """Tokens of the longest sample."""
+
+    def of(self, start: int, stop: int, /) -> Sequence[int]:
+        """Return the tokens of the samples at positions from `start` up to `stop`."""
+        ...
+
+    def tokens(self, start: int, stop: int, /) -> int:
+        """Return the tokens of all samples at positions from `start` up to `stop`."""
+        ...
+
+    def count(self, position: int, tokens: int, /) -> int:
+        """Return the samples of the longest interval from `position` of at most `tokens`.
+
+        At least 1. It runs on across epochs.
+        """
+        ...
+
+    def reached(self, position: int, tokens: int, /) -> int:
+        """Return the samples of the shortest interval from `position` of at least `tokens`."""
         ...
 
 
@@ -56,6 +87,7 @@ class Horizon:
         batch_sizes: a constant size, or a plan that knows where batches begin; None if sizes are
             decided during the run.
         last_batch: what happens if an epoch ends inside a batch.
+        lengths: the tokens of each sample in the order of the run, if they are known.
         group: how many consecutive samples stay together: the run ends with a whole group.
 
     If `dataset_num_samples` is unknown, conversions between batches and samples assume one endless
@@ -79,6 +111,8 @@ class Horizon:
     """As given: one size, or where batches begin; None if that is decided during the run."""
     last_batch: LastBatch
     """What happens if an epoch ends inside a batch."""
+    lengths: Lengths | None
+    """The tokens of each sample in the order of the run, or None."""
     group: int | None
     """How many consecutive samples stay together; None: each is on its own."""
     end_sample: int | None = field(compare=False)
@@ -101,12 +135,17 @@ class Horizon:
         tokens_per_sample: int | None = None,
         batch_sizes: int | BatchSizes | None = None,
         last_batch: LastBatch = "keep",
+        lengths: Lengths | None = None,
         group: int | None = None,
     ) -> None:
         run = read_run(max_duration)
         samples = checked_count("dataset_num_samples", dataset_num_samples)
         tokens = checked_count("dataset_num_tokens", dataset_num_tokens)
         each = checked_count("tokens_per_sample", tokens_per_sample)
+        if lengths is not None:
+            samples = _same("dataset_num_samples", samples, lengths.num_samples)
+            tokens = _same("dataset_num_tokens", tokens, lengths.total)
+            _same("tokens_per_sample", each, None)
         if last_batch not in get_args(LastBatch):
             instead = "write 'keep', 'drop' or 'carry'"
             raise ConversionError.bad("last_batch", last_batch, "there is no such word", instead)
@@ -119,6 +158,7 @@ class Horizon:
             tokens_per_sample=each,
             batch_sizes=batch_sizes,
             last_batch=last_batch,
+            lengths=lengths,
             group=group,
             _axes=axes(samples, run.unit),
         )
@@ -333,7 +373,7 @@ class Horizon:
 
     def _given(self) -> dict[str, Any]:
         """The arguments after the first, as they were given."""
-        return {fact.name: getattr(self, fact.name) for fact in fields(self)[1:7]}
+        return {fact.name: getattr(self, fact.name) for fact in fields(self)[1:8]}
 
     def __repr__(self) -> str:
         given = self._given().items()
@@ -346,6 +386,14 @@ def _unknown_epoch(what: str, otherwise: str) -> ConversionError:
     return ConversionError.cannot(what, why=_NO_SAMPLES, instead=instead)
 
 
+def _same(name: str, given: int | None, found: _Fact) -> _Fact:
+    """Return what the lengths say; refuse anything else."""
+    if given not in (None, found):
+        why = "lengths has the tokens of each sample" + (f", and {found:,} in all" if found else "")
+        raise ConversionError.bad(name, given, why, "leave one of the two out")
+    return found
+
+
 def _tokens(num_samples: int | None, num_tokens: int | None, each: int | None) -> int | None:
     if num_samples is None or each is None:
         return num_tokens
@@ -356,7 +404,6 @@ def _tokens(num_samples: int | None, num_tokens: int | None, each: int | None) -
 
 
 _NO_SAMPLES = "the number of samples in the data set is not known"
-_Fact = TypeVar("_Fact")
 
 
 class _MissingFactError(Exception):

@@ -32,7 +32,7 @@ from stretto.runtime.compiled import plain_naming, uncompiled
 from stretto.runtime.random_state import kept_generators
 from stretto.runtime.ranks import Ranks
 from stretto.schedules.names import group_name
-from stretto.timing import parse_trigger
+from stretto.timing import Time, parse_trigger
 from stretto.training.callback import Callback, overrides, unique
 
 _OWN_OF_A_RANK = ("num_workers", "prefetch_factor", "pin_memory", "callbacks", "torch", "stretto")
@@ -165,8 +165,15 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[st
     """
     for name in {**present, **saved}:
         before, now = saved.get(name), present.get(name)
-        if before != now:
+        if _respelt(before) != _respelt(now):
             yield f"{name}: {before} -> {now}"
+
+
+def _respelt(value: Any) -> Any:
+    """Return a text with its times as they print now; older checkpoints have '20000000tok'."""
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"\b[0-9]{5,180}(ba|sp|tok)\b", lambda found: str(Time(found[0])), value)
 
 
 @final
@@ -229,7 +236,7 @@ class Setup:
             instead = "pass the same data in the same order, or start a new run from its weights"
             raise CheckpointError.cannot("continue with these data", why=why, instead=instead)
         length = "max_duration"
-        self.has_other_length = saved.get(length) != self.settings.get(length)
+        self.has_other_length = _respelt(saved.get(length)) != self.settings.get(length)
         self._keep_changed(saved)
         self.changes = list(changes(saved, self.settings))
         if self._run.loader.has_dropped_state:

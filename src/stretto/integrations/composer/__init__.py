@@ -39,6 +39,7 @@ from stretto.integrations.counts import UNREACHED, smallest_step
 from stretto.integrations.shared import StepMeter, ends_epoch, note_metrics, refuse, warn_of_end
 from stretto.run import Run, prepare
 from stretto.settings import Loading
+from stretto.timing.time import read_run
 
 __all__ = ["ComposerCallback", "attach"]
 
@@ -102,7 +103,7 @@ class ComposerCallback(Callback):
         run, length = self.run, state.max_duration
         assert length is not None, "checked"
         is_ours = state.train_dataloader is self._steps and state.dataloader_len == self._length
-        is_ours = is_ours and length.to_timestring() == str(run.horizon.max_duration)
+        is_ours = is_ours and read_run(length.to_timestring()) == run.horizon.max_duration
         why = "the run was prepared when the trainer was made"
         refuse((not is_ours, "train with what fit() was given", why, "pass it to Trainer(...)"))
         check_fit(run, state)

@@ -36,7 +36,7 @@ class ExponentialMovingAverage(Callback):
     in `model` and the averages in `callbacks`.
 
     >>> ExponentialMovingAverage(half_life="10_000sp", every="10ba", start="5%")
-    ExponentialMovingAverage(half_life='10000sp', every=Every('10ba'), start='0.05dur')
+    ExponentialMovingAverage(half_life='10Ksp', every=Every('10ba'), start='0.05dur')
 
     Args:
         decay: d in each update, in [0, 1); or else state `half_life`.

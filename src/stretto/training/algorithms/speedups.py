@@ -93,7 +93,7 @@ class SequenceLengthWarmup(Callback):
     (see `DataSpec.count_tokens`).
 
     >>> SequenceLengthWarmup(start=32, end=128, over="1Mtok")
-    SequenceLengthWarmup(start=32, end=128, over='1000000tok', multiple_of=8)
+    SequenceLengthWarmup(start=32, end=128, over='1Mtok', multiple_of=8)
 
     Args:
         start: tokens of a sequence in the beginning.

@@ -1,0 +1,131 @@
+"""`pack`: the samples of a batch in micro-batches of at most so many tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from heapq import heapreplace
+from itertools import pairwise
+from operator import index
+
+from stretto.batching.policy import checked_size, checked_world_size
+from stretto.errors import BatchSizeError, shown
+
+Piece = tuple[int, list[int]]
+"""The tokens of a micro-batch as it is run, and the indices of its samples."""
+
+
+def pack(
+    lengths: Sequence[int], budget: int, world_size: int = 1, *, packed: bool = False
+) -> list[list[list[int]]]:
+    """Share samples over ranks and micro-batches, with a budget of tokens per micro-batch.
+
+    Returns indices into `lengths`, by rank and pass. Each index occurs once, and all ranks have as
+    many passes. An empty list is a dummy: run any sample with weight 0. The result depends only on
+    the arguments, so each rank can compute it alone.
+
+    A micro-batch costs its number of rows times its longest sample. There are as few passes as the
+    budget allows. Samples of similar length are together, and the micro-batches of one pass cost
+    alike.
+
+    >>> pack([900, 120, 100, 500, 480, 110], budget=1000, world_size=2)
+    [[[0], [1, 5, 2]], [[3], [4]]]
+
+    Args:
+        lengths: the tokens of each sample.
+        budget: the most tokens of a micro-batch, padding included.
+        world_size: how many ranks share the samples.
+        packed: whether samples are joined without padding. Then a micro-batch costs their sum.
+
+    Raises:
+        BatchSizeError: a sample alone exceeds the budget, or a number is not valid.
+    """
+    budget = int(checked_size(budget, "a token budget", instead="write a number such as 4096"))
+    world_size = checked_world_size(world_size)
+    counts, order = _sorted(lengths)
+    longest = [*map(counts.__getitem__, order)]
+    if order and longest[0] > budget:
+        raise too_long(order[0], longest[0], budget)
+    cut = _joined if packed else _padded
+    return _dealt(cut(order, longest, budget, world_size), world_size)
+
+
+def too_long(sample: int, length: int, budget: int) -> BatchSizeError:
+    """Return the error for a sample that is longer than a micro-batch may be."""
+    what = f"run sample {sample} of {length:,} tokens in a micro-batch of {budget:,} tokens"
+    instead = f"write a budget of at least {length}, or cut or leave out longer samples"
+    return BatchSizeError.cannot(what, why="it exceeds the budget alone", instead=instead)
+
+
+def _sorted(lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the lengths as a list, and their places from the longest to the shortest."""
+    try:
+        counts = [*map(index, lengths)]
+        order = sorted(range(len(counts)), key=counts.__getitem__, reverse=True)
+        least = counts[order[-1]] if order else 1
+    except TypeError:
+        least = -1
+    if least < 0:
+        why, instead = "it is no sequence of whole numbers from 0", "pass the tokens of each sample"
+        raise BatchSizeError.cannot(f"use lengths={shown(lengths)}", why=why, instead=instead)
+    return counts if least else [count or 1 for count in counts], order  # an empty one is padded
+
+
+def _padded(order: list[int], longest: list[int], budget: int, world_size: int) -> list[Piece]:
+    """Cut samples in descending order of length into pieces of at most one price.
+
+    The smallest price that needs no more pieces makes them equal; a piece below it only has rows of
+    its own length left over.
+    """
+
+    def borders(price: int) -> list[int]:
+        first, found, end = 0, [0], len(longest)
+        while first < end:
+            first += price // longest[first]
+            found.append(first)
+        return found
+
+    most = -(-(len(borders(budget)) - 1) // world_size) * world_size
+    least = max(*longest[:1], -(-sum(longest) // max(1, most)), 0)
+    prices = range(least, budget, 1 + budget // 512)  # closer is slower and pads no less
+    enough = bisect_left(prices, -most, key=lambda price: 1 - len(borders(price)))
+    found = borders(prices[enough] if enough < len(prices) else budget)
+    return [(longest[a] * len(order[a:b]), order[a:b]) for a, b in pairwise(found)]
+
+
+def _joined(order: list[int], longest: list[int], budget: int, world_size: int) -> list[Piece]:
+    """Give each sample, the longest first, to the piece with the fewest tokens.
+
+    Not the differencing of Karmarkar and Karp: with many samples a piece the sums differ as
+    little, in a tenth of the time.
+    """
+    large = bisect_left(longest, -budget, key=lambda count: -2 * count)  # no two in a piece
+    parts = -(-max(large, -(-sum(longest) // budget)) // world_size) * world_size
+    while True:
+        pieces: list[list[int]] = [[] for _ in range(parts)]
+        sums = [*range(parts)]  # of each piece, times `parts`, plus its number
+        for sample, count in zip(order, longest, strict=True):
+            lightest = sums[0]
+            pieces[lightest % parts].append(sample)
+            heapreplace(sums, lightest + count * parts)
+        found = [(sum_ // parts, pieces[sum_ % parts]) for sum_ in sums]
+        if max(found, default=(0,))[0] <= budget:
+            return found
+        parts = -(-(parts + 1 + parts // 64) // world_size) * world_size
+
+
+def _dealt(pieces: list[Piece], world_size: int) -> list[list[list[int]]]:
+    """Give each rank one piece of each pass: pieces that cost alike, the lightest rank first."""
+    pieces = sorted(pieces, key=lambda piece: -piece[0])
+    if world_size == 1:
+        return [[piece for _, piece in pieces]]
+    ranks: list[list[list[int]]] = [[] for _ in range(world_size)]
+    sums = [0] * world_size
+    for first in range(0, len(pieces), world_size):
+        dealt = pieces[first : first + world_size]
+        dealt += [(0, [])] * (world_size - len(dealt))
+        lightest = sorted(range(world_size), key=sums.__getitem__)
+        for rank, (price, piece) in zip(lightest, dealt, strict=True):
+            ranks[rank].append(piece)
+            sums[rank] += price
+    return ranks

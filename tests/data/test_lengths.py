@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from stretto.data import DataSpec
+from stretto.data import lengths as module
+from stretto.data.lengths import OrderedLengths, checked_lengths
+from stretto.errors import ConversionError, DataError
+from stretto.ordering import SampleOrder
+from stretto.timing import Horizon
+from stretto.training import Loading
+
+LENGTHS = [7, 1, 4, 9, 2, 2, 30, 5]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    block=st.integers(1, 9),
+    shuffle=st.booleans(),
+    position=st.integers(0, 70),
+    size=st.integers(0, 80),
+    tokens=st.integers(1, 900),
+)
+def test_every_answer_is_that_of_a_walk(
+    *, lengths: list[int], block: int, shuffle: bool, position: int, size: int, tokens: int
+) -> None:
+    order = SampleOrder(len(lengths), 5, shuffle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_BLOCK", block)
+        ordered = OrderedLengths(torch.tensor(lengths), order)
+        walked = [lengths[order[at]] for at in range(position, position + size)]
+        for _ in range(2):  # the second time from what is kept
+            assert ordered.of(position, position + size) == walked
+            assert ordered.tokens(position, position + size) == sum(walked)
+        count = total = 0
+        while total + lengths[order[position + count]] <= tokens:
+            total += lengths[order[position + count]]
+            count += 1
+        assert ordered.count(position, tokens) == max(1, count)
+        assert ordered.reached(position, tokens) == count + (total < tokens)
+        assert ordered.reached(position, 0) == 0
+    assert (ordered.total, ordered.longest) == (sum(lengths), max(lengths))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        LENGTHS,
+        tuple(LENGTHS),
+        np.array(LENGTHS, dtype=np.uint16),
+        np.array(LENGTHS, dtype=np.uint8),
+        torch.tensor(LENGTHS, dtype=torch.int32),
+    ],
+    ids=["list", "tuple", "uint16", "uint8", "int32"],
+)
+def test_lengths_may_be_any_array_of_whole_numbers(given: Any) -> None:
+    spec = DataSpec(range(8), lengths=given)
+    assert spec.counts["dataset_num_tokens"] == sum(LENGTHS)
+    horizon = spec.horizon("2ep", loading=Loading(shuffle=False))
+    assert horizon.lengths is not None
+    assert horizon.lengths.of(6, 10) == [30, 5, 7, 1]
+    assert horizon.dataset_num_tokens == sum(LENGTHS)
+
+
+def test_a_memory_map_is_not_copied(tmp_path: Path) -> None:
+    path = tmp_path / "lengths"
+    np.array(LENGTHS, dtype=np.int32).tofile(path)
+    mapped = np.memmap(path, dtype=np.int32, mode="r")
+    spec = DataSpec(range(8), lengths=mapped)
+    assert spec.lengths.data_ptr() == mapped.ctypes.data
+
+
+def test_lengths_follow_the_order_of_the_run() -> None:
+    loading = Loading(seed=3)
+    spec = DataSpec(range(8), lengths=LENGTHS)
+    horizon, order = spec.horizon("1ep", loading=loading), spec.order(loading)
+    assert horizon.lengths is not None
+    assert horizon.lengths.of(0, 24) == [LENGTHS[order[at]] for at in range(24)]
+    assert horizon.scaled(2).lengths is horizon.lengths
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ([1, 2], "shape"),
+        ([[1] * 8], "shape"),
+        ([1.0] * 8, "float32"),
+        ([True] * 8, "bool"),
+        ([1, 0, 1, 1, 1, 1, 1, 1], "sample 1 has 0"),
+        ([1] * 7 + [-3], "sample 7 has -3"),
+        (["a"] * 8, "no array"),
+        ({1: 2}, "no array"),
+    ],
+)
+def test_what_is_no_length_of_each_sample_is_refused(given: Any, word: str) -> None:
+    with pytest.raises(DataError, match=word):
+        DataSpec(range(8), lengths=given)
+
+
+@pytest.mark.parametrize(
+    "other", [{"num_tokens": 61}, {"tokens_per_sample": 4}, {"tokens_vary": True}], ids=str
+)
+def test_another_count_of_tokens_is_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="lengths has the tokens of each sample"):
+        DataSpec(range(8), lengths=LENGTHS, **other)
+    assert DataSpec(range(8), lengths=LENGTHS, num_tokens=60).num_tokens == 60
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_lengths_of_an_iterable_are_refused() -> None:
+    with pytest.raises(DataError, match="no samples by index"):
+        DataSpec(Stream(), lengths=[1])
+
+
+def test_a_horizon_knows_what_lengths_say() -> None:
+    ordered = OrderedLengths(checked_lengths(LENGTHS, 8), SampleOrder(8))
+    horizon = Horizon("1ep", lengths=ordered)
+    assert (horizon.dataset_num_samples, horizon.dataset_num_tokens) == (8, 60)
+    for wrong in ("dataset_num_samples", "dataset_num_tokens", "tokens_per_sample"):
+        with pytest.raises(ConversionError, match="lengths has"):
+            Horizon("1ep", lengths=ordered, **{wrong: 7})
