@@ -203,7 +203,9 @@ def test_the_loader_follows_the_model_on_any_ranks_and_after_any_resume(
 RUN = Run(100, [(0, 1), (20, 2), (50, 4)], [(0, 6), (30, 12)], 150, "keep")
 
 
-@pytest.mark.parametrize("sizes", [None, lambda _now, size: min(16, size or 5)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [None, lambda _now, size: min(16, size or 5)], ids=["steps", "function"]
+)
 def test_workers_read_the_same_rows(sizes: Any) -> None:
     given = {} if sizes is None else {"batch_size": sizes}
     loading = Loading(shuffle=True, seed=5, num_workers=2)
