@@ -94,6 +94,7 @@ def check_group(text: str, groups: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
+_INDEX = re.compile(r"\.[0-9]+$")
 _OWN = re.compile(r"[^\W\d][\w.-]*")
 _TAKEN = frozenset(
     (
@@ -119,7 +120,7 @@ def check_value_names(values: Iterable[object], taken: Iterable[str]) -> None:
         why = "a hyper-parameter, or a column of the metrics, has that name"
         if not isinstance(name, str) or _OWN.fullmatch(name) is None:
             why = "it is not a word, in which '.' and '-' may be"
-        elif name not in others:
+        elif _INDEX.sub("", name) not in others:
             continue
         instead = "write another one, such as 'mtp_weight' or 'mixture.code'"
         raise ScheduleError.cannot(f"name a value {name!r}", why=why, instead=instead)
