@@ -260,7 +260,7 @@ def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:
 
     def change(value: object) -> object:
         if isinstance(value, IncreaseFunction) and value.max_batch_size == "auto":
-            return replace(value, max_batch_size=size)
+            return replace(value, max_batch_size=type(value.start)(size))  # in its unit
         return value.replaced(change) if isinstance(value, Timed) else value
 
     return cast(BatchSizePolicy, change(policy))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from stretto.batching import Tokens, checked_size
 from stretto.config.run import RunConfig
 from stretto.config.training import build_finding
 from stretto.errors import ConfigError
@@ -19,12 +20,15 @@ def find(
     config: RunConfig,
     *,
     world_size: str | None,
-    micro_batch_size: int | None,
+    micro_batch_size: str | None,
     shard: str | None,
-    maximum: int | None,
+    minimum: str,
+    maximum: str | None,
     **asked: Any,
 ) -> tuple[str, Any]:
     """Return the largest micro-batch of a device, or of each number of ranks; or the fewest ranks.
+
+    Sizes in tokens ask for a token budget.
 
     Returns:
         The answer as text and as plain values.
@@ -39,22 +43,32 @@ def find(
             why="the kind of their GPUs is not known",
             instead="write --gpu h100",
         )
+    size = _size("--micro-batch-size", micro_batch_size)
+    least, most = _size("--minimum", minimum), _size("--maximum", maximum)
+    amounts = {type(one) for one in (size, most, None if least == 1 else least) if one is not None}
+    if len(amounts) > 1:
+        raise ConfigError.cannot(
+            "find a batch size",
+            why="some of the sizes are in samples and others in tokens",
+            instead="write all of them like 64, or all like 64Ktok",
+        )
+    amount = amounts.pop() if amounts else None
     found = None
     if asked["gpu"] is not None:
         # The model may be larger than this machine. If it reads values while it is built, or is
         # wrong, it is built again with them.
         with suppress(ConfigError, RuntimeError, NotImplementedError):
-            found = build_finding(config, on_meta=True)
-    found = build_finding(config) if found is None else found
+            found = build_finding(config, on_meta=True, amount=amount)
+    found = build_finding(config, amount=amount) if found is None else found
     # Of a step with several micro-batches, the second needs the most memory: gradients exist.
     asked |= {"accumulation": 2, "measures_noise": found.measures_noise}
     asked["shard"] = shard or _shard_of(config)
-    if micro_batch_size is not None:
-        rest = ("minimum", "multiple_of", "power_of_two")
+    if size is not None:
+        rest = ("multiple_of", "power_of_two")
         asked = {name: value for name, value in asked.items() if name not in rest}
-        ranks, answer = find_num_ranks(found.step, found.batch, micro_batch_size, **asked)
+        ranks, answer = find_num_ranks(found.step, found.batch, size, **asked)
         return _shown(answer, num_ranks=ranks)
-    asked["maximum"] = maximum or found.num_samples or MAXIMUM
+    asked |= {"minimum": least, "maximum": most or found.most or MAXIMUM}
     if len(numbers) > 1:
         rows = [(ranks, _answer(found.step, found.batch, ranks, asked)) for ranks in numbers]
         plain = [
@@ -92,6 +106,10 @@ def _answer(step: Any, batch: Any, ranks: int, asked: dict[str, Any]) -> Answer 
         return None
 
 
+def _size(option: str, text: str | None) -> int | None:
+    return None if text is None else checked_size(text, option)
+
+
 def _numbers(option: str, text: str) -> list[int]:
     numbers = [number.strip() for number in text.split(",")]
     if not all(number.isdecimal() and int(number) for number in numbers):
@@ -101,7 +119,8 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _to_record(answer: Answer) -> dict[str, Any]:
     return {
-        "size": answer.size,
+        "size": int(answer.size),
+        "unit": "tok" if isinstance(answer.size, Tokens) else "sp",
         "certainty": answer.certainty,
         "too_large": answer.too_large,
         "limit_bytes": answer.limit.bytes,
