@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stretto.batching import Tokens
+from stretto.batching.policy import in_unit_of
 from stretto.planning import Event, Plan, Stage, bound_of
 from stretto.report.run import RunMetrics
 from stretto.timing import Horizon, Timestamp, TimeUnit
@@ -314,7 +315,8 @@ def answers_table(rows: Sequence[tuple[Mapping[str, object], Answer | None]]) ->
 
 def _sized(size: int, answer: Answer) -> str:
     """Return a size in the unit of an answer."""
-    return str(Tokens(size)) if isinstance(answer.size, Tokens) else f"{size:,}"
+    amount = in_unit_of(answer.size, size)
+    return str(amount) if isinstance(amount, Tokens) else f"{size:,}"
 
 
 def _with_remarks(rows: Sequence[Sequence[str]]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from stretto.batching.metrics import NOISE
+from stretto.batching.policy import in_unit_of
 from stretto.data import StepLoader
 from stretto.errors import TrainingError
 from stretto.planning import Plan
@@ -76,13 +77,13 @@ def find_maximum(step: TrainStep, run: Run, ranks: Ranks) -> FoundMaximum:
     there_are = horizon.dataset_num_tokens if _finds_budget(run) else horizon.dataset_num_samples
     most = max(1, (there_are or 1) // ranks.world_size)
     answer = _largest(step, run, loader, ranks, most)
-    size, amount = answer.size, type(answer.size)
+    size = answer.size
     if ranks.world_size == 1 and keeps_gradients_apart(loader.reads, map(type, run.callbacks)):
         half = (size + 1) // 2
         halves = _largest(step, run, loader, ranks, half, accumulation=2, measures_noise=True)
         if 2 * halves.size < size:
             size, answer = 2 * halves.size, halves
-    return FoundMaximum(amount(size * ranks.world_size), answer)
+    return FoundMaximum(in_unit_of(answer.size, size * ranks.world_size), answer)
 
 
 def _finds_budget(run: Run) -> bool:
