@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from stretto.batching import Tokens, checked_size
+from stretto.batching.policy import has_tokens
 from stretto.config.run import RunConfig
 from stretto.config.training import build_finding
 from stretto.errors import ConfigError
@@ -43,16 +44,12 @@ def find(
             why="the kind of their GPUs is not known",
             instead="write --gpu h100",
         )
-    size = _size("--micro-batch-size", micro_batch_size)
-    least, most = _size("--minimum", minimum), _size("--maximum", maximum)
-    amounts = {type(one) for one in (size, most, None if least == 1 else least) if one is not None}
-    if len(amounts) > 1:
-        raise ConfigError.cannot(
-            "find a batch size",
-            why="some of the sizes are in samples and others in tokens",
-            instead="write all of them like 64, or all like 64Ktok",
-        )
-    amount = amounts.pop() if amounts else None
+    given = {"--micro-batch-size": micro_batch_size, "--minimum": minimum, "--maximum": maximum}
+    size, least, most = (
+        None if one is None else checked_size(one, option) for option, one in given.items()
+    )
+    is_budget = has_tokens((size, least, most))
+    amount = Tokens if is_budget else None if (size, most) == (None, None) else int
     found = None
     if asked["gpu"] is not None:
         # The model may be larger than this machine. If it reads values while it is built, or is
@@ -106,10 +103,6 @@ def _answer(step: Any, batch: Any, ranks: int, asked: dict[str, Any]) -> Answer 
         return None
 
 
-def _size(option: str, text: str | None) -> int | None:
-    return None if text is None else checked_size(text, option)
-
-
 def _numbers(option: str, text: str) -> list[int]:
     numbers = [number.strip() for number in text.split(",")]
     if not all(number.isdecimal() and int(number) for number in numbers):
@@ -119,7 +112,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _to_record(answer: Answer) -> dict[str, Any]:
     return {
-        "size": int(answer.size),
+        "size": answer.size,
         "unit": "tok" if isinstance(answer.size, Tokens) else "sp",
         "certainty": answer.certainty,
         "too_large": answer.too_large,

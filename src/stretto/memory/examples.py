@@ -47,31 +47,26 @@ class UnequalSamples:
     lengths: Sequence[int]
 
     def __post_init__(self) -> None:
-        found = [whole(one) or 0 for one in self.lengths]
-        if min(found, default=0) < 1:
+        found = sorted({whole(one) or 0 for one in self.lengths}) or [0]
+        if found[0] < 1:
             why, instead = "they are not whole numbers of at least 1", "write such as [16, 2048]"
             raise FitError.cannot(f"use lengths={shown(self.lengths)}", why=why, instead=instead)
-        object.__setattr__(self, "lengths", sorted(set(found)))
+        object.__setattr__(self, "lengths", found)
 
     @property
     def longest(self) -> int:
         """The smallest budget: the tokens of the longest sample."""
         return self.lengths[-1]
 
-    @property
-    def resolution(self) -> int:
-        """The default of `multiple_of`: a budget need not be found to the last token."""
-        return 1 << max(0, self.longest.bit_length() - 7)
-
     def batches(self, budget: int) -> list[Any]:
         """Return the micro-batches of at most so many tokens that need the most memory."""
         budget = max(budget, self.longest)
         shapes = [(budget // length, length) for length in self.lengths]
-        largest = [
-            max(shapes, key=lambda shape: shape[0] * shape[1] ** power) for power in (0, 1, 2)
-        ]
-        chosen = dict.fromkeys([shapes[-1], *largest])
-        return [self.make(rows, length) for rows, length in chosen]
+        chosen = shapes[-1:]
+        for power in range(3):
+            _, *most = max((rows * length**power, rows, length) for rows, length in shapes)
+            chosen.append((most[0], most[1]))
+        return [self.make(*shape) for shape in dict.fromkeys(chosen)]
 
 
 def amount_of(batch: Any) -> type[int]:

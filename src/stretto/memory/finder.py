@@ -116,8 +116,8 @@ def find_batch_size(
         if maximum < batch.longest:
             why = f"the longest sample has {batch.longest:,} tokens"
             raise FitError.bad("maximum", maximum, why, "write a larger one")
-        is_open = multiple_of == 1 and minimum < maximum
-        multiple_of = batch.resolution if is_open else multiple_of
+        if multiple_of == 1 and minimum < maximum:  # to the last token takes more trials
+            multiple_of = 1 << max(0, batch.longest.bit_length() - 7)
         minimum = max(minimum, batch.longest)
     how: dict[str, Any] = {"accumulation": accumulation, "measures_noise": measures_noise}
     finder = _Finder(

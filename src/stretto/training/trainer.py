@@ -15,15 +15,9 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
-from stretto.batching import (
-    PolicyLike,
-    RuleLike,
-    Tokens,
-    as_policy,
-    awaits_maximum,
-    with_maximum,
-)
+from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
 from stretto.batching.metrics import followed_metric, metrics_of
+from stretto.batching.policy import has_tokens
 from stretto.batching.seesaw import Pair
 from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights
@@ -284,7 +278,7 @@ class Trainer:
             self.found_maximum = find_maximum(self.step, run, self._ranks)
             largest, answer = self.found_maximum
             # Samples of unequal length may need a second pass for the same memory.
-            more = {"micro_batch_size": answer.size} if isinstance(largest, Tokens) else {}
+            more = {"micro_batch_size": answer.size} if has_tokens(largest) else {}
             run = prepared(with_maximum(sizes, largest), **more)
         return run.bind(self.step.optimizers, strategy=self._strategy)
 
