@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
-from stretto.batching import PolicyLike
+from stretto.batching import PolicyLike, Tokens
+from stretto.batching.metrics import NOISE
 from stretto.batching.rows import LengthsLike
 from stretto.data.chunks import (
     ChunkSource,
@@ -137,7 +138,7 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
     _check_whole(spec, loading)
     loading = with_own_settings(loading, spec.data)
     # At least 128 samples, in whole micro-batches.
-    micro_batch = part.micro_batch_size or 1
+    micro_batch = 1 if isinstance(part.micro_batch_size, Tokens) else part.micro_batch_size or 1
     chunk_size = -(-LEAST_CHUNK // micro_batch) * micro_batch
     group = run.facts.group or 1
     if not spec.is_map_style:
@@ -148,6 +149,7 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
         check_workers(spec, loading.num_workers)
         batches, own_rank = batched(spec, loading, chunk_size), part.rank if spec.sharded else 0
         chunks = ChunkSource(spec, batches, seed=loading.seed, rank=own_rank)
+        chunks.is_compared = NOISE in run.bound_policy.reads
         stream: Stream = SameStream(chunks, part)
         if spec.sharded:
             stream = OwnStreams(chunks, part, part.ranks.gather_dp)
