@@ -8,8 +8,9 @@ from heapq import heapreplace
 from itertools import pairwise
 from operator import index
 
-from stretto.batching.policy import checked_size, checked_world_size
+from stretto.batching.policy import Tokens, checked_size, checked_world_size
 from stretto.errors import BatchSizeError, shown
+from stretto.timing import Horizon
 
 Piece = tuple[int, list[int]]
 """The tokens of a micro-batch as it is run, and the indices of its samples."""
@@ -55,6 +56,29 @@ def too_long(sample: int, length: int, budget: int) -> BatchSizeError:
     what = f"run sample {sample} of {length:,} tokens in a micro-batch of {budget:,} tokens"
     instead = f"write a budget of at least {length}, or cut or leave out longer samples"
     return BatchSizeError.cannot(what, why="it exceeds the budget alone", instead=instead)
+
+
+def checked_micro_batch(value: object, facts: Horizon) -> int | None:
+    """Return the most samples of a micro-batch, or its budget of tokens, for one run.
+
+    A budget for samples of equally many tokens becomes a number of samples.
+
+    >>> checked_micro_batch("4_096tok", Horizon("1ep", tokens_per_sample=1000))
+    4
+
+    Raises:
+        BatchSizeError: it is neither, or the longest sample alone exceeds the budget.
+    """
+    if value is None:
+        return None
+    size, each, lengths = checked_size(value, "a micro-batch size"), facts.tokens_per_sample, facts.lengths
+    if not isinstance(size, Tokens):
+        return size
+    if lengths is not None and lengths.longest > size:
+        raise too_long(lengths.longest_sample, lengths.longest, size)
+    if each is not None and each > size:
+        raise too_long(0, each, size)
+    return size if each is None else size // each
 
 
 def _sorted(lengths: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -111,6 +111,20 @@ CountedBatch: TypeAlias = tuple[Any, int]
 """A collated batch and its number of samples; 0 for a dummy, which holds one sample."""
 
 
+class Piece(NamedTuple):
+    """A micro-batch whose samples are stated one by one."""
+
+    places: Sequence[int]
+    """Its samples, counted from the start of the batch; a dummy reads one of them."""
+    num_samples: int
+    """How many they are; 0 for a dummy."""
+    num_tokens: int
+
+
+Cut: TypeAlias = Callable[[int, int], list[Piece]]
+"""Returns this rank's micro-batches of a batch, from its size and start; all ranks have as many."""
+
+
 class FetchedStep(NamedTuple):
     """What one step reads. Under `drop`: the rest of an epoch that is too small for a batch."""
 
@@ -122,6 +136,8 @@ class FetchedStep(NamedTuple):
     """Samples over all ranks; fewer than planned if data of unknown size have ended."""
     crossings: tuple[int, ...] = ()
     """The batch's samples after each epoch end inside it; only for data of unknown size."""
+    tokens: Sequence[int] | None = None
+    """The tokens of each micro-batch; None: they are counted."""
 
 
 Steps: TypeAlias = Callable[[Plans], Iterator[FetchedStep]]

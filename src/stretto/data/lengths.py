@@ -86,8 +86,10 @@ class OrderedLengths:
         self.num_samples = order.num_samples
         self.total = total_tokens(lengths)
         """Tokens of an epoch."""
-        self.longest = int(lengths.max())
-        """Tokens of the longest sample."""
+        self.longest_sample = int(lengths.argmax())
+        """The index of the longest sample."""
+        self.longest = int(lengths[self.longest_sample])
+        """Its tokens."""
         self._block = _Block(0, torch.empty(0, dtype=torch.int64))
         self._blocks: dict[int, _Block] = {}
         self._totals: dict[int, int] = {}

@@ -11,7 +11,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, final
 
-from stretto.batching import NO_SIGNALS, PolicyLike, Signals, checked_size
+from stretto.batching import NO_SIGNALS, PolicyLike, Signals
+from stretto.batching.pack import checked_micro_batch
 from stretto.data.decisions import Decisions, other_order, reading_state
 from stretto.data.fetch import FetchedStep, RankShare, pinned
 from stretto.data.source import BatchSource, make_source, prepared_for
@@ -264,10 +265,8 @@ class StepLoader(Iterator[Step]):
 
     def _read(self, micro_batch_size: int | None) -> None:
         """Read this rank's part of the data in micro-batches of so many samples."""
-        if micro_batch_size is not None:
-            micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
-        self.micro_batch_size = micro_batch_size
-        part = RankShare(self.ranks, micro_batch_size)
+        self.micro_batch_size = checked_micro_batch(micro_batch_size, self.prepared.facts)
+        part = RankShare(self.ranks, self.micro_batch_size)
         self._source: BatchSource = make_source(self.spec, self._from_start, self._loading, part)
         self._tokens = TokenCounter(self._source, self.prepared, self.timer)
         self._agreed, self._cross = self._tokens.agreed, self._tokens.cross
@@ -328,8 +327,12 @@ class StepLoader(Iterator[Step]):
             self.timer.end_epoch(dropped=fetched.size)
         size, world, each = fetched.size, self.ranks.dp_world_size, self._tokens.each
         micro_batches = []
+        count: Callable[[Any, int], int] = self._tokens
+        if fetched.tokens is not None:
+            known = iter(fetched.tokens)
+            count = lambda *_: next(known)  # noqa: E731
         for batch, samples in fetched.micro_batches:
-            tokens = self._tokens(batch, samples) if each is None else samples * each
+            tokens = count(batch, samples) if each is None else samples * each
             micro_batches.append(MicroBatch(batch, samples, tokens, samples * world / size))
         step = Step(self.timer.timestamp, size, fetched.plan.decided, micro_batches)
         self._pending = step, fetched

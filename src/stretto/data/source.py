@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from stretto.batching import PolicyLike
+from stretto.batching import PolicyLike, Tokens
 from stretto.data.chunks import (
     ChunkSource,
     check_streams,
@@ -16,6 +16,7 @@ from stretto.data.chunks import (
 )
 from stretto.data.fetch import Fetch, RankShare, Steps
 from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
+from stretto.data.pieces import cut_by_tokens, direct_pieces, planned_pieces
 from stretto.data.spec import DataSpec, check_workers, is_one_shot
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
 from stretto.data.workers import batched, pins_memory, with_own_settings
@@ -127,7 +128,8 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
     loading = with_own_settings(loading, spec.data)
     # At least 128 samples, in whole micro-batches.
     micro_batch = part.micro_batch_size or 1
-    chunk_size = -(-LEAST_CHUNK // micro_batch) * micro_batch
+    is_budget = isinstance(part.micro_batch_size, Tokens)
+    chunk_size = LEAST_CHUNK if is_budget else -(-LEAST_CHUNK // micro_batch) * micro_batch
     if not spec.is_map_style:
         _check_iterable(spec, run.horizon, loading)
         check_workers(spec, loading.num_workers)
@@ -144,13 +146,13 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
     source = MapSource(spec, order, part, fetch, loading)
     # Indexing tensors is faster than any worker; `get_batch` does not give single samples.
     is_direct = fetch.tensors is not None or (fetch.get_batch is not None and not run.is_planned)
+    cut = cut_by_tokens(source, run) if is_budget else None
     if run.is_planned and loading.num_workers and not is_direct:
-        return BatchSource(
-            partial(planned_steps, source), source, None, spec, part, looks_ahead=True
-        )
-    steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample)
+        ahead = partial(planned_steps, source) if cut is None else partial(planned_pieces, source, cut)
+        return BatchSource(ahead, source, None, spec, part, looks_ahead=True)
+    steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample, cut)
     if is_direct or not loading.num_workers:
-        steps = partial(direct_steps, source)
+        steps = partial(direct_steps, source) if cut is None else partial(direct_pieces, source, cut)
     return BatchSource(steps, source, None, spec, part, pins=pins_memory(loading))
 
 
