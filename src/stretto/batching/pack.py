@@ -9,8 +9,10 @@ from itertools import pairwise
 from operator import index
 
 from stretto.batching.policy import Tokens, checked_size, checked_world_size
+from stretto.batching.split import Split
 from stretto.errors import BatchSizeError, shown
 from stretto.timing import Horizon
+from stretto.timing.horizon import Lengths
 
 Piece = tuple[int, list[int]]
 """The tokens of a micro-batch as it is run, and the indices of its samples."""
@@ -71,7 +73,11 @@ def checked_micro_batch(value: object, facts: Horizon) -> int | None:
     """
     if value is None:
         return None
-    size, each, lengths = checked_size(value, "a micro-batch size"), facts.tokens_per_sample, facts.lengths
+    size, each, lengths = (
+        checked_size(value, "a micro-batch size"),
+        facts.tokens_per_sample,
+        facts.lengths,
+    )
     if not isinstance(size, Tokens):
         return size
     if lengths is not None and lengths.longest > size:
@@ -79,6 +85,22 @@ def checked_micro_batch(value: object, facts: Horizon) -> int | None:
     if each is not None and each > size:
         raise too_long(0, each, size)
     return size if each is None else size // each
+
+
+def num_passes(
+    size: int, start: int, world_size: int, micro_batch_size: int | None, lengths: Lengths | None
+) -> int | None:
+    """Return the micro-batches of each rank in a batch; None if they follow unknown lengths.
+
+    >>> num_passes(13, 0, 4, 2, None)
+    2
+    """
+    if not isinstance(micro_batch_size, Tokens):
+        return Split(size, world_size, micro_batch_size).accumulation
+    if lengths is None:
+        return None
+    found = lengths.of(start, start + size)
+    return len(pack(found, micro_batch_size, world_size, packed=lengths.packed)[0])
 
 
 def _sorted(lengths: Sequence[int]) -> tuple[list[int], list[int]]:

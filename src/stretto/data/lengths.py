@@ -79,10 +79,12 @@ class OrderedLengths:
     Args:
         lengths: by index of the sample; see `checked_lengths`.
         order: the sample at each position.
+        packed: whether micro-batches join samples without padding.
     """
 
-    def __init__(self, lengths: Tensor, order: SampleOrder) -> None:
+    def __init__(self, lengths: Tensor, order: SampleOrder, *, packed: bool = False) -> None:
         self._lengths, self._order = lengths, order
+        self.packed = packed
         self.num_samples = order.num_samples
         self.total = total_tokens(lengths)
         """Tokens of an epoch."""

@@ -211,7 +211,8 @@ class StepLoader(Iterator[Step]):
             `"0tok:768 250Btok:1536"`, a function, or a policy. Or a run that `bind_run` has bound,
             without `max_duration`.
         max_duration: how long the run is, in any unit but `dur`.
-        micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
+        micro_batch_size: the most samples of one micro-batch, or a budget of tokens such as
+            `"8Ktok"`, padding included; None: a rank's whole share.
         loading: how samples are ordered and fetched: a `Loading`, or a mapping of its fields.
         rank: this process among those that share each batch; None: torch.distributed's.
         world_size: how many processes share each batch; None: torch.distributed's.
@@ -229,7 +230,7 @@ class StepLoader(Iterator[Step]):
         batch_size: PolicyLike | Prepared,
         *,
         max_duration: TimeLike | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = None,
         loading: Loading | Mapping[str, Any] = Loading(),
         rank: int | None = None,
         world_size: int | None = None,
@@ -263,8 +264,8 @@ class StepLoader(Iterator[Step]):
         self._agrees = max(self.ranks.world_size, self.ranks.dp_world_size) > 1
         self._read(micro_batch_size)
 
-    def _read(self, micro_batch_size: int | None) -> None:
-        """Read this rank's part of the data in micro-batches of so many samples."""
+    def _read(self, micro_batch_size: int | str | None) -> None:
+        """Read this rank's part of the data in micro-batches of so many samples or tokens."""
         self.micro_batch_size = checked_micro_batch(micro_batch_size, self.prepared.facts)
         part = RankShare(self.ranks, self.micro_batch_size)
         self._source: BatchSource = make_source(self.spec, self._from_start, self._loading, part)
@@ -426,8 +427,8 @@ class StepLoader(Iterator[Step]):
         """
         return self._source.example_batch(indices)
 
-    def set_micro_batch_size(self, size: int | None) -> None:
-        """Cut later batches into micro-batches of at most `size` samples.
+    def set_micro_batch_size(self, size: int | str | None) -> None:
+        """Cut later batches into micro-batches of at most `size` samples, or so many tokens.
 
         The batches and their samples do not change.
 

@@ -182,12 +182,16 @@ def sample_steps(
         if cut is not None:
             pieces, share = cut(plan.size, start), taken(source.place(start + plan.size) - place)
             next_place += len(share)
-            yield source.step(plan, pieces, [
-                source.fetch.collate([share[one // part.world_size] for one in piece.places])
-                if piece.num_samples
-                else source.fetch([stream.at(start + piece.places[0])])
-                for piece in pieces
-            ])
+            yield source.step(
+                plan,
+                pieces,
+                [
+                    source.fetch.collate([share[one // part.world_size] for one in piece.places])
+                    if piece.num_samples
+                    else source.fetch([stream.at(start + piece.places[0])])
+                    for piece in pieces
+                ],
+            )
             continue
         micro_batches: list[CountedBatch] = []
         for count in share_sizes(part, plan.size, start):

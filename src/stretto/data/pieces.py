@@ -1,4 +1,4 @@
-"""Micro-batches with a budget of tokens: how a batch of known lengths is cut, and how it is read."""
+"""Micro-batches with a budget of tokens: how a batch of known lengths is cut, and read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cut_by_tokens(source: MapSource, run: Prepared) -> Cut:
         raise DataError.cannot(
             f"cut batches into micro-batches of {budget}",
             why="how many tokens each sample has is not known",
-            instead="pass DataSpec(data, lengths=...), or tokens_per_sample=... if all have equally many",
+            instead="pass DataSpec(data, lengths=...), or tokens_per_sample=... if all are equal",
         )
 
     def passes(tokens: list[int], start: int) -> list[list[int]]:

@@ -130,6 +130,7 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
     micro_batch = part.micro_batch_size or 1
     is_budget = isinstance(part.micro_batch_size, Tokens)
     chunk_size = LEAST_CHUNK if is_budget else -(-LEAST_CHUNK // micro_batch) * micro_batch
+    steps: Steps
     if not spec.is_map_style:
         _check_iterable(spec, run.horizon, loading)
         check_workers(spec, loading.num_workers)
@@ -138,7 +139,7 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
         stream: Stream = SameStream(chunks, part)
         if spec.sharded:
             stream = OwnStreams(chunks, part, part.ranks.gather_dp)
-        steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon)
+        steps = partial(cut_steps, stream, chunks.kind, run.horizon)
         return BatchSource(steps, None, chunks, spec, part, pins=pins_memory(loading))
     order = spec.order(loading)
     keyed_seed = loading.seed if loading.keyed_randomness else None
@@ -148,11 +149,15 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
     is_direct = fetch.tensors is not None or (fetch.get_batch is not None and not run.is_planned)
     cut = cut_by_tokens(source, run) if is_budget else None
     if run.is_planned and loading.num_workers and not is_direct:
-        ahead = partial(planned_steps, source) if cut is None else partial(planned_pieces, source, cut)
-        return BatchSource(ahead, source, None, spec, part, looks_ahead=True)
+        steps = partial(planned_steps, source)
+        if cut is not None:
+            steps = partial(planned_pieces, source, cut)
+        return BatchSource(steps, source, None, spec, part, looks_ahead=True)
     steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample, cut)
     if is_direct or not loading.num_workers:
-        steps = partial(direct_steps, source) if cut is None else partial(direct_pieces, source, cut)
+        steps = partial(direct_steps, source)
+        if cut is not None:
+            steps = partial(direct_pieces, source, cut)
     return BatchSource(steps, source, None, spec, part, pins=pins_memory(loading))
 
 

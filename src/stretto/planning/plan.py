@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike
-from stretto.batching.policy import as_float, checked_size, checked_world_size
-from stretto.batching.split import is_learning_rate, split
+from stretto.batching.pack import checked_micro_batch, num_passes
+from stretto.batching.policy import as_float, checked_world_size
+from stretto.batching.split import is_learning_rate
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
 from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, walk
@@ -105,9 +106,12 @@ class Plan:
         [8, 8, 4]
         """
         for step in walk(self.horizon, self.sizes.bound):
-            shared = split(step.size, self.world_size, self.micro_batch_size)
-            values = self._values(step.timestamp, step.decided)
-            yield step._replace(accumulation=shared.accumulation, values=values)
+            now, lengths = step.timestamp, self.horizon.lengths
+            passes = num_passes(
+                step.size, now.sample, self.world_size, self.micro_batch_size, lengths
+            )
+            values = self._values(now, step.decided)
+            yield step._replace(accumulation=passes, values=values)
 
     def values_at(self, batch: int, /) -> dict[str, float]:
         """Return the hyper-parameters of batch number `batch` (from 0).
@@ -132,13 +136,13 @@ class Plan:
         >>> plan(Horizon("20sp"), 8).to_json()["num_batches"]
         3
         """
-        horizon = self.horizon
+        horizon, micro = self.horizon, self.micro_batch_size
         return {
             "max_duration": str(horizon.max_duration),
             **{name: getattr(horizon, name) for name in _FACTS},
             "batch_size": repr(self.policy),
             "world_size": self.world_size,
-            "micro_batch_size": self.micro_batch_size,
+            "micro_batch_size": micro if micro is None or type(micro) is int else str(micro),
             "is_exact": self.is_exact,
             "num_batches": self.num_batches,
             "num_samples": self.num_samples,
@@ -169,7 +173,7 @@ def plan(
     policy: PolicyLike,
     *,
     world_size: int = 1,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | str | None = None,
     even: bool = False,
     schedules: Mapping[str, ScheduleLike] | None = None,
     base: Mapping[str, float] | None = None,
@@ -196,7 +200,7 @@ def plan(
         horizon: the run; its batch sizes are replaced by the planned ones.
         policy: the batch sizes.
         world_size: how many ranks share a batch.
-        micro_batch_size: the most samples that a rank takes at once.
+        micro_batch_size: the most samples that a rank takes at once, or a budget of tokens.
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         schedules: a schedule for each hyper-parameter: `lr`, `weight_decay`, `lr@group`, ...
         base: what the schedules' factors multiply; by default, 1.
@@ -228,7 +232,7 @@ def plan_prepared(
     run: Prepared,
     *,
     world_size: int = 1,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | str | None = None,
     even: bool = False,
     values: Mapping[str, tuple[Schedule, BoundSchedule]] | None = None,
     base: Mapping[str, float] | None = None,
@@ -241,7 +245,7 @@ def plan_prepared(
     Args:
         run: the run.
         world_size: how many ranks share a batch.
-        micro_batch_size: the most samples that a rank takes at once.
+        micro_batch_size: the most samples that a rank takes at once, or a budget of tokens.
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         values: by hyper-parameter, its schedule and the same bound, as an optimizer combines them;
             None: the schedules of the run.
@@ -254,8 +258,7 @@ def plan_prepared(
         PlanError: as `plan` does.
     """
     world_size = checked_world_size(world_size)
-    if micro_batch_size is not None:
-        micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
+    micro = checked_micro_batch(micro_batch_size, run.facts)
     if values is None:
         values = {name: on_base(name, run, base or {}) for name in run.schedules}
     if not tracks_tokens:
@@ -268,7 +271,7 @@ def plan_prepared(
         replace(
             stage,
             world_size=world_size,
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=micro,
             values=first_last(stage, at),
         )
         for stage in sizes.stages
@@ -285,7 +288,7 @@ def plan_prepared(
         horizon=horizon,
         sizes=sizes,
         world_size=world_size,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=micro,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
         warnings=(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, final
 
-from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
+from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy
+from stretto.batching.pack import num_passes
 from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
 from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
 from stretto.schedules.fields import fill
@@ -44,7 +45,7 @@ class PlannedBatch(NamedTuple):
     """How many epochs end inside it or at its end."""
     state: PolicyState
     """The policy's state after deciding."""
-    accumulation: int = 1
+    accumulation: int | None = 1
     """Micro-batches of each rank; only in a plan."""
     values: Mapping[str, float] = _NO_VALUES
     """The hyper-parameters; only in a plan."""
@@ -239,9 +240,13 @@ class Stage:
         return self.size // self.world_size, -(-self.size // self.world_size)
 
     @property
-    def accumulation(self) -> int:
-        """Micro-batches per rank and batch."""
-        return split(self.size, self.world_size, self.micro_batch_size).accumulation
+    def accumulation(self) -> int | None:
+        """Micro-batches per rank and batch.
+
+        With a budget of tokens, those of the first batch; None if lengths are not known.
+        """
+        micro, lengths = self.micro_batch_size, self.equal.horizon.lengths
+        return num_passes(self.size, self.first.sample, self.world_size, micro, lengths)
 
     @property
     def cut_sizes(self) -> tuple[int, ...]:
