@@ -9,7 +9,7 @@ from itertools import pairwise
 from operator import index
 
 from stretto.batching.policy import Tokens, checked_size, checked_world_size
-from stretto.batching.split import Split
+from stretto.batching.split import Split, in_rows
 from stretto.errors import BatchSizeError, shown
 from stretto.timing import Horizon
 from stretto.timing.horizon import Lengths
@@ -88,14 +88,29 @@ def checked_micro_batch(value: object, facts: Horizon) -> int | None:
 
 
 def num_passes(
-    size: int, start: int, world_size: int, micro_batch_size: int | None, lengths: Lengths | None
+    size: int,
+    start: int,
+    world_size: int,
+    micro_batch_size: int | None,
+    *,
+    lengths: Lengths | None = None,
+    row: int = 1,
 ) -> int | None:
     """Return the micro-batches of each rank in a batch; None if they follow unknown lengths.
 
-    >>> num_passes(13, 0, 4, 2, None)
+    >>> num_passes(13, 0, world_size=4, micro_batch_size=2)
     2
+
+    Args:
+        size: the samples of the batch.
+        start: the position of its first sample.
+        world_size: how many ranks share it.
+        micro_batch_size: the most samples that a rank takes at once, or a budget of tokens.
+        lengths: the tokens of each sample.
+        row: how many samples are joined to a row.
     """
     if not isinstance(micro_batch_size, Tokens):
+        size, micro_batch_size = in_rows(size, micro_batch_size, row)
         return Split(size, world_size, micro_batch_size).accumulation
     if lengths is None:
         return None

@@ -13,6 +13,7 @@ from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyLike, Signals
 from stretto.batching.pack import checked_micro_batch
+from stretto.batching.rows import LengthsLike, check_holds_row
 from stretto.data.decisions import Decisions, other_order, reading_state
 from stretto.data.fetch import FetchedStep, RankShare, pinned
 from stretto.data.source import BatchSource, make_source, prepared_for
@@ -52,6 +53,7 @@ class TokenCounter:
         counts = spec.counts
         self.each = counts["tokens_per_sample"]
         """The tokens of every sample, 0 if none are tracked; None: they must be counted."""
+        self._lengths = run.facts.lengths
         self._stated = counts["dataset_num_tokens"] if self.each is None else None
         self._tells: bool | None = None
         if self.each is not None or spec.get_num_tokens_in_batch is not None:
@@ -132,8 +134,12 @@ class TokenCounter:
     def _of_last(self, step: Step, tokens: int, samples: int) -> int:
         """Return how many of the `tokens` of a step its last `samples` have.
 
-        Counted if this rank has the whole step; otherwise their share, rounded down.
+        From their lengths; else counted if this rank has the whole step, or their share, rounded
+        down.
         """
+        if self._lengths is not None:
+            stop = self._timer.sample + step.num_samples
+            return self._lengths.tokens(stop - samples, stop)
         if self.each is None and step.local_num_samples == step.num_samples:
             try:
                 return self._counted(step.micro_batches, samples)
@@ -218,6 +224,7 @@ class StepLoader(Iterator[Step]):
         world_size: how many processes share each batch; None: torch.distributed's.
         ranks: the processes of a run, in place of these two numbers.
         idle_ranks: whether a batch may have fewer samples than there are ranks.
+        sequence_length: the tokens of a row, as in `prepare`.
         clock: a monotonic clock in nanoseconds.
 
     Raises:
@@ -236,11 +243,14 @@ class StepLoader(Iterator[Step]):
         world_size: int | None = None,
         ranks: Ranks | None = None,
         idle_ranks: bool = False,
+        sequence_length: LengthsLike | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.spec = DataSpec.of(data)
         self._loading = read_settings(Loading, loading, "loading")
-        self.prepared = prepared_for(self.spec, batch_size, max_duration, self._loading)
+        self.prepared = prepared_for(
+            self.spec, batch_size, max_duration, self._loading, sequence_length
+        )
         self._from_start = self.prepared
         self.horizon = self.prepared.horizon
         self.timer = Timer(self.horizon, clock=clock)
@@ -263,6 +273,7 @@ class StepLoader(Iterator[Step]):
         """The processes that share each batch."""
         self._agrees = max(self.ranks.world_size, self.ranks.dp_world_size) > 1
         self._read(micro_batch_size)
+        check_holds_row(self.micro_batch_size, self.prepared.facts)
 
     def _read(self, micro_batch_size: int | str | None) -> None:
         """Read this rank's part of the data in micro-batches of so many samples or tokens."""
@@ -327,6 +338,7 @@ class StepLoader(Iterator[Step]):
                 break
             self.timer.end_epoch(dropped=fetched.size)
         size, world, each = fetched.size, self.ranks.dp_world_size, self._tokens.each
+        row = fetched.plan.row
         micro_batches = []
         count: Callable[[Any, int], int] = self._tokens
         if fetched.tokens is not None:
@@ -334,7 +346,7 @@ class StepLoader(Iterator[Step]):
             count = lambda *_: next(known)  # noqa: E731
         for batch, samples in fetched.micro_batches:
             tokens = count(batch, samples) if each is None else samples * each
-            micro_batches.append(MicroBatch(batch, samples, tokens, samples * world / size))
+            micro_batches.append(MicroBatch(batch, samples, tokens, samples * world / size, row))
         step = Step(self.timer.timestamp, size, fetched.plan.decided, micro_batches)
         self._pending = step, fetched
         return step
@@ -376,7 +388,7 @@ class StepLoader(Iterator[Step]):
         else:
             timer.advance(fetched.size, tokens=tokens, seconds=seconds)
         if plan is not self._decisions.last or signals is not self._decisions.signals:
-            self._decisions.finish(plan, signals, fetched.size)
+            self._decisions.finish(plan, signals, fetched.size, tokens)
         if self._source.chunks is not None:
             self._source.chunks.keep()
         return timer.timestamp
@@ -537,6 +549,8 @@ def _check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the saved state belongs to another order.
     """
+    if "seed" in saved:  # of a version that joined no samples
+        saved = {"longest_row": 1, **saved}
     if set(saved) != set(present):
         if "sharded" in (*saved, *present):
             has = "has" if "sharded" in saved else "does not have"

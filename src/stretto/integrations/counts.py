@@ -114,7 +114,8 @@ def planned_micro_batches(run: Run, start: int, stop: int) -> int:
             whole = range(first, after - 1)
             batches[:1] = [(number, stage.equal.size_of(number), 1) for number in whole]
         for number, size, count in batches:
-            passes = num_passes(size, stage.equal.position(number), world_size, micro, lengths)
+            place = stage.equal.position(number)
+            passes = num_passes(size, place, world_size, micro, lengths=lengths, row=stage.row)
             total += count * (passes or 0)
     return total
 

@@ -11,6 +11,7 @@ from typing import cast, final
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike
 from stretto.batching.pack import checked_micro_batch, num_passes
 from stretto.batching.policy import as_float, checked_world_size
+from stretto.batching.rows import LengthsLike, check_holds_row
 from stretto.batching.split import is_learning_rate
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
@@ -106,11 +107,15 @@ class Plan:
         [8, 8, 4]
         """
         for step in walk(self.horizon, self.sizes.bound):
-            now, lengths = step.timestamp, self.horizon.lengths
             passes = num_passes(
-                step.size, now.sample, self.world_size, self.micro_batch_size, lengths
+                step.size,
+                step.timestamp.sample,
+                self.world_size,
+                self.micro_batch_size,
+                lengths=self.horizon.lengths,
+                row=step.row,
             )
-            values = self._values(now, step.decided)
+            values = self._values(step.timestamp, step.decided)
             yield step._replace(accumulation=passes, values=values)
 
     def values_at(self, batch: int, /) -> dict[str, float]:
@@ -179,6 +184,7 @@ def plan(
     base: Mapping[str, float] | None = None,
     rule: RuleLike | None = None,
     triggers: Mapping[str, Trigger | TimeLike] | None = None,
+    sequence_length: LengthsLike | None = None,
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
 ) -> Plan:
@@ -206,6 +212,7 @@ def plan(
         base: what the schedules' factors multiply; by default, 1.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, ...
         triggers: names and times of repeated events: `{"evaluate": "10%"}`.
+        sequence_length: tokens of a row of samples of equal length: `"0tok:4096 252Mtok:8192"`.
         tracks_tokens: whether the data can count the tokens of a batch.
         resume_at: where a run resumes; earlier stages are not checked.
 
@@ -218,7 +225,14 @@ def plan(
         ScheduleError: a schedule does not fit into the run.
     """
     return plan_prepared(
-        bind_run(horizon, policy, schedules=schedules, triggers=triggers, rule=rule),
+        bind_run(
+            horizon,
+            policy,
+            schedules=schedules,
+            triggers=triggers,
+            rule=rule,
+            sequence_length=sequence_length,
+        ),
         world_size=world_size,
         micro_batch_size=micro_batch_size,
         even=even,
@@ -259,6 +273,7 @@ def plan_prepared(
     """
     world_size = checked_world_size(world_size)
     micro = checked_micro_batch(micro_batch_size, run.facts)
+    check_holds_row(micro, run.facts)
     if values is None:
         values = {name: on_base(name, run, base or {}) for name in run.schedules}
     if not tracks_tokens:
@@ -281,7 +296,7 @@ def plan_prepared(
         for stage in stages
         if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample
     ]
-    least = min((stage.size for stage in ahead), default=world_size)
+    least = min((stage.rows for stage in ahead), default=world_size)
     for stage in ahead:
         check_stage(stage, even=even, least=least, idle=idle_ranks)
     return Plan(

@@ -97,4 +97,6 @@ def _continued(had: Bound, bound: Bound, end: Hold, state: PolicyState) -> Bound
         return hold and hold & end
 
     units = bound.units | {TimeUnit.BATCH}
-    return replace(bound, decide=decide, holds_until=holds_until, start=state, units=units)
+    return replace(
+        bound, decide=decide, holds_until=holds_until, start=state, units=units, asked=None
+    )

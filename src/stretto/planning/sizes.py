@@ -9,11 +9,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, TypeAlias, final
 
 from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy
 from stretto.batching.pack import num_passes
 from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
+from stretto.batching.wrappers import InSamples
 from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
 from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
@@ -25,6 +26,9 @@ from stretto.timing.epochs import (
 )
 from stretto.timing.horizon import EqualBatches
 
+DecidedBy: TypeAlias = Literal["samples", "lengths", "reading"]
+"""The size of a batch is a number of samples (or of tokens that all samples have equally many of);
+it follows from known lengths; or it is decided while the samples are read."""
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -49,6 +53,8 @@ class PlannedBatch(NamedTuple):
     """Micro-batches of each rank; only in a plan."""
     values: Mapping[str, float] = _NO_VALUES
     """The hyper-parameters; only in a plan."""
+    row: int = 1
+    """How many samples are joined to each row."""
 
 
 def next_step(
@@ -95,7 +101,8 @@ def next_step(
     size = cut(horizon, timestamp, decided)
     ends = advance(horizon, timestamp, size).epoch - timestamp.epoch
     skipped = timestamp.sample - before
-    return timestamp, PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
+    step = PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
+    return timestamp, step if policy.row_at is None else step._replace(row=policy.row_at(timestamp))
 
 
 def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
@@ -106,6 +113,43 @@ def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
         why=f"an epoch has only {most}, so each would be dropped",
         instead=f"write AtMost(policy, {most}) or last_batch='carry'",
     )
+
+
+def decided_by(horizon: Horizon, policy: BatchSizePolicy) -> DecidedBy:
+    """Return what turns the sizes of a policy into samples on these data.
+
+    >>> decided_by(Horizon("1ep", tokens_per_sample=4096), as_policy("64Ktok"))
+    'samples'
+    """
+    if policy.unit is TimeUnit.SAMPLE or horizon.tokens_per_sample is not None:
+        return "samples"
+    return "reading" if horizon.lengths is None else "lengths"
+
+
+def on_data(horizon: Horizon, policy: BatchSizePolicy) -> BatchSizePolicy:
+    """Return a policy that decides in samples if equal samples allow it, else as it is."""
+    each = horizon.tokens_per_sample
+    is_equal = policy.unit is TimeUnit.TOKEN and each is not None
+    return InSamples(policy, each) if is_equal and each else policy
+
+
+def bind_sizes(horizon: Horizon, policy: BatchSizePolicy) -> Bound:
+    """Resolve the times of a policy for one run, and the unit of its sizes for its data.
+
+    Raises:
+        ConversionError: a time needs a fact that is not known.
+        BatchSizeError: the times are out of order on this run; or sizes are in tokens, and the
+            tokens of a sample are not known, or one is less than a sample.
+    """
+    if decided_by(horizon, policy) == "reading":
+        raise BatchSizeError.cannot(
+            f"follow {policy!r}",
+            why="its sizes are in tokens, and how many tokens each sample has is not known",
+            instead=f"set {fact_text('tokens_per_sample')}, pass DataSpec(data, lengths=...), or "
+            "write the sizes in samples",
+        )
+    found = on_data(horizon, policy)
+    return replace(found.bind(horizon), unit=found.unit)
 
 
 def walk(
@@ -214,11 +258,20 @@ class Stage:
     micro_batch_size: int | None = None
     values: Mapping[str, FirstLast] = field(default_factory=dict)
     """The hyper-parameters; only in a plan."""
+    row: int = 1
+    """How many samples are joined to each row."""
+    asked: int | None = None
+    """The size that the policy decided, if that is not in whole rows; None: it is."""
 
     @property
     def size(self) -> int:
         """Samples of each batch over all ranks; fewer if an epoch or the run ends inside it."""
         return self.equal.size
+
+    @property
+    def rows(self) -> int:
+        """The rows of a batch that the policy decided: samples, if none are joined."""
+        return max(1, (self.asked or self.size) // self.row)
 
     @property
     def first(self) -> Timestamp:
@@ -237,7 +290,8 @@ class Stage:
     @property
     def shares(self) -> tuple[int, int]:
         """The fewest and the most samples of a full batch on one rank."""
-        return self.size // self.world_size, -(-self.size // self.world_size)
+        rows, world_size, row = self.size // self.row, self.world_size, self.row
+        return rows // world_size * row, -(-rows // world_size) * row
 
     @property
     def accumulation(self) -> int | None:
@@ -245,8 +299,14 @@ class Stage:
 
         With a budget of tokens, those of the first batch; None if lengths are not known.
         """
-        micro, lengths = self.micro_batch_size, self.equal.horizon.lengths
-        return num_passes(self.size, self.first.sample, self.world_size, micro, lengths)
+        return num_passes(
+            self.size,
+            self.first.sample,
+            self.world_size,
+            self.micro_batch_size,
+            lengths=self.equal.horizon.lengths,
+            row=self.row,
+        )
 
     @property
     def cut_sizes(self) -> tuple[int, ...]:
@@ -290,10 +350,12 @@ def find_stages(
     now, state, decisions = Timestamp(), policy.start, 0
     run_axis, run_end = horizon.end
     while True:
+        before = state
         now, step = next_step(horizon, policy, now, state)
         if step is None:
             return found, now
         state = step.state
+        asked = step.decided if policy.asked is None else policy.asked(now, before, NO_SIGNALS)[0]
         batches = EqualBatches(horizon, now, step.decided)
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
@@ -303,7 +365,7 @@ def find_stages(
             )
         count = least(_count(batches, policy.holds_until(now, state)), until_end)
         after = None if count is None else _after(horizon, batches, count)
-        if found and found[-1].size == step.decided and not step.skipped:
+        if found and _is_like(found[-1], step):
             # The arithmetic of the first batches covers the later ones, too.
             total = None if count is None else (found[-1].batches or 0) + count
             found[-1] = replace(found[-1], batches=total, end=after)
@@ -314,10 +376,16 @@ def find_stages(
                 instead="write a larger 'increment', or 'planned: false' beside a function",
             )
         else:
-            found.append(Stage(len(found) + 1, batches, count, after, step.skipped))
+            stage = Stage(len(found) + 1, batches, count, after, step.skipped, row=step.row)
+            found.append(stage if asked == stage.size else replace(stage, asked=asked))
         if after is None:
             return found, None
         now = after
+
+
+def _is_like(stage: Stage, step: PlannedBatch) -> bool:
+    """Return whether a batch continues a stage."""
+    return stage.size == step.decided and stage.row == step.row and not step.skipped
 
 
 def _count(batches: EqualBatches, hold: Hold | None) -> int | None:
@@ -398,7 +466,7 @@ class PlannedSizes:
         most_stages: int | None = None,
     ) -> None:
         run, policy = horizon.with_batch_sizes(None), as_policy(policy)
-        bound = policy.bind(run) if bound is None else bound
+        bound = bind_sizes(run, policy) if bound is None else bound
         stages, end = find_stages(run, bound, most_stages)
         sections = [stage.equal for stage in stages]
         if end is not None:
