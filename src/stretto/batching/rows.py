@@ -20,6 +20,22 @@ LengthsLike: TypeAlias = PiecewiseConstant | int | StepsLike
 """Tokens of a sequence: a number, a text such as `"0tok:4096 252Mtok:8192"`, or a mapping."""
 
 
+def as_lengths(value: LengthsLike) -> PiecewiseConstant:
+    """Return sequence lengths as steps.
+
+    >>> as_lengths(8192)
+    PiecewiseConstant('0sp:8192')
+
+    Raises:
+        BatchSizeError: a length is not an integer of at least 1, or the times are out of order.
+        TimeError: a time cannot be read.
+    """
+    if isinstance(value, PiecewiseConstant):
+        return value
+    is_one = isinstance(value, int) or (isinstance(value, str) and ":" not in value)
+    return PiecewiseConstant(f"0sp:{value}" if is_one else value)  # type: ignore[arg-type]
+
+
 def as_rows(lengths: LengthsLike, tokens_per_sample: int | None) -> PiecewiseConstant:
     """Return sequence lengths in samples.
 
@@ -34,10 +50,7 @@ def as_rows(lengths: LengthsLike, tokens_per_sample: int | None) -> PiecewiseCon
         BatchSizeError: samples differ, or a length is not a multiple of all shorter ones.
         TimeError: a time cannot be read.
     """
-    if isinstance(lengths, int) or (isinstance(lengths, str) and ":" not in lengths):
-        lengths = f"0sp:{lengths}"
-    steps = lengths if isinstance(lengths, PiecewiseConstant) else PiecewiseConstant(lengths)
-    each = tokens_per_sample
+    steps, each = as_lengths(lengths), tokens_per_sample
     if each is None:
         why = "samples are not known to have equally many tokens"
         instead = "pass DataSpec(data, tokens_per_sample=...) with the shortest length"

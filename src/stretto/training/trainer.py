@@ -17,6 +17,7 @@ from stretto._foreign import knows_foreign
 from stretto._location import local_path
 from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
 from stretto.batching.metrics import followed_metric, metrics_of
+from stretto.batching.rows import LengthsLike, as_lengths
 from stretto.batching.seesaw import Pair
 from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights
@@ -146,6 +147,7 @@ class Trainer:
             `Mesh` names others.
         idle_ranks: whether a batch may have fewer samples than there are ranks; the others then run
             dummies of weight 0.
+        sequence_length: tokens of a sequence, as in `prepare`: samples are joined to it.
         scale_schedule: makes the run this many times as long, with every time in the arguments
             above that is not a fraction of it. Callbacks that have times are copied
             (`trainer.callbacks`). The number of samples in the data stays.
@@ -182,6 +184,7 @@ class Trainer:
         strategy: Strategy | None = None,
         mesh: DeviceMesh | Mesh | None = None,
         idle_ranks: bool = False,
+        sequence_length: LengthsLike | None = None,
         scale_schedule: Number | None = None,
         folder: str | Path | None = None,
     ) -> None:
@@ -204,9 +207,10 @@ class Trainer:
         if scale_schedule is not None:
             sizes = sizes if isinstance(sizes, Pair) else as_policy(sizes)
             each = {name: as_one_schedule(one) for name, one in check_names(schedules).items()}
-            given = Time(max_duration), sizes, each, named, callbacks
+            lengths = None if sequence_length is None else as_lengths(sequence_length)
+            given = Time(max_duration), sizes, each, named, callbacks, lengths
             stretched = scaled(given, check_ratio(scale_schedule))
-            max_duration, sizes, schedules, named, callbacks = stretched
+            max_duration, sizes, schedules, named, callbacks, sequence_length = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are called."""
@@ -261,6 +265,7 @@ class Trainer:
             callbacks=self.callbacks,
             folder=self.folder,
             idle_ranks=idle_ranks,
+            sequence_length=sequence_length,
         )
         self.run = self._bound(prepared, sizes)
         """What every event of a callback gets."""
