@@ -14,10 +14,13 @@ from typing import TypeAlias
 from stretto.batching.policy import NO_SIGNALS, Bound, Decision, Hold, PolicyState, Signals
 from stretto.batching.steps import PiecewiseConstant, StepsLike
 from stretto.errors import BatchSizeError
-from stretto.timing import Horizon, Timestamp
+from stretto.schedules import Custom, Schedule
+from stretto.timing import Horizon, Timer, Timestamp, TimeUnit
 
 LengthsLike: TypeAlias = PiecewiseConstant | int | StepsLike
 """Tokens of a sequence: a number, a text such as `"0tok:4096 252Mtok:8192"`, or a mapping."""
+LENGTH = "sequence_length"
+"""The name of the length among the values of a run."""
 
 
 def as_lengths(value: LengthsLike) -> PiecewiseConstant:
@@ -122,3 +125,13 @@ def in_rows(policy: Bound, rows: PiecewiseConstant, horizon: Horizon) -> Bound:
         row_at=lambda timestamp: rows_at(timestamp)[0],
         asked=policy.decide,
     )
+
+
+def length_of(policy: Bound, horizon: Horizon) -> Schedule:
+    """Return the sequence length of a policy in rows, as a value of the run."""
+
+    def length(timer: Timer) -> int:
+        assert policy.row_at is not None, "in rows"
+        return policy.row_at(timer.timestamp) * (horizon.tokens_per_sample or 0)
+
+    return Custom(length, reads=" ".join(policy.units | {TimeUnit.SAMPLE}))

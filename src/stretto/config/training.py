@@ -113,6 +113,7 @@ def build_trainer(
         loss=make_loss(config, model) if step is None else None,
         batch_size=run.policy,
         schedules=run.schedules,
+        values=run.values,
         rule=run.rule,
         precision="fp32" if casts else config.precision,
         loading=make_loading(config),

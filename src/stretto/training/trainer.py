@@ -127,6 +127,8 @@ class Trainer:
             that runs out of memory is repeated with smaller micro-batches.
         schedules: by hyper-parameter (`"lr"`, `"weight_decay"`, `"lr@group"`), a schedule or
             several that multiply.
+        values: numbers of your own on the clock, such as the weight of a loss: by name, a schedule
+            or several that multiply. `run.values` and `step.values` have them.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a
             function `size -> factor`; None: not at all.
         precision: what autocast computes in: `"fp32"`, `"bf16"` or `"fp16"`.
@@ -170,6 +172,7 @@ class Trainer:
         batch_size: PolicyLike | Pair | None = None,
         micro_batch_size: MicroBatchSize = None,
         schedules: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
+        values: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
         rule: RuleLike | None = None,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
@@ -206,11 +209,14 @@ class Trainer:
         named = named_settings(evaluations, checkpoint, read_settings(Logging, log, "log"))
         if scale_schedule is not None:
             sizes = sizes if isinstance(sizes, Pair) else as_policy(sizes)
-            each = {name: as_one_schedule(one) for name, one in check_names(schedules).items()}
+            each, own = (
+                {name: as_one_schedule(one) for name, one in check_names(given, what).items()}
+                for given, what in ((schedules, "schedules"), (values, "values"))
+            )
             lengths = None if sequence_length is None else as_lengths(sequence_length)
-            given = Time(max_duration), sizes, each, named, callbacks, lengths
-            stretched = scaled(given, check_ratio(scale_schedule))
-            max_duration, sizes, schedules, named, callbacks, sequence_length = stretched
+            times = Time(max_duration), sizes, each, own, named, callbacks, lengths
+            stretched = scaled(times, check_ratio(scale_schedule))
+            max_duration, sizes, schedules, values, named, callbacks, sequence_length = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are called."""
@@ -257,6 +263,7 @@ class Trainer:
             DataSpec.of(train_data, tokens_vary=True if varies else None),
             max_duration=max_duration,
             schedules=schedules,
+            values=values,
             rule=rule,
             every={name: one.every for name, one in due.items()},
             micro_batch_size=None if micro_batch_size == "auto" else micro_batch_size,
