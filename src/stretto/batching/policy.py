@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self, TypeAlias, final
 
-from stretto.errors import BatchSizeError, TimeError, shown
+from stretto.errors import BatchSizeError, TimeError, samples_text, shown
 from stretto.schedules.fields import (
     Check,
     Timed,
@@ -101,6 +101,15 @@ class Tokens(int):
 
     def __repr__(self) -> str:
         return repr(str(self))
+
+
+def size_text(size: int) -> str:
+    """Return a number of samples in words, or an amount in tokens.
+
+    >>> size_text(2048), size_text(checked_size("64Ktok"))
+    ('2,048 samples', '64Ktok')
+    """
+    return str(size) if isinstance(size, Tokens) else samples_text(size)
 
 
 def in_unit_of(size: int | None, number: int) -> int:

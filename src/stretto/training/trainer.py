@@ -17,6 +17,7 @@ from stretto._foreign import knows_foreign
 from stretto._location import local_path
 from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
 from stretto.batching.metrics import followed_metric, metrics_of
+from stretto.batching.policy import has_tokens
 from stretto.batching.rows import LengthsLike, as_lengths
 from stretto.batching.seesaw import Pair
 from stretto.checkpoint import checkpoint_path
@@ -287,7 +288,10 @@ class Trainer:
             compare_ranks(self._setup.settings, self.step, self.callbacks, self._ranks)
         if awaits:
             self.found_maximum = find_maximum(self.step, run, self._ranks)
-            run = prepared(with_maximum(sizes, self.found_maximum.size))
+            largest, answer = self.found_maximum
+            # Samples of unequal length may need a second pass for the same memory.
+            more = {"micro_batch_size": answer.size} if has_tokens(largest) else {}
+            run = prepared(with_maximum(sizes, largest), **more)
         return run.bind(self.step.optimizers, strategy=self._strategy)
 
     def _built_events(self, micro_batch_size: MicroBatchSize) -> Events:
