@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
 from stretto.batching.metrics import LOSS, NOISE
+from stretto.batching.split import in_rows
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
 from stretto.data.containers import count_samples
 from stretto.data.tokens import longest_sequence
@@ -277,7 +278,7 @@ class Stepper:
     def _look(self, loss: Tensor, micro: MicroBatch) -> None:
         """Warn of a loss that is a sum, when a batch is cut for the first time."""
         self._looks, self._is_seen = False, True
-        found = is_sum(loss, micro.num_samples)
+        found = is_sum(loss, micro.num_rows)
         # Layers that meet other ranks would wait for them; transforms change what the loss sees.
         is_own = self._supervised if not (self._layers_meet or self._step.transforms) else None
         if is_own is not None and not found and has_sum(loss):
@@ -543,7 +544,7 @@ class Retry:
             raise
 
     def _cut(self, micro: MicroBatch) -> list[MicroBatch]:
-        number, most = micro.num_samples, self._rows(micro)
+        number, most = micro.num_rows, self._most(micro)
         if number <= most or not micro.weight:
             return [micro]
         pieces, start = [], 0
@@ -555,16 +556,17 @@ class Retry:
     def largest_piece(self, step: Step | None) -> int:
         """Return the samples of the largest micro-batch of a step on this rank; 0 if unknown."""
         micro_batches = () if step is None else step.micro_batches
-        sizes = ((one.num_samples, self._rows(one)) for one in micro_batches if one.weight)
-        return max((evenly(size, most=most)[0] for size, most in sizes), default=0)
+        own = [one for one in micro_batches if one.weight]
+        each = (evenly(one.num_rows, most=self._most(one)) for one in own)
+        return max((rows[0] * one.row for one, rows in zip(own, each, strict=True)), default=0)
 
-    def _rows(self, micro: MicroBatch) -> int:
-        """Return how many samples of a micro-batch are run at once."""
-        if not isinstance(self.size, Tokens):
-            return self.size or micro.num_samples or 1
-        if self.size == self.largest:
-            return micro.num_samples or 1  # as the loader has cut it
-        return max(1, self.size * micro.num_samples // _price(micro))
+    def _most(self, micro: MicroBatch) -> int:
+        """Return how many rows of a micro-batch are run at once."""
+        if isinstance(self.size, Tokens) and self.size != self.largest:
+            return max(1, self.size * micro.num_samples // _price(micro))
+        # Those of the largest budget are as the loader has cut them.
+        most = None if isinstance(self.size, Tokens) else in_rows(1, self.size, micro.row)[1]
+        return micro.num_rows or 1 if most is None else most
 
     def fall_back(
         self, step: Step, pieces: Sequence[MicroBatch], message: str, *, clear: Callable[[], None]
@@ -576,7 +578,7 @@ class Retry:
         """
         at, brief = step.timestamp.get("sp"), " ".join(message.split())[:200]
         most: int = max(micro.num_samples for micro in pieces)
-        is_single = most == 1
+        is_single = most == step.micro_batches[0].row
         if isinstance(self.size, Tokens) and not is_single:
             most = Tokens(max(_price(micro) for micro in pieces if micro.num_samples > 1))
         smaller = type(most)((most + 1) // 2)
