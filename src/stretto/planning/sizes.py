@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias, final
 
-from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
+from stretto.batching import BatchSizePolicy, Hold, PolicyLike, Tokens, as_policy, split
 from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
 from stretto.batching.wrappers import InSamples
 from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
@@ -145,7 +145,10 @@ def bind_sizes(horizon: Horizon, policy: BatchSizePolicy) -> Bound:
             "write the sizes in samples",
         )
     found = on_data(horizon, policy)
-    return replace(found.bind(horizon), unit=found.unit)
+    bound, unit = found.bind(horizon), found.unit
+    ends = bound.bounds if bound.bounds and unit is TimeUnit.TOKEN else None
+    bounds = (Tokens(ends[0]), Tokens(ends[1])) if ends else bound.bounds
+    return replace(bound, unit=unit, bounds=bounds)
 
 
 def walk(
