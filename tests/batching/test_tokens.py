@@ -158,8 +158,6 @@ def test_increments_have_the_unit_of_the_start() -> None:
     assert decided(IncreaseFunction(grow, "8Ktok", "64Ktok"), epoch=2) == 24_000
     with pytest.raises(BatchSizeError, match="write the start in tokens"):
         decided(IncreaseFunction(grow, 8, 64), epoch=2)
-    with pytest.raises(BatchSizeError, match="max_batch_size"):
-        IncreaseFunction(grow, "8Ktok", "auto")
 
 
 def test_a_rampup_by_accumulation_has_one_unit() -> None:

@@ -213,9 +213,6 @@ class IncreaseFunction(BatchSizePolicy):
         if largest != "auto" and self.start > largest:
             why, instead = f"it is above max_batch_size={largest}", "write a smaller start"
             raise BatchSizeError.bad("start", self.start, why, instead)
-        if largest == "auto" and has_tokens(self.start):
-            why = "it is found in samples, and the start is in tokens"
-            raise BatchSizeError.bad("max_batch_size", "auto", why, "write tokens such as '64Ktok'")
 
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy on the epochs of one run.
@@ -292,7 +289,7 @@ def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:
 
     def change(value: object) -> object:
         if isinstance(value, IncreaseFunction) and value.max_batch_size == "auto":
-            return replace(value, max_batch_size=size)
+            return replace(value, max_batch_size=in_unit_of(value.start, size))
         return value.replaced(change) if isinstance(value, Timed) else value
 
     return cast(BatchSizePolicy, change(policy))

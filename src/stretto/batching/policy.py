@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self, TypeAlias, final
 
-from stretto.errors import BatchSizeError, TimeError, shown
+from stretto.errors import BatchSizeError, TimeError, samples_text, shown
 from stretto.schedules.fields import (
     Check,
     Timed,
@@ -91,7 +91,7 @@ class Tokens(int):
     Numbers computed from it are plain integers.
 
     >>> checked_size("64Ktok"), isinstance(checked_size("64Ktok"), Tokens)
-    ('64000tok', True)
+    ('64Ktok', True)
     """
 
     __slots__ = ()
@@ -101,6 +101,15 @@ class Tokens(int):
 
     def __repr__(self) -> str:
         return repr(str(self))
+
+
+def size_text(size: int) -> str:
+    """Return a number of samples in words, or an amount in tokens.
+
+    >>> size_text(2048), size_text(checked_size("64Ktok"))
+    ('2,048 samples', '64Ktok')
+    """
+    return str(size) if isinstance(size, Tokens) else samples_text(size)
 
 
 def in_unit_of(size: int | None, number: int) -> int:
@@ -188,6 +197,10 @@ class Bound:
     fits: Callable[[PolicyState], bool] | None = None
     """Returns whether a saved state could be one of this policy; None: if it has the fields of
     `start`."""
+    row_at: Callable[[Timestamp], int] | None = None
+    """Returns how many samples are joined to a row at a timestamp; None: none ever are."""
+    asked: Callable[[Timestamp, PolicyState, Signals], Decision] | None = None
+    """If samples are joined to rows: `decide` before sizes are rounded to whole rows."""
 
     def __post_init__(self) -> None:
         if self.is_static:
@@ -393,7 +406,7 @@ def checked_size(
     """Return a number of samples as an int, and an amount in tokens as `Tokens`.
 
     >>> checked_size(32), checked_size("128sp"), checked_size("64Ktok")
-    (32, 128, '64000tok')
+    (32, 128, '64Ktok')
 
     Raises:
         BatchSizeError: it is anything else, less than 1, or has more than 200 digits; floats and

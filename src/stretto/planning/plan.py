@@ -10,7 +10,8 @@ from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike
 from stretto.batching.policy import as_float, checked_size, checked_world_size
-from stretto.batching.split import is_learning_rate, split
+from stretto.batching.rows import LengthsLike, check_holds_row
+from stretto.batching.split import in_rows, is_learning_rate, split
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
 from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, walk
@@ -105,12 +106,13 @@ class Plan:
         [8, 8, 4]
         """
         for step in walk(self.horizon, self.sizes.bound):
-            shared = split(step.size, self.world_size, self.micro_batch_size)
+            size, micro = in_rows(step.size, self.micro_batch_size, step.row)
+            shared = split(size, self.world_size, micro)
             values = self._values(step.timestamp, step.decided)
             yield step._replace(accumulation=shared.accumulation, values=values)
 
     def values_at(self, batch: int, /) -> dict[str, float]:
-        """Return the hyper-parameters of batch number `batch` (from 0).
+        """Return the hyper-parameters, and values of your own, of batch number `batch` (from 0).
 
         >>> from stretto.schedules import Linear
         >>> plan(Horizon("40sp"), 8, schedules={"lr": Linear(1, 0)}).values_at(2)
@@ -172,9 +174,11 @@ def plan(
     micro_batch_size: int | None = None,
     even: bool = False,
     schedules: Mapping[str, ScheduleLike] | None = None,
+    values: Mapping[str, ScheduleLike] | None = None,
     base: Mapping[str, float] | None = None,
     rule: RuleLike | None = None,
     triggers: Mapping[str, Trigger | TimeLike] | None = None,
+    sequence_length: LengthsLike | None = None,
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
 ) -> Plan:
@@ -199,9 +203,11 @@ def plan(
         micro_batch_size: the most samples that a rank takes at once.
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         schedules: a schedule for each hyper-parameter: `lr`, `weight_decay`, `lr@group`, ...
+        values: a schedule for each value of your own, by its name.
         base: what the schedules' factors multiply; by default, 1.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, ...
         triggers: names and times of repeated events: `{"evaluate": "10%"}`.
+        sequence_length: tokens of a row of samples of equal length: `"0tok:4096 252Mtok:8192"`.
         tracks_tokens: whether the data can count the tokens of a batch.
         resume_at: where a run resumes; earlier stages are not checked.
 
@@ -214,7 +220,15 @@ def plan(
         ScheduleError: a schedule does not fit into the run.
     """
     return plan_prepared(
-        bind_run(horizon, policy, schedules=schedules, triggers=triggers, rule=rule),
+        bind_run(
+            horizon,
+            policy,
+            schedules=schedules,
+            values=values,
+            triggers=triggers,
+            rule=rule,
+            sequence_length=sequence_length,
+        ),
         world_size=world_size,
         micro_batch_size=micro_batch_size,
         even=even,
@@ -256,14 +270,17 @@ def plan_prepared(
     world_size = checked_world_size(world_size)
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
+        check_holds_row(micro_batch_size, run.facts)
     if values is None:
         values = {name: on_base(name, run, base or {}) for name in run.schedules}
+    base = _known(base or {}, values)
+    values = {**values, **{name: (run.values[name], run.bound_values[name]) for name in run.values}}
     if not tracks_tokens:
         check_tokens(run)
     sizes = run.planned_sizes()
     known, unknown = known_schedules(run.facts, values)
     horizon = run.horizon if sizes.is_exact else run.facts.with_batch_sizes(sizes)
-    at = hyperparameters(run.facts, known, _known(base or {}, values), run.rule)
+    at = hyperparameters(run.facts, known, base, run.rule)
     stages = tuple(
         replace(
             stage,
@@ -278,7 +295,7 @@ def plan_prepared(
         for stage in stages
         if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample
     ]
-    least = min((stage.size for stage in ahead), default=world_size)
+    least = min((stage.rows for stage in ahead), default=world_size)
     for stage in ahead:
         check_stage(stage, even=even, least=least, idle=idle_ranks)
     return Plan(

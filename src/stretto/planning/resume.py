@@ -69,7 +69,12 @@ def resumed(run: Prepared, now: Timestamp, past: Past | None, state: PolicyState
         horizon = facts.with_batch_sizes(unknown)
     bound_schedules = {name: one.bind(horizon) for name, one in run.schedules.items()}
     return replace(
-        run, horizon=horizon, sizes=sizes, refusal=refusal, bound_schedules=bound_schedules
+        run,
+        horizon=horizon,
+        sizes=sizes,
+        refusal=refusal,
+        bound_schedules=bound_schedules,
+        bound_values={name: one.bind(horizon) for name, one in run.values.items()},
     )
 
 
@@ -97,4 +102,6 @@ def _continued(had: Bound, bound: Bound, end: Hold, state: PolicyState) -> Bound
         return hold and hold & end
 
     units = bound.units | {TimeUnit.BATCH}
-    return replace(bound, decide=decide, holds_until=holds_until, start=state, units=units)
+    return replace(
+        bound, decide=decide, holds_until=holds_until, start=state, units=units, asked=None
+    )

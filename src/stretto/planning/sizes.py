@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias, final
 
 from stretto.batching import BatchSizePolicy, Hold, PolicyLike, Tokens, as_policy, split
 from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
+from stretto.batching.split import in_rows
 from stretto.batching.wrappers import InSamples
 from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
 from stretto.schedules.fields import fill
@@ -52,6 +53,8 @@ class PlannedBatch(NamedTuple):
     """Micro-batches of each rank; only in a plan."""
     values: Mapping[str, float] = _NO_VALUES
     """The hyper-parameters; only in a plan."""
+    row: int = 1
+    """How many samples are joined to each row."""
 
 
 def next_step(
@@ -98,7 +101,8 @@ def next_step(
     size = cut(horizon, timestamp, decided)
     ends = advance(horizon, timestamp, size).epoch - timestamp.epoch
     skipped = timestamp.sample - before
-    return timestamp, PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
+    step = PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
+    return timestamp, step if policy.row_at is None else step._replace(row=policy.row_at(timestamp))
 
 
 def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
@@ -257,11 +261,20 @@ class Stage:
     micro_batch_size: int | None = None
     values: Mapping[str, FirstLast] = field(default_factory=dict)
     """The hyper-parameters; only in a plan."""
+    row: int = 1
+    """How many samples are joined to each row."""
+    asked: int | None = None
+    """The size that the policy decided, if that is not in whole rows; None: it is."""
 
     @property
     def size(self) -> int:
         """Samples of each batch over all ranks; fewer if an epoch or the run ends inside it."""
         return self.equal.size
+
+    @property
+    def rows(self) -> int:
+        """The rows of a batch that the policy decided: samples, if none are joined."""
+        return max(1, (self.asked or self.size) // self.row)
 
     @property
     def first(self) -> Timestamp:
@@ -280,12 +293,14 @@ class Stage:
     @property
     def shares(self) -> tuple[int, int]:
         """The fewest and the most samples of a full batch on one rank."""
-        return self.size // self.world_size, -(-self.size // self.world_size)
+        rows, world_size, row = self.size // self.row, self.world_size, self.row
+        return rows // world_size * row, -(-rows // world_size) * row
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per rank and batch."""
-        return split(self.size, self.world_size, self.micro_batch_size).accumulation
+        size, micro = in_rows(self.size, self.micro_batch_size, self.row)
+        return split(size, self.world_size, micro).accumulation
 
     @property
     def cut_sizes(self) -> tuple[int, ...]:
@@ -329,10 +344,12 @@ def find_stages(
     now, state, decisions = Timestamp(), policy.start, 0
     run_axis, run_end = horizon.end
     while True:
+        before = state
         now, step = next_step(horizon, policy, now, state)
         if step is None:
             return found, now
         state = step.state
+        asked = step.decided if policy.asked is None else policy.asked(now, before, NO_SIGNALS)[0]
         batches = EqualBatches(horizon, now, step.decided)
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
@@ -342,7 +359,7 @@ def find_stages(
             )
         count = least(_count(batches, policy.holds_until(now, state)), until_end)
         after = None if count is None else _after(horizon, batches, count)
-        if found and found[-1].size == step.decided and not step.skipped:
+        if found and _is_like(found[-1], step):
             # The arithmetic of the first batches covers the later ones, too.
             total = None if count is None else (found[-1].batches or 0) + count
             found[-1] = replace(found[-1], batches=total, end=after)
@@ -353,10 +370,16 @@ def find_stages(
                 instead="write a larger 'increment', or 'planned: false' beside a function",
             )
         else:
-            found.append(Stage(len(found) + 1, batches, count, after, step.skipped))
+            stage = Stage(len(found) + 1, batches, count, after, step.skipped, row=step.row)
+            found.append(stage if asked == stage.size else replace(stage, asked=asked))
         if after is None:
             return found, None
         now = after
+
+
+def _is_like(stage: Stage, step: PlannedBatch) -> bool:
+    """Return whether a batch continues a stage."""
+    return stage.size == step.decided and stage.row == step.row and not step.skipped
 
 
 def _count(batches: EqualBatches, hold: Hold | None) -> int | None:
