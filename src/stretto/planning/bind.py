@@ -102,7 +102,13 @@ class Prepared:
         >>> bind_run(Horizon("1ep"), NoiseScale(8, 64)).decided_between
         (8, 64)
         """
-        return None if self.refusal is None else self.bound_policy.bounds
+        is_known = self.refusal is None or self.is_read
+        return None if is_known else self.bound_policy.bounds
+
+    @property
+    def is_read(self) -> bool:
+        """Whether batches are in tokens, and only reading tells how many samples these are."""
+        return self.bound_policy.unit is TimeUnit.TOKEN and self.facts.lengths is None
 
     def planned_sizes(self) -> PlannedSizes:
         """Return where each batch begins.
