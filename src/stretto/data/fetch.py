@@ -63,7 +63,7 @@ class Fetch:
 
     def uncollated(self) -> Fetch:
         """Return a fetcher of bundles of samples."""
-        return self._like(collate=Bundle.of)
+        return self._like(collate=Bundle.of, tensors=None)
 
     def in_rows(self, row: int, tokens: int) -> Fetch:
         """Return a fetcher of rows by their number, each of `row` samples of so many tokens."""
