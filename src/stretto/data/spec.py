@@ -171,7 +171,9 @@ class DataSpec:
 
     def ordered_lengths(self, loading: Loading) -> OrderedLengths | None:
         """Return the lengths in the order of a run; None if they are not known."""
-        return None if self.lengths is None else OrderedLengths(self.lengths, self.order(loading))
+        if self.lengths is None:
+            return None
+        return OrderedLengths(self.lengths, self.order(loading), packed=loading.packed)
 
     def horizon(
         self,
@@ -267,17 +269,19 @@ class DataSpec:
         return take_samples(batch, part, num_samples)
 
     def cut(self, micro: MicroBatch, part: slice) -> MicroBatch:
-        """Return the samples of a micro-batch that `part` selects, with their share of its weight.
+        """Return the rows of a micro-batch that `part` selects, with their share of its weight.
 
         >>> import torch
         >>> whole = MicroBatch(torch.arange(4), 4, 0, 1.0)
         >>> DataSpec(range(9)).cut(whole, slice(0, 1)).weight
         0.25
         """
-        size = part.stop - part.start
-        batch = self.take_samples(micro.batch, part, micro.num_samples)
-        tokens = self.count_tokens(batch) if micro.num_tokens else 0
-        return MicroBatch(batch, size, tokens or 0, micro.weight * size / micro.num_samples)
+        rows, whole, row = part.stop - part.start, micro.num_rows, micro.row
+        batch = self.take_samples(micro.batch, part, whole)
+        tokens = micro.num_tokens * rows // whole  # rows of several samples are equal
+        if row == 1:
+            tokens = self.count_tokens(batch) or 0 if micro.num_tokens else 0
+        return MicroBatch(batch, rows * row, tokens, micro.weight * rows / whole, row)
 
 
 def uncountable() -> DataError:
