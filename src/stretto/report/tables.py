@@ -124,6 +124,10 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
     if plan.micro_batch_size is not None:
         steps = [[stage.accumulation for stage in row] for row in rows]
         columns.append(["accumulation", *(span(min(row), max(row)) for row in steps), ""])
+    each = plan.horizon.tokens_per_sample
+    if each is not None and plan.policy.unit is TimeUnit.TOKEN:
+        sizes = [[stage.size * each for stage in row] for row in rows]
+        columns.insert(2, ["tokens each", *(span(min(row), max(row)) for row in sizes), ""])
     names = plan.stages[0].values
     return columns + [[name, *(_values(plan, name, row) for row in rows), ""] for name in names]
 
