@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, final
 import yaml
 
 from stretto._location import local_path, open_plain, public
-from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareRootRule
+from stretto.batching import Fixed, Pair, PiecewiseConstant
 from stretto.batching.policy import PositiveInt
-from stretto.batching.split import RuleLike
+from stretto.batching.rules import Referenced, RuleLike
 from stretto.batching.steps import PolicyLike
 from stretto.config.kinds import Mistakes, parameters_of, section
 from stretto.config.targets import TARGET_PATTERN, Function, Target
@@ -174,8 +174,8 @@ class RunConfig:
     values: dict[str, ScheduleLike] = field(default_factory=dict)
     """Numbers of your own on the clock, by name, for your loss or callbacks: `mtp_weight`."""
     rule: RuleLike | None = None
-    """How the learning rate follows the batch size, a rule or a function of yours; by default not
-    at all."""
+    """How the learning rate follows the batch size, a rule or a function of yours; or values by
+    name, `{betas.1: {half_life: 256}}`; by default not at all."""
     last_batch: LastBatch | None = None
     """What happens if an epoch ends inside a batch: `keep` a smaller one (the default), `drop` it,
     or `carry` on."""
@@ -356,7 +356,7 @@ def written(value: Any) -> Any:
         return written(value.schedules)
     if isinstance(value, Custom):
         return written(value.function)
-    if isinstance(value, (Timed, LinearRule, SquareRootRule)):
+    if isinstance(value, (Timed, Referenced)):
         kind: Any = type(value)
         own = {
             name: getattr(value, name)
