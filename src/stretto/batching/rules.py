@@ -6,10 +6,10 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias, final
 
-from stretto.batching.policy import checked_size, has_tokens
+from stretto.batching.policy import Size, checked_size, has_tokens
 from stretto.errors import BatchSizeError
 from stretto.schedules.fields import checked_factor, fill
 from stretto.schedules.names import parse_name
@@ -36,14 +36,14 @@ RuleLike: TypeAlias = Mapping[str, Any] | Rule
 `{"lr@muon": SquareRootRule(256), "betas.1": HalfLifeRule(256)}`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Referenced(ABC):
     """A rule relative to the batch size for which a value was chosen, in samples or tokens."""
 
-    reference: int
+    reference: Size
     is_of_averages: ClassVar[bool] = False
     """Whether it is for values such as `betas.1` only, and no factor."""
-    _each: int = field(default=1, init=False, repr=False)
+    _each: ClassVar[int] = 1
     """The tokens of a sample, if sizes are in samples and the reference is in tokens."""
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Referenced(ABC):
 
     def ratio(self, size: int) -> float:
         """Return a size over the reference, correctly rounded."""
-        return size * self._each / self.reference
+        return float(size * self._each / self.reference)
 
     def bind(self, unit: TimeUnit, each: int | None) -> Self:
         """Return the rule for sizes in a unit.

@@ -17,6 +17,8 @@ from stretto._foreign import knows_foreign
 from stretto._location import local_path
 from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
 from stretto.batching.metrics import followed_metric, metrics_of
+from stretto.batching.policy import has_tokens
+from stretto.batching.rows import LengthsLike, as_lengths
 from stretto.batching.seesaw import Pair
 from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights
@@ -149,6 +151,7 @@ class Trainer:
             `Mesh` names others.
         idle_ranks: whether a batch may have fewer samples than there are ranks; the others then run
             dummies of weight 0.
+        sequence_length: tokens of a sequence, as in `prepare`: samples are joined to it.
         scale_schedule: makes the run this many times as long, with every time in the arguments
             above that is not a fraction of it. Callbacks that have times are copied
             (`trainer.callbacks`). The number of samples in the data stays.
@@ -186,6 +189,7 @@ class Trainer:
         strategy: Strategy | None = None,
         mesh: DeviceMesh | Mesh | None = None,
         idle_ranks: bool = False,
+        sequence_length: LengthsLike | None = None,
         scale_schedule: Number | None = None,
         folder: str | Path | None = None,
     ) -> None:
@@ -211,9 +215,10 @@ class Trainer:
                 {name: as_one_schedule(one) for name, one in check_names(given, what).items()}
                 for given, what in ((schedules, "schedules"), (values, "values"))
             )
-            times = Time(max_duration), sizes, each, own, named, callbacks
+            lengths = None if sequence_length is None else as_lengths(sequence_length)
+            times = Time(max_duration), sizes, each, own, named, callbacks, lengths
             stretched = scaled(times, check_ratio(scale_schedule))
-            max_duration, sizes, schedules, values, named, callbacks = stretched
+            max_duration, sizes, schedules, values, named, callbacks, sequence_length = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are called."""
@@ -269,6 +274,7 @@ class Trainer:
             callbacks=self.callbacks,
             folder=self.folder,
             idle_ranks=idle_ranks,
+            sequence_length=sequence_length,
         )
         self.run = self._bound(prepared, sizes)
         """What every event of a callback gets."""
@@ -283,7 +289,10 @@ class Trainer:
             compare_ranks(self._setup.settings, self.step, self.callbacks, self._ranks)
         if awaits:
             self.found_maximum = find_maximum(self.step, run, self._ranks)
-            run = prepared(with_maximum(sizes, self.found_maximum.size))
+            largest, answer = self.found_maximum
+            # Samples of unequal length may need a second pass for the same memory.
+            more = {"micro_batch_size": answer.size} if has_tokens(largest) else {}
+            run = prepared(with_maximum(sizes, largest), **more)
         return run.bind(self.step.optimizers, strategy=self._strategy)
 
     def _built_events(self, micro_batch_size: MicroBatchSize) -> Events:
