@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, final
 
-from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike
-from stretto.batching.policy import as_float, checked_size, checked_world_size
+from stretto.batching import BatchSizePolicy, PolicyLike, Rule, RuleLike
+from stretto.batching.pack import checked_micro_batch, num_passes
+from stretto.batching.policy import as_float, checked_world_size
 from stretto.batching.rows import LengthsLike, check_holds_row
-from stretto.batching.split import in_rows, is_learning_rate, split
+from stretto.batching.rules import is_learning_rate
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
 from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, walk
@@ -25,7 +26,9 @@ from stretto.planning.stages import (
     make_event,
     on_base,
     rows_text,
+    rules_of,
     warnings_of,
+    without_base,
 )
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timestamp, Trigger
@@ -107,10 +110,16 @@ class Plan:
         [8, 8, 4]
         """
         for step in walk(self.horizon, self.sizes.bound):
-            size, micro = in_rows(step.size, self.micro_batch_size, step.row)
-            shared = split(size, self.world_size, micro)
+            passes = num_passes(
+                step.size,
+                step.timestamp.sample,
+                self.world_size,
+                self.micro_batch_size,
+                lengths=self.horizon.lengths,
+                row=step.row,
+            )
             values = self._values(step.timestamp, step.decided)
-            yield step._replace(accumulation=shared.accumulation, values=values)
+            yield step._replace(accumulation=passes, values=values)
 
     def values_at(self, batch: int, /) -> dict[str, float]:
         """Return the hyper-parameters, and values of your own, of batch number `batch` (from 0).
@@ -135,13 +144,13 @@ class Plan:
         >>> plan(Horizon("20sp"), 8).to_json()["num_batches"]
         3
         """
-        horizon = self.horizon
+        horizon, micro = self.horizon, self.micro_batch_size
         return {
             "max_duration": str(horizon.max_duration),
             **{name: getattr(horizon, name) for name in _FACTS},
             "batch_size": repr(self.policy),
             "world_size": self.world_size,
-            "micro_batch_size": self.micro_batch_size,
+            "micro_batch_size": micro if micro is None or type(micro) is int else str(micro),
             "is_exact": self.is_exact,
             "num_batches": self.num_batches,
             "num_samples": self.num_samples,
@@ -172,7 +181,7 @@ def plan(
     policy: PolicyLike,
     *,
     world_size: int = 1,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | str | None = None,
     even: bool = False,
     schedules: Mapping[str, ScheduleLike] | None = None,
     values: Mapping[str, ScheduleLike] | None = None,
@@ -201,12 +210,13 @@ def plan(
         horizon: the run; its batch sizes are replaced by the planned ones.
         policy: the batch sizes.
         world_size: how many ranks share a batch.
-        micro_batch_size: the most samples that a rank takes at once.
+        micro_batch_size: the most samples that a rank takes at once, or a budget of tokens.
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         schedules: a schedule for each hyper-parameter: `lr`, `weight_decay`, `lr@group`, ...
         values: a schedule for each value of your own, by its name.
         base: what the schedules' factors multiply; by default, 1.
-        rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, ...
+        rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, ...; or
+            values by name: `{"betas.1": HalfLifeRule(256)}`.
         triggers: names and times of repeated events: `{"evaluate": "10%"}`.
         sequence_length: tokens of a row of samples of equal length: `"0tok:4096 252Mtok:8192"`.
         tracks_tokens: whether the data can count the tokens of a batch.
@@ -243,9 +253,10 @@ def plan_prepared(
     run: Prepared,
     *,
     world_size: int = 1,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | str | None = None,
     even: bool = False,
     values: Mapping[str, tuple[Schedule, BoundSchedule]] | None = None,
+    rules: Mapping[str, Rule] | None = None,
     base: Mapping[str, float] | None = None,
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
@@ -256,10 +267,11 @@ def plan_prepared(
     Args:
         run: the run.
         world_size: how many ranks share a batch.
-        micro_batch_size: the most samples that a rank takes at once.
+        micro_batch_size: the most samples that a rank takes at once, or a budget of tokens.
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         values: by hyper-parameter, its schedule and the same bound, as an optimizer combines them;
             None: the schedules of the run.
+        rules: by hyper-parameter, its rule, as an optimizer has it; None: the rules of the run.
         base: what the schedules' factors multiply; by default, 1.
         tracks_tokens: whether the data can count the tokens of a batch.
         resume_at: where a run resumes; earlier stages are not checked.
@@ -269,9 +281,8 @@ def plan_prepared(
         PlanError: as `plan` does.
     """
     world_size = checked_world_size(world_size)
-    if micro_batch_size is not None:
-        micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
-        check_holds_row(micro_batch_size, run.facts)
+    micro = checked_micro_batch(micro_batch_size, run.facts)
+    check_holds_row(micro, run.facts)
     if values is None:
         values = {name: on_base(name, run, base or {}) for name in run.schedules}
     base = _known(base or {}, values)
@@ -280,13 +291,17 @@ def plan_prepared(
         check_tokens(run)
     sizes = run.planned_sizes()
     known, unknown = known_schedules(run.facts, values)
+    rules = rules_of(run) if rules is None else rules
+    for name, line in without_base(rules, base).items():
+        known.pop(name, None)
+        unknown.append(line)
     horizon = run.horizon if sizes.is_exact else run.facts.with_batch_sizes(sizes)
-    at = hyperparameters(run.facts, known, base, run.rule)
+    at = hyperparameters(run.facts, known, base, rules)
     stages = tuple(
         replace(
             stage,
             world_size=world_size,
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=micro,
             values=first_last(stage, at),
         )
         for stage in sizes.stages
@@ -303,7 +318,7 @@ def plan_prepared(
         horizon=horizon,
         sizes=sizes,
         world_size=world_size,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=micro,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
         warnings=(

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, final
 
-from stretto.batching import BatchSizePolicy, Hold, PolicyLike, Tokens, as_policy, split
+from stretto.batching import BatchSizePolicy, Hold, PolicyLike, Tokens, as_policy
+from stretto.batching.pack import num_passes
 from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
-from stretto.batching.split import in_rows
 from stretto.batching.wrappers import InSamples
 from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
 from stretto.schedules.fields import fill
@@ -46,7 +46,7 @@ class PlannedBatch(NamedTuple):
     """How many epochs end inside it or at its end."""
     state: PolicyState
     """The policy's state after deciding."""
-    accumulation: int = 1
+    accumulation: int | None = 1
     """Micro-batches of each rank; only in a plan."""
     values: Mapping[str, float] = _NO_VALUES
     """The hyper-parameters; only in a plan."""
@@ -282,10 +282,19 @@ class Stage:
         return rows // world_size * row, -(-rows // world_size) * row
 
     @property
-    def accumulation(self) -> int:
-        """Micro-batches per rank and batch."""
-        size, micro = in_rows(self.size, self.micro_batch_size, self.row)
-        return split(size, self.world_size, micro).accumulation
+    def accumulation(self) -> int | None:
+        """Micro-batches per rank and batch.
+
+        With a budget of tokens, those of the first batch; None if lengths are not known.
+        """
+        return num_passes(
+            self.size,
+            self.first.sample,
+            self.world_size,
+            self.micro_batch_size,
+            lengths=self.equal.horizon.lengths,
+            row=self.row,
+        )
 
     @property
     def cut_sizes(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from stretto import __version__
 from stretto._location import public
+from stretto.batching import Tokens
 from stretto.checkpoint import UrlStore
 from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
@@ -80,7 +81,8 @@ def describe_run(
         **given,
         "idle_ranks": run.idle_ranks,
         "folder": None if run.folder is None else "given",
-        "rule": prepared.rule,
+        "rule": prepared.rules.get("lr"),
+        **{f"rule.{key}": one for key, one in prepared.rules.items() if key != "lr"},
         **{f"schedules.{key}": one for key, one in prepared.schedules.items()},
         **{f"values.{key}": one for key, one in prepared.values.items()},
         **_of_data("data", run.spec),
@@ -383,6 +385,8 @@ def in_batch(number: int, values: Mapping[str, object]) -> dict[str, str]:
 
 def plain(value: Any) -> Plain:
     """Return a setting as JSON keeps it: None, a number, a flag or text."""
+    if isinstance(value, Tokens):
+        return str(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return value if isinstance(value, float) and isfinite(value) else as_text(value)
