@@ -13,6 +13,7 @@ from stretto.batching.policy import as_float, checked_size, checked_world_size
 from stretto.batching.split import is_learning_rate, split
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
+from stretto.planning.borders import Change, borders_of, changes_of, split_at
 from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, walk
 from stretto.planning.stages import (
     Event,
@@ -49,6 +50,8 @@ class Plan:
     micro_batch_size: int | None
     stages: tuple[Stage, ...]
     events: tuple[Event, ...]
+    changes: tuple[Change, ...]
+    """What scheduled values begin to do, in words."""
     warnings: tuple[str, ...]
     """What is allowed but probably a mistake, one line each."""
     _values: Values
@@ -153,6 +156,10 @@ class Plan:
                     "first": [clock(horizon, timestamp) for timestamp in event.first],
                 }
                 for event in self.events
+            ],
+            "changes": [
+                {"name": one.name, "what": one.what, "at": clock(horizon, one.at)}
+                for one in self.changes
             ],
             "warnings": list(self.warnings),
         }
@@ -263,7 +270,9 @@ def plan_prepared(
     sizes = run.planned_sizes()
     known, unknown = known_schedules(run.facts, values)
     horizon = run.horizon if sizes.is_exact else run.facts.with_batch_sizes(sizes)
-    at = hyperparameters(run.facts, known, _known(base or {}, values), run.rule)
+    stated = _known(base or {}, values)
+    at = hyperparameters(run.facts, known, stated, run.rule)
+    schedules = {name: one for name, (one, _) in values.items() if name in known}
     stages = tuple(
         replace(
             stage,
@@ -271,7 +280,7 @@ def plan_prepared(
             micro_batch_size=micro_batch_size,
             values=first_last(stage, at),
         )
-        for stage in sizes.stages
+        for stage in split_at(sizes.stages, borders_of(run.horizon, schedules, sizes))
     )
     ahead = [
         stage
@@ -288,6 +297,7 @@ def plan_prepared(
         micro_batch_size=micro_batch_size,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
+        changes=tuple(changes_of(stages, sizes, hyperparameters(run.facts, known, stated, None))),
         warnings=(
             *warnings_of(horizon, sizes, stages, even=even),
             *unknown,

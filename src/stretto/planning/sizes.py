@@ -197,7 +197,7 @@ class FirstLast(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a run with one batch size."""
+    """A part of a run with one batch size; in a plan, also with one formula for each value."""
 
     number: int
     """From 1."""
@@ -213,6 +213,8 @@ class Stage:
     micro_batch_size: int | None = None
     values: Mapping[str, FirstLast] = field(default_factory=dict)
     """The hyper-parameters; only in a plan."""
+    begins: tuple[str, ...] = ()
+    """The values whose schedule changes its formula at the start; only in a plan."""
 
     @property
     def size(self) -> int:

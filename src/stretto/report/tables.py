@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stretto.planning import Event, Plan, Stage, bound_of
+from stretto.planning.stages import FIRST
 from stretto.report.run import RunMetrics
 from stretto.timing import Horizon, Timestamp, TimeUnit
 
@@ -50,7 +51,7 @@ def plan_table(plan: Plan, *, max_rows: int = 24) -> str:
     for block in blocks(_columns(plan, groups(plan.stages, max_rows))):
         lines += ["", *block]
     notes = [f"note: {warning}" for warning in plan.warnings]
-    for lot in ([_event(event) for event in plan.events], notes):
+    for lot in (_changes(plan), [_event(event) for event in plan.events], notes):
         lines += _paragraph(lot)
     return "\n".join(lines)
 
@@ -66,14 +67,20 @@ def _paragraph(texts: Sequence[str]) -> Iterator[str]:
 def groups(stages: Sequence[Stage], max_rows: int) -> list[Sequence[Stage]]:
     """Return the stages by row; neighbours share a row if there are too many.
 
-    The first and the last stage keep rows of their own.
+    The first and the last stage keep rows of their own. A row begins where a schedule changes,
+    unless there are too many such places, too.
     """
     max_rows = max(3, max_rows)
     if len(stages) <= max_rows:
         return [[stage] for stage in stages]
-    middle = stages[1:-1]
-    each = -(-len(middle) // (max_rows - 2))
-    shared = [middle[start : start + each] for start in range(0, len(middle), each)]
+    middle, shared = stages[1:-1], list[list[Stage]]()
+    cuts = {stage.number for stage in middle if stage.begins}
+    cuts = cuts if len(cuts) <= max_rows // 2 else set()
+    each = -(-len(middle) // max(1, max_rows - 2 - len(cuts)))
+    for stage in middle:
+        if not shared or len(shared[-1]) == each or stage.number in cuts:
+            shared.append([])
+        shared[-1].append(stage)
     return [stages[:1], *shared, stages[-1:]]
 
 
@@ -181,6 +188,16 @@ def _extreme(value: Callable[[int], float], batches: range, best: Callable[..., 
             return at
         stride = -(-stride // 2)
         looks = [batch for batch in (at, at - stride, at + stride) if batch in batches]
+
+
+def _changes(plan: Plan) -> list[str]:
+    """Return a line for each value: what it begins to do, and when."""
+    lines = []
+    for name in dict.fromkeys(change.name for change in plan.changes):
+        own = [change for change in plan.changes if change.name == name]
+        said = [f"{change.what} at batch {change.at.batch:,}" for change in own[:FIRST]]
+        lines.append(f"{name}: {'; '.join([*said, *(['...'] if own[FIRST:] else [])])}")
+    return lines
 
 
 def _event(event: Event) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, final
 from stretto.errors import ScheduleError, StrettoError
 from stretto.schedules.fields import checked_length, fill
 from stretto.schedules.schedule import Schedule, ScheduleLike, as_schedule
-from stretto.schedules.scope import END, BoundSchedule, Scope, counted
+from stretto.schedules.scope import END, BoundSchedule, Mark, Scope, counted
 from stretto.timing import Horizon, Time, TimeLike, TimeUnit
 
 Rest: TypeAlias = Literal["rest"]
@@ -88,6 +88,15 @@ class Periods(Schedule):
         factors = [factors[at] for at in lasting]
         begun = counted([parts[at].first for at in lasting[1:]])
         return lambda timestamp: factors[begun(timestamp)](timestamp)
+
+    def borders(self, scope: Scope) -> list[Mark]:
+        """Return where each period begins, where its schedule changes, and the end of the last."""
+        parts = self._parts(scope)
+        found = [parts[-1].last]
+        for (_, schedule), part in zip(self.periods, parts, strict=True):
+            inside = schedule.borders(part)
+            found += [part.first, *(mark for mark in inside if part.covers(mark))]
+        return found
 
     def _parts(self, scope: Scope) -> list[Scope]:
         """Return the scope of each period: forward from the start, backward from the end."""
