@@ -91,7 +91,7 @@ class Tokens(int):
     Numbers computed from it are plain integers.
 
     >>> checked_size("64Ktok"), isinstance(checked_size("64Ktok"), Tokens)
-    ('64000tok', True)
+    ('64Ktok', True)
     """
 
     __slots__ = ()
@@ -376,7 +376,7 @@ def checked_size(
     """Return a number of samples as an int, and an amount in tokens as `Tokens`.
 
     >>> checked_size(32), checked_size("128sp"), checked_size("64Ktok")
-    (32, 128, '64000tok')
+    (32, 128, '64Ktok')
 
     Raises:
         BatchSizeError: it is anything else, less than 1, or has more than 200 digits; floats and

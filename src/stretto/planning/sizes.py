@@ -283,8 +283,23 @@ class Stage:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per rank and batch."""
-        return split(self.size, self.world_size, self.micro_batch_size).accumulation
+        """Micro-batches per rank and batch, of the largest batch."""
+        return max(self.accumulations)
+
+    @property
+    def accumulations(self) -> list[int]:
+        """The same of each size that its batches have, cut ones included."""
+        whole = [] if self._is_cut else [self.size]
+        sizes = dict.fromkeys([*whole, *self.cut_sizes])
+        return [split(one, self.world_size, self.micro_batch_size).accumulation for one in sizes]
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether every batch is cut: by an epoch that is shorter, or as there is only one."""
+        num_samples, last = self.equal.horizon.dataset_num_samples, self.cut_sizes
+        is_short = num_samples is not None and self.size > num_samples
+        is_short = is_short and self.equal.horizon.last_batch == "keep"
+        return bool(last) and (is_short or self.batches == 1)
 
     @property
     def cut_sizes(self) -> tuple[int, ...]:

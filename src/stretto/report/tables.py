@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stretto.planning import Event, Plan, Stage, bound_of
+from stretto.planning.plan import moment_record
 from stretto.planning.stages import FIRST
 from stretto.report.run import RunMetrics
 from stretto.timing import Horizon, Timestamp, TimeUnit
@@ -104,6 +105,31 @@ def aligned(columns: Sequence[Column]) -> list[str]:
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
 
 
+def moments_table(plan: Plan, times: Sequence[str]) -> str:
+    """Return what a plan says of some times, a row for each.
+
+    >>> from stretto import Horizon, plan
+    >>> print(moments_table(plan(Horizon("1ep", dataset_num_samples=320), 32), ["50%"]))
+         at  stage  batch size  from batch  sample  epoch  of run
+    0.5dur      1          32           5     160    0.5   50.0%
+    """
+    rows = [moment_record(plan, time) for time in times]
+    batches = [plan.at(time) for time in times]
+    clocks = _clock(plan.horizon, is_open=plan.end is None)
+    columns: list[Column] = [
+        ["at", *(str(row["at"]) for row in rows)],
+        ["stage", *(str(row["stage"]) for row in rows)],
+        ["batch size", *(f"{batch.size:,}" for batch in batches)],
+    ]
+    if any(row["tokens"] for row in rows):
+        columns.append(["in tokens", *(f"{row['tokens']:,}" for row in rows)])
+    columns += [[name, *(show(one.timestamp) for one in batches)] for name, show in clocks.items()]
+    columns += [
+        [name, *(f"{batch.values[name]:.4g}" for batch in batches)] for name in batches[0].values
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks(columns))
+
+
 def _headline(plan: Plan, size: str) -> Iterator[str]:
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     micro = ""
@@ -127,7 +153,7 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
         shares = [[share for stage in row for share in stage.shares] for row in rows]
         columns.append(["per rank", *(span(min(row), max(row)) for row in shares), ""])
     if plan.micro_batch_size is not None:
-        steps = [[stage.accumulation for stage in row] for row in rows]
+        steps = [[one for stage in row for one in stage.accumulations] for row in rows]
         columns.append(["accumulation", *(span(min(row), max(row)) for row in steps), ""])
     names = plan.stages[0].values
     return columns + [[name, *(_values(plan, name, row) for row in rows), ""] for name in names]
