@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self, TypeAlias, final
 
-from stretto.errors import BatchSizeError, TimeError, shown
+from stretto.errors import BatchSizeError, TimeError, samples_text, shown
 from stretto.schedules.fields import (
     Check,
     Timed,
@@ -103,6 +103,15 @@ class Tokens(int):
         return repr(str(self))
 
 
+def size_text(size: int) -> str:
+    """Return a number of samples in words, or an amount in tokens.
+
+    >>> size_text(2048), size_text(checked_size("64Ktok"))
+    ('2,048 samples', '64Ktok')
+    """
+    return str(size) if isinstance(size, Tokens) else samples_text(size)
+
+
 def in_unit_of(size: int | None, number: int) -> int:
     """Return a number in the unit of a size: as `Tokens` if that is one of them.
 
@@ -188,6 +197,10 @@ class Bound:
     fits: Callable[[PolicyState], bool] | None = None
     """Returns whether a saved state could be one of this policy; None: if it has the fields of
     `start`."""
+    row_at: Callable[[Timestamp], int] | None = None
+    """Returns how many samples are joined to a row at a timestamp; None: none ever are."""
+    asked: Callable[[Timestamp, PolicyState, Signals], Decision] | None = None
+    """If samples are joined to rows: `decide` before sizes are rounded to whole rows."""
 
     def __post_init__(self) -> None:
         if self.is_static:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from stretto.batching import BatchSizePolicy, RuleLike
 from stretto.batching.metrics import check_monitored, followed_metric, metrics_of
+from stretto.batching.rows import as_lengths
 from stretto.batching.seesaw import paired
 from stretto.config.run import RunConfig
 from stretto.config.targets import Function, Target, bound_target, call_target
@@ -110,6 +111,7 @@ class TimesAndSizes:
     horizon: Horizon
     policy: BatchSizePolicy
     schedules: Mapping[str, Schedule]
+    values: Mapping[str, Schedule]
     rule: RuleLike | None
 
 
@@ -142,7 +144,8 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
         counts["tokens_per_sample"] = 1  # all is said in tokens, so samples do not matter
     with source.at("max_duration"):
         run = Horizon(config.max_duration, **counts, last_batch=ends, lengths=lengths)
-    return TimesAndSizes(run, sizes, schedules, rule)
+    values = imported(config, config.values, "values")
+    return TimesAndSizes(run, sizes, schedules, values, rule)
 
 
 def _triggers(config: RunConfig) -> dict[str, tuple[Path, TimeLike | Trigger]]:
@@ -297,15 +300,18 @@ def prepare_run(config: RunConfig, run: TimesAndSizes, *, resumes: bool = False)
             return value.scaled(config.scale_schedule or 1)
 
     schedules = {name: scaled(one, "schedules", name) for name, one in run.schedules.items()}
+    lengths = config.sequence_length
     prepared = bind_run(
         scaled(run.horizon, "max_duration"),
         scaled(run.policy, "batch_size"),
         schedules=effective(schedules, config),
+        values={name: scaled(one, "values", name) for name, one in run.values.items()},
         triggers={
             name: scaled(parse_trigger(every), "triggers", name)
             for name, (_, every) in triggers.items()
         },
         rule=run.rule,
+        sequence_length=lengths and scaled(as_lengths(lengths), "sequence_length"),
         most_stages=MAX_STAGES,
         at=at,
     )

@@ -91,7 +91,12 @@ class Decisions:
         timestamp, size, horizon = plan.timestamp, plan.size, self._horizon
         hold = self._policy.holds_until(timestamp, plan.state) if self._policy.is_static else None
         last = repeats_before(horizon, timestamp, size)
-        is_whole = size == plan.decided and not plan.skipped and not plan.ends_epochs
+        is_whole = (
+            type(plan.decided) is int
+            and size == plan.decided
+            and not plan.skipped
+            and not plan.ends_epochs
+        )
         if hold is None or horizon.dataset_num_samples is None or last is None or not is_whole:
             return 1
         counts = [-(-(last - timestamp.sample) // size)]

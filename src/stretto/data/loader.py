@@ -12,10 +12,11 @@ from itertools import chain
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyLike, Signals, checked_size
+from stretto.batching.rows import LengthsLike, check_holds_row
 from stretto.data.decisions import Decisions, other_order, reading_state
 from stretto.data.fetch import FetchedStep, RankShare, pinned
 from stretto.data.source import BatchSource, make_source, prepared_for
-from stretto.data.spec import DataSpec
+from stretto.data.spec import DataSpec, uncountable
 from stretto.data.step import MicroBatch, Step
 from stretto.errors import CheckpointError, DataError
 from stretto.planning import Prepared, resumed
@@ -56,7 +57,7 @@ class TokenCounter:
         if self.each is not None or spec.get_num_tokens_in_batch is not None:
             self._tells = True
         if self._is_needed and not self.is_tracked:
-            raise _uncountable()
+            raise uncountable()
 
     @property
     def is_tracked(self) -> bool:
@@ -79,7 +80,7 @@ class TokenCounter:
         # A dummy is enough to find out: every rank must know after its first batch.
         self._note(tells=tokens is not None)
         if tokens is None and self._is_needed:
-            raise _uncountable()
+            raise uncountable()
         return tokens if tokens and num_samples else 0
 
     def _note(self, *, tells: bool) -> None:
@@ -152,12 +153,6 @@ class TokenCounter:
         return total
 
 
-def _uncountable() -> DataError:
-    why = "a batch has neither attention_mask nor input_ids"
-    instead = "pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=..."
-    return DataError.cannot("count the tokens of these data", why=why, instead=instead)
-
-
 def agreed(ranks: Ranks, tokens: int, seconds: float, decision: object) -> tuple[int, float]:
     """Return the tokens of all ranks, and the seconds of rank 0. Every process must call it.
 
@@ -216,6 +211,7 @@ class StepLoader(Iterator[Step]):
         world_size: how many processes share each batch; None: torch.distributed's.
         ranks: the processes of a run, in place of these two numbers.
         idle_ranks: whether a batch may have fewer samples than there are ranks.
+        sequence_length: the tokens of a row, as in `prepare`.
         clock: a monotonic clock in nanoseconds.
 
     Raises:
@@ -234,11 +230,14 @@ class StepLoader(Iterator[Step]):
         world_size: int | None = None,
         ranks: Ranks | None = None,
         idle_ranks: bool = False,
+        sequence_length: LengthsLike | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.spec = DataSpec.of(data)
         self._loading = read_settings(Loading, loading, "loading")
-        self.prepared = prepared_for(self.spec, batch_size, max_duration, self._loading)
+        self.prepared = prepared_for(
+            self.spec, batch_size, max_duration, self._loading, sequence_length
+        )
         self._from_start = self.prepared
         self.horizon = self.prepared.horizon
         self.timer = Timer(self.horizon, clock=clock)
@@ -261,6 +260,7 @@ class StepLoader(Iterator[Step]):
         """The processes that share each batch."""
         self._agrees = max(self.ranks.world_size, self.ranks.dp_world_size) > 1
         self._read(micro_batch_size)
+        check_holds_row(self.micro_batch_size, self.prepared.facts)
 
     def _read(self, micro_batch_size: int | None) -> None:
         """Read this rank's part of the data in micro-batches of so many samples."""
@@ -327,10 +327,11 @@ class StepLoader(Iterator[Step]):
                 break
             self.timer.end_epoch(dropped=fetched.size)
         size, world, each = fetched.size, self.ranks.dp_world_size, self._tokens.each
+        row = fetched.plan.row
         micro_batches = []
         for batch, samples in fetched.micro_batches:
             tokens = self._tokens(batch, samples) if each is None else samples * each
-            micro_batches.append(MicroBatch(batch, samples, tokens, samples * world / size))
+            micro_batches.append(MicroBatch(batch, samples, tokens, samples * world / size, row))
         step = Step(self.timer.timestamp, size, fetched.plan.decided, micro_batches)
         self._pending = step, fetched
         return step
@@ -533,6 +534,8 @@ def _check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the saved state belongs to another order.
     """
+    if "seed" in saved:  # of a version that joined no samples
+        saved = {"longest_row": 1, **saved}
     if set(saved) != set(present):
         if "sharded" in (*saved, *present):
             has = "has" if "sharded" in saved else "does not have"

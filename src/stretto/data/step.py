@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, final
 
 from stretto.errors import DataError
@@ -32,6 +32,13 @@ class MicroBatch:
     Gradients summed over micro-batches and averaged over ranks are then those of the mean over the
     whole batch. 0 for a dummy, which keeps the ranks in step.
     """
+    row: int = 1
+    """How many samples are joined to each row of the batch."""
+
+    @property
+    def num_rows(self) -> int:
+        """The first dimension of the batch: its samples, unless they are joined to rows."""
+        return self.num_samples // self.row
 
     def __iter__(self) -> NoReturn:
         """Refuse: unpacking a micro-batch would lose its weight.
@@ -70,6 +77,8 @@ class Step:
     """This rank's share."""
     around_dummy: Callable[[], AbstractContextManager[None]] | None = None
     """What iterating opens while a dummy is in use, so that it leaves the model's buffers alone."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """The values of your own at `timestamp`, by name: what `values` of the run says."""
 
     @property
     def local_num_samples(self) -> int:

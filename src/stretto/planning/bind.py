@@ -16,10 +16,12 @@ from stretto.batching import (
     as_policy,
     as_rule,
 )
+from stretto.batching.rows import LENGTH, LengthsLike, as_rows, in_rows, length_of
 from stretto.batching.split import Referenced
 from stretto.errors import PlanError, StrettoError
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, bind_sizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
+from stretto.schedules.names import check_value_names
 from stretto.timing import (
     BoundTrigger,
     Horizon,
@@ -55,6 +57,11 @@ class Prepared:
     bound_schedules: Mapping[str, BoundSchedule]
     bound_triggers: Mapping[str, BoundTrigger]
     rule: LearningRateRule | None
+    values: Mapping[str, Schedule]
+    """What values of the user's own follow, by their names."""
+    bound_values: Mapping[str, BoundSchedule]
+    left_out: int
+    """Samples at the end of the data set that fill no row of the longest sequence."""
 
     @property
     def reads(self) -> dict[str, frozenset[TimeUnit]]:
@@ -63,13 +70,15 @@ class Prepared:
             "max_duration": frozenset({self.facts.max_duration.unit}),
             "batch_size": self.bound_policy.units,
             **{name: one.reads(self.facts) for name, one in self.schedules.items()},
+            **{name: one.reads(self.facts) for name, one in self.values.items()},
             **{name: one.units for name, one in self.bound_triggers.items()},
         }
 
     @property
     def refused(self) -> StrettoError | None:
         """Why the run cannot start from its beginning, though a resume may; None: it can."""
-        refusals = [one for one in self.bound_schedules.values() if isinstance(one, Refusal)]
+        each = (*self.bound_schedules.values(), *self.bound_values.values())
+        refusals = [one for one in each if isinstance(one, Refusal)]
         return refusals[0].error if refusals else None
 
     @property
@@ -95,7 +104,13 @@ class Prepared:
         >>> bind_run(Horizon("1ep"), NoiseScale(8, 64)).decided_between
         (8, 64)
         """
-        return None if self.refusal is None else self.bound_policy.bounds
+        is_known = self.refusal is None or self.is_read
+        return None if is_known else self.bound_policy.bounds
+
+    @property
+    def is_read(self) -> bool:
+        """Whether batches are in tokens, and only reading tells how many samples these are."""
+        return self.bound_policy.unit is TimeUnit.TOKEN and self.facts.lengths is None
 
     def planned_sizes(self) -> PlannedSizes:
         """Return where each batch begins.
@@ -114,8 +129,10 @@ def bind_run(
     policy: PolicyLike,
     *,
     schedules: Mapping[str, ScheduleLike] | None = None,
+    values: Mapping[str, ScheduleLike] | None = None,
     triggers: Mapping[str, Trigger | TimeLike] | None = None,
     rule: RuleLike | None = None,
+    sequence_length: LengthsLike | None = None,
     most_stages: int | None = None,
     at: At = lambda *_: nullcontext(),
 ) -> Prepared:
@@ -131,11 +148,14 @@ def bind_run(
         horizon: the run; its batch sizes are replaced by those of the policy.
         policy: the batch sizes.
         schedules: by hyper-parameter.
+        values: by a name of the user's own.
         triggers: by name.
         rule: how learning rates follow the batch size.
+        sequence_length: the tokens of a row, which joins consecutive samples of equal length;
+            None: each sample is on its own.
         most_stages: refuse sizes that change more often.
-        at: entered with `"batch_size"`, `"max_duration"`, `"schedules", name` or
-            `"triggers", name` while that is bound.
+        at: entered with `"batch_size"`, `"sequence_length"`, `"max_duration"`,
+            `"schedules", name`, `"values", name` or `"triggers", name` while that is bound.
 
     Raises:
         BatchSizeError: the policy cannot be followed on this run, or not with these schedules.
@@ -144,12 +164,22 @@ def bind_run(
         ScheduleError: a schedule does not fit into the run.
     """
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
+    own = {name: as_schedule(schedule) for name, schedule in (values or {}).items()}
+    check_value_names(own, read if sequence_length is None else [*read, LENGTH])
     fires = {name: parse_trigger(trigger) for name, trigger in (triggers or {}).items()}
     learning_rate_rule = None if rule is None else as_rule(rule)
-    facts, sizes, refusal = horizon.with_batch_sizes(None), None, None
+    facts, sizes, refusal, rows = horizon.with_batch_sizes(None), None, None, None
+    with at("sequence_length"):
+        if sequence_length is not None:
+            rows = as_rows(sequence_length, facts.tokens_per_sample)
+            facts = facts.in_groups(max(row for _, row in rows.steps))
+    left_out = (horizon.dataset_num_samples or 0) - (facts.dataset_num_samples or 0)
     with at("batch_size"):
         policy = as_policy(policy)
         bound_policy = bind_sizes(facts, policy)
+        if rows is not None:
+            bound_policy = in_rows(bound_policy, rows, facts)
+            own[LENGTH] = length_of(bound_policy, facts)
         if isinstance(learning_rate_rule, Referenced):
             learning_rate_rule = learning_rate_rule.bind(bound_policy.unit, facts.tokens_per_sample)
         try:
@@ -161,21 +191,36 @@ def bind_run(
     with at("max_duration"):
         if sizes is not None:
             _check_length(sizes)
-    bound: dict[str, BoundSchedule] = {}
-    for name, one in read.items():
+    bound: dict[str, dict[str, BoundSchedule]] = {"schedules": {}, "values": {}}
+    for kind, name, one in (
+        *(("schedules", *each) for each in read.items()),
+        *(("values", *each) for each in own.items()),
+    ):
         try:
-            with at("schedules", name):
-                bound[name] = one.bind(horizon)
+            with at(kind, name):
+                bound[kind][name] = one.bind(horizon)
         except StrettoError as error:
             if not _follows_sizes(one, horizon, error):
                 raise
-            bound[name] = Refusal(error.with_traceback(None))
+            bound[kind][name] = Refusal(error.with_traceback(None))
     due: dict[str, BoundTrigger] = {}
     for name, trigger in fires.items():
         with at("triggers", name):
             due[name] = trigger.bind(horizon)
     return Prepared(
-        facts, horizon, policy, bound_policy, sizes, refusal, read, bound, due, learning_rate_rule
+        facts,
+        horizon,
+        policy,
+        bound_policy,
+        sizes,
+        refusal,
+        read,
+        bound["schedules"],
+        due,
+        learning_rate_rule,
+        own,
+        bound["values"],
+        left_out,
     )
 
 

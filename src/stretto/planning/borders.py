@@ -56,15 +56,15 @@ def split_at(stages: Sequence[Stage], borders: Borders) -> Iterator[Stage]:
         stop = None if stage.batches is None else start + stage.batches
         upto = len(cuts) if stop is None else bisect_left(cuts, stop)
         inner = cuts[bisect_right(cuts, start) : upto]
-        for first, after in pairwise([start, *inner, stop]):
+        for first, after in zip([start, *inner], [*inner, stop], strict=True):
             number += 1
-            is_first, is_last = first == start, after == stop
+            is_first = first == start
             yield replace(
                 stage,
                 number=number,
                 equal=equal if is_first else replace(equal, first=equal.timestamp(first - start)),
                 batches=None if after is None else after - first,
-                end=stage.end if is_last else equal.timestamp(after - start),
+                end=stage.end if after in (None, stop) else equal.timestamp(after - start),
                 skipped=stage.skipped if is_first else 0,
                 begins=tuple(names.get(first, ())),
             )
@@ -78,8 +78,9 @@ def changes_of(stages: Sequence[Stage], sizes: PlannedSizes, values: Values) -> 
         sizes: where each batch begins.
         values: every value at a timestamp, as its schedule says, without a rule.
     """
-    names = dict.fromkeys(name for stage in stages for name in stage.begins)
-    for name in names if sizes.num_batches is not None else ():
+    if sizes.num_batches is None:
+        return
+    for name in dict.fromkeys(name for stage in stages for name in stage.begins):
         begun = [stage for stage in stages if name in stage.begins]
         edges = [0, *(stage.first.batch for stage in begun), sizes.num_batches]
 
@@ -89,19 +90,15 @@ def changes_of(stages: Sequence[Stage], sizes: PlannedSizes, values: Values) -> 
         trends = [_trend(at(first), at(after - 1)) for first, after in pairwise(edges)]
         for number, stage in enumerate(begun):
             batch, (before, after) = stage.first.batch, trends[number : number + 2]
-            step, slope = abs(at(batch) - at(batch - 1)), 0.0
-            if batch - 2 >= edges[number]:
-                slope = abs(at(batch - 1) - at(batch - 2))
-            said = []
+            last = [at(one) for one in range(max(edges[number], batch - 2), batch + 1)]
             # At the end of a curve the last steps are alike.
-            if step > 4 * slope + 1e-9 * abs(at(batch)):
-                said.append(f"changes to {stage.values[name].first:.4g}")
-            elif before and before != after:
-                is_warm = before > 0 and number == 0
-                said.append(
-                    "warm-up ends" if is_warm else f"reaches {stage.values[name].first:.4g}"
-                )
-            if after and after != before:
+            slope = abs(last[0] - last[1]) if len(last) == 3 else 0.0
+            said, now = list[str](), f"{stage.values[name].first:.4g}"
+            if abs(last[-1] - last[-2]) > 4 * slope + 1e-9 * abs(last[-1]):
+                said.append(f"changes to {now}")
+            elif before not in (0, after):
+                said.append("warm-up ends" if before > 0 and number == 0 else f"reaches {now}")
+            if after not in (0, before):
                 said.append(f"begins to {'rise' if after > 0 else 'fall'}")
             if said:
                 yield Change(name, " and ".join(said), stage.first)

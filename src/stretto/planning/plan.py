@@ -10,7 +10,8 @@ from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike
 from stretto.batching.policy import as_float, checked_size, checked_world_size
-from stretto.batching.split import is_learning_rate, split
+from stretto.batching.rows import LengthsLike, check_holds_row
+from stretto.batching.split import in_rows, is_learning_rate, split
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
 from stretto.planning.borders import Change, borders_of, changes_of, split_at
@@ -25,6 +26,7 @@ from stretto.planning.stages import (
     known_schedules,
     make_event,
     on_base,
+    rows_text,
     warnings_of,
 )
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
@@ -109,12 +111,17 @@ class Plan:
         [8, 8, 4]
         """
         for step in walk(self.horizon, self.sizes.bound):
-            shared = split(step.size, self.world_size, self.micro_batch_size)
-            values = self._values(step.timestamp, step.decided)
-            yield step._replace(accumulation=shared.accumulation, values=values)
+            yield self._shared(step)
+
+    def _shared(self, step: PlannedBatch) -> PlannedBatch:
+        """Return a batch with what only a plan says of it."""
+        size, micro = in_rows(step.size, self.micro_batch_size, step.row)
+        shared = split(size, self.world_size, micro)
+        values = self._values(step.timestamp, step.decided)
+        return step._replace(accumulation=shared.accumulation, values=values)
 
     def values_at(self, batch: int, /) -> dict[str, float]:
-        """Return the hyper-parameters of batch number `batch` (from 0).
+        """Return the hyper-parameters, and values of your own, of batch number `batch` (from 0).
 
         >>> from stretto.schedules import Linear
         >>> plan(Horizon("40sp"), 8, schedules={"lr": Linear(1, 0)}).values_at(2)
@@ -159,9 +166,8 @@ class Plan:
         stage, now = self.stage_of(number), self.timestamp_at_batch(number)
         size = stage.equal.size_of(number - stage.first.batch)
         size = size if self.end is None else min(size, self.end.sample - now.sample)
-        parts = split(size, self.world_size, self.micro_batch_size).accumulation
-        values = self._values(now, stage.size)
-        return PlannedBatch(now, size, stage.size, 0, 0, {}, parts, values)
+        batch = PlannedBatch(now, size, stage.size, 0, 0, {}, row=stage.row)
+        return self._shared(batch)
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values that JSON keeps exactly.
@@ -213,9 +219,11 @@ def plan(
     micro_batch_size: int | None = None,
     even: bool = False,
     schedules: Mapping[str, ScheduleLike] | None = None,
+    values: Mapping[str, ScheduleLike] | None = None,
     base: Mapping[str, float] | None = None,
     rule: RuleLike | None = None,
     triggers: Mapping[str, Trigger | TimeLike] | None = None,
+    sequence_length: LengthsLike | None = None,
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
 ) -> Plan:
@@ -240,9 +248,11 @@ def plan(
         micro_batch_size: the most samples that a rank takes at once.
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         schedules: a schedule for each hyper-parameter: `lr`, `weight_decay`, `lr@group`, ...
+        values: a schedule for each value of your own, by its name.
         base: what the schedules' factors multiply; by default, 1.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, ...
         triggers: names and times of repeated events: `{"evaluate": "10%"}`.
+        sequence_length: tokens of a row of samples of equal length: `"0tok:4096 252Mtok:8192"`.
         tracks_tokens: whether the data can count the tokens of a batch.
         resume_at: where a run resumes; earlier stages are not checked.
 
@@ -255,7 +265,15 @@ def plan(
         ScheduleError: a schedule does not fit into the run.
     """
     return plan_prepared(
-        bind_run(horizon, policy, schedules=schedules, triggers=triggers, rule=rule),
+        bind_run(
+            horizon,
+            policy,
+            schedules=schedules,
+            values=values,
+            triggers=triggers,
+            rule=rule,
+            sequence_length=sequence_length,
+        ),
         world_size=world_size,
         micro_batch_size=micro_batch_size,
         even=even,
@@ -297,15 +315,17 @@ def plan_prepared(
     world_size = checked_world_size(world_size)
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
+        check_holds_row(micro_batch_size, run.facts)
     if values is None:
         values = {name: on_base(name, run, base or {}) for name in run.schedules}
+    base = _known(base or {}, values)
+    values = {**values, **{name: (run.values[name], run.bound_values[name]) for name in run.values}}
     if not tracks_tokens:
         check_tokens(run)
     sizes = run.planned_sizes()
     known, unknown = known_schedules(run.facts, values)
     horizon = run.horizon if sizes.is_exact else run.facts.with_batch_sizes(sizes)
-    stated = _known(base or {}, values)
-    at = hyperparameters(run.facts, known, stated, run.rule)
+    at = hyperparameters(run.facts, known, base, run.rule)
     schedules = {name: one for name, (one, _) in values.items() if name in known}
     stages = tuple(
         replace(
@@ -321,7 +341,7 @@ def plan_prepared(
         for stage in stages
         if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample
     ]
-    least = min((stage.size for stage in ahead), default=world_size)
+    least = min((stage.rows for stage in ahead), default=world_size)
     for stage in ahead:
         check_stage(stage, even=even, least=least, idle=idle_ranks)
     return Plan(
@@ -331,9 +351,10 @@ def plan_prepared(
         micro_batch_size=micro_batch_size,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
-        changes=tuple(changes_of(stages, sizes, hyperparameters(run.facts, known, stated, None))),
+        changes=tuple(changes_of(stages, sizes, hyperparameters(run.facts, known, base, None))),
         warnings=(
             *warnings_of(horizon, sizes, stages, even=even),
+            *rows_text(stages, run.left_out),
             *unknown,
         ),
         _values=at,

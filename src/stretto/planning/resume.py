@@ -48,6 +48,7 @@ def resumed(run: Prepared, now: Timestamp, past: Past | None, state: PolicyState
     if past is not None:
         edges = [(batches, first) for first, _ in past[1:]]
         had = bound_steps(edges, tuple(size for _, size in past))
+        had = replace(had, unit=run.bound_policy.unit)
         with suppress(PlanError):  # too many sizes for a run whose end is not known
             before = PlannedSizes(facts, run.policy, bound=had)
         before = before if passes(before, now, None) else None
@@ -69,7 +70,12 @@ def resumed(run: Prepared, now: Timestamp, past: Past | None, state: PolicyState
         horizon = facts.with_batch_sizes(unknown)
     bound_schedules = {name: one.bind(horizon) for name, one in run.schedules.items()}
     return replace(
-        run, horizon=horizon, sizes=sizes, refusal=refusal, bound_schedules=bound_schedules
+        run,
+        horizon=horizon,
+        sizes=sizes,
+        refusal=refusal,
+        bound_schedules=bound_schedules,
+        bound_values={name: one.bind(horizon) for name, one in run.values.items()},
     )
 
 
@@ -97,4 +103,6 @@ def _continued(had: Bound, bound: Bound, end: Hold, state: PolicyState) -> Bound
         return hold and hold & end
 
     units = bound.units | {TimeUnit.BATCH}
-    return replace(bound, decide=decide, holds_until=holds_until, start=state, units=units)
+    return replace(
+        bound, decide=decide, holds_until=holds_until, start=state, units=units, asked=None
+    )

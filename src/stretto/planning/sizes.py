@@ -9,10 +9,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import NamedTuple, final
 
 from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
-from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
+from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals, Tokens
+from stretto.batching.split import in_rows
 from stretto.batching.wrappers import InSamples
 from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
 from stretto.schedules.fields import fill
@@ -25,9 +26,6 @@ from stretto.timing.epochs import (
 )
 from stretto.timing.horizon import EqualBatches
 
-DecidedBy: TypeAlias = Literal["samples", "lengths", "reading"]
-"""The size of a batch is a number of samples (or of tokens that all samples have equally many of);
-it follows from known lengths; or it is decided while the samples are read."""
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -52,6 +50,8 @@ class PlannedBatch(NamedTuple):
     """Micro-batches of each rank; only in a plan."""
     values: Mapping[str, float] = _NO_VALUES
     """The hyper-parameters; only in a plan."""
+    row: int = 1
+    """How many samples are joined to each row."""
 
 
 def next_step(
@@ -84,6 +84,9 @@ def next_step(
     if horizon.is_done(timestamp):
         return timestamp, None
     decided, decided_state = policy.decide(timestamp, state, signals)
+    if policy.unit is TimeUnit.TOKEN and horizon.lengths is None:
+        most = cut(horizon, timestamp, decided)  # only reading tells how many samples these are
+        return timestamp, PlannedBatch(timestamp, most, Tokens(decided), 0, 0, decided_state)
     before = timestamp.sample
     if outgrows_epoch(horizon, timestamp, decided):
         if timestamp.sample_in_epoch == 0:
@@ -98,7 +101,8 @@ def next_step(
     size = cut(horizon, timestamp, decided)
     ends = advance(horizon, timestamp, size).epoch - timestamp.epoch
     skipped = timestamp.sample - before
-    return timestamp, PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
+    step = PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
+    return timestamp, step if policy.row_at is None else step._replace(row=policy.row_at(timestamp))
 
 
 def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
@@ -109,17 +113,6 @@ def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
         why=f"an epoch has only {most}, so each would be dropped",
         instead=f"write AtMost(policy, {most}) or last_batch='carry'",
     )
-
-
-def decided_by(horizon: Horizon, policy: BatchSizePolicy) -> DecidedBy:
-    """Return what turns the sizes of a policy into samples on these data.
-
-    >>> decided_by(Horizon("1ep", tokens_per_sample=4096), as_policy("64Ktok"))
-    'samples'
-    """
-    if policy.unit is TimeUnit.SAMPLE or horizon.tokens_per_sample is not None:
-        return "samples"
-    return "reading" if horizon.lengths is None else "lengths"
 
 
 def on_data(horizon: Horizon, policy: BatchSizePolicy) -> BatchSizePolicy:
@@ -134,16 +127,8 @@ def bind_sizes(horizon: Horizon, policy: BatchSizePolicy) -> Bound:
 
     Raises:
         ConversionError: a time needs a fact that is not known.
-        BatchSizeError: the times are out of order on this run; or sizes are in tokens, and the
-            tokens of a sample are not known, or one is less than a sample.
+        BatchSizeError: the times are out of order on this run, or a size is less than a sample.
     """
-    if decided_by(horizon, policy) == "reading":
-        raise BatchSizeError.cannot(
-            f"follow {policy!r}",
-            why="its sizes are in tokens, and how many tokens each sample has is not known",
-            instead=f"set {fact_text('tokens_per_sample')}, pass DataSpec(data, lengths=...), or "
-            "write the sizes in samples",
-        )
     found = on_data(horizon, policy)
     return replace(found.bind(horizon), unit=found.unit)
 
@@ -195,6 +180,11 @@ def check_plannable(horizon: Horizon, policy: Bound) -> None:
     unknown = unknown_count(horizon, {horizon.axis(unit).unit for unit in policy.units})
     if unknown is not None:
         raise _unplannable(f"they follow {unknown}, which only the run can count", _STATE[unknown])
+    if policy.unit is TimeUnit.TOKEN and horizon.lengths is None:
+        raise _unplannable(
+            "they are in tokens, and how many each sample has is not known",
+            f"set {fact_text('tokens_per_sample')}, or pass DataSpec(data, lengths=...)",
+        )
     if not policy.is_static:
         instead = "run it without a plan"
         if policy.bounds is not None:
@@ -256,11 +246,20 @@ class Stage:
     """The hyper-parameters; only in a plan."""
     begins: tuple[str, ...] = ()
     """The values whose schedule changes its formula at the start; only in a plan."""
+    row: int = 1
+    """How many samples are joined to each row."""
+    asked: int | None = None
+    """The size that the policy decided, if that is not in whole rows; None: it is."""
 
     @property
     def size(self) -> int:
         """Samples of each batch over all ranks; fewer if an epoch or the run ends inside it."""
         return self.equal.size
+
+    @property
+    def rows(self) -> int:
+        """The rows of a batch that the policy decided: samples, if none are joined."""
+        return max(1, (self.asked or self.size) // self.row)
 
     @property
     def first(self) -> Timestamp:
@@ -279,7 +278,8 @@ class Stage:
     @property
     def shares(self) -> tuple[int, int]:
         """The fewest and the most samples of a full batch on one rank."""
-        return self.size // self.world_size, -(-self.size // self.world_size)
+        rows, world_size, row = self.size // self.row, self.world_size, self.row
+        return rows // world_size * row, -(-rows // world_size) * row
 
     @property
     def accumulation(self) -> int:
@@ -291,7 +291,8 @@ class Stage:
         """The same of each size that its batches have, cut ones included."""
         whole = [] if self._is_cut else [self.size]
         sizes = dict.fromkeys([*whole, *self.cut_sizes])
-        return [split(one, self.world_size, self.micro_batch_size).accumulation for one in sizes]
+        rows = [in_rows(one, self.micro_batch_size, self.row) for one in sizes]
+        return [split(one, self.world_size, micro).accumulation for one, micro in rows]
 
     @property
     def _is_cut(self) -> bool:
@@ -343,10 +344,12 @@ def find_stages(
     now, state, decisions = Timestamp(), policy.start, 0
     run_axis, run_end = horizon.end
     while True:
+        before = state
         now, step = next_step(horizon, policy, now, state)
         if step is None:
             return found, now
         state = step.state
+        asked = step.decided if policy.asked is None else policy.asked(now, before, NO_SIGNALS)[0]
         batches = EqualBatches(horizon, now, step.decided)
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
@@ -356,7 +359,7 @@ def find_stages(
             )
         count = least(_count(batches, policy.holds_until(now, state)), until_end)
         after = None if count is None else _after(horizon, batches, count)
-        if found and found[-1].size == step.decided and not step.skipped:
+        if found and _is_like(found[-1], step):
             # The arithmetic of the first batches covers the later ones, too.
             total = None if count is None else (found[-1].batches or 0) + count
             found[-1] = replace(found[-1], batches=total, end=after)
@@ -367,10 +370,16 @@ def find_stages(
                 instead="write a larger 'increment', or 'planned: false' beside a function",
             )
         else:
-            found.append(Stage(len(found) + 1, batches, count, after, step.skipped))
+            stage = Stage(len(found) + 1, batches, count, after, step.skipped, row=step.row)
+            found.append(stage if asked == stage.size else replace(stage, asked=asked))
         if after is None:
             return found, None
         now = after
+
+
+def _is_like(stage: Stage, step: PlannedBatch) -> bool:
+    """Return whether a batch continues a stage."""
+    return stage.size == step.decided and stage.row == step.row and not step.skipped
 
 
 def _count(batches: EqualBatches, hold: Hold | None) -> int | None:

@@ -8,6 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from stretto.batching import Tokens
+from stretto.batching.policy import in_unit_of
 from stretto.planning import Event, Plan, Stage, bound_of
 from stretto.planning.plan import moment_record
 from stretto.planning.stages import FIRST
@@ -188,7 +190,7 @@ def _batches(row: Sequence[Stage]) -> str:
 def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
     """Return the first and the last value, and extremes in between."""
     if row[-1].values[name].last is None:
-        return f"{row[0].values[name].first:.4g} to ?"
+        return f"{_value(row[0].values[name].first)} to ?"
     start, count = row[0].first.batch, sum(filter(None, (stage.batches for stage in row)))
     batches = range(start, start + count)
 
@@ -196,8 +198,12 @@ def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
         return plan.values_at(batch)[name]
 
     turns = {_extreme(value, batches, best) for best in (max, min)}
-    texts = [f"{value(batch):.4g}" for batch in sorted({batches[0], batches[-1], *turns})]
+    texts = [_value(value(batch)) for batch in sorted({batches[0], batches[-1], *turns})]
     return " to ".join(text for text, _ in groupby(texts))
+
+
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if value.is_integer() and value >= 1e4 else f"{value:.4g}"
 
 
 def _extreme(value: Callable[[int], float], batches: range, best: Callable[..., Any]) -> int:
@@ -328,7 +334,7 @@ def memory_table(answer: Answer) -> str:
     for size, peak in answer.peaks.items():
         mark = answer.bound if size == answer.size else ""
         headroom = answer.limit.bytes - answer.reserve - peak
-        rows.append((f"{size:,}", show_bytes(peak), show_bytes(headroom), mark))
+        rows.append((_sized(size, answer), show_bytes(peak), show_bytes(headroom), mark))
     return _with_remarks(rows)
 
 
@@ -347,10 +353,17 @@ def answers_table(rows: Sequence[tuple[Mapping[str, object], Answer | None]]) ->
         if answer is not None:
             peak = "" if answer.peak is None else show_bytes(answer.peak)
             batch = answer.size * int(str(asked.get("ranks", 1)))
-            cells = (f"{answer.size:,}", f"{batch:,}", peak, answer.certainty)
+            size, whole = (_sized(one, answer) for one in (answer.size, batch))
+            cells = (size, whole, peak, answer.certainty)
         table.append((*shown, *cells))
     notes = dict.fromkeys(note for _, answer in rows if answer for note in answer.notes)
     return "\n".join([_with_remarks(table), *notes])
+
+
+def _sized(size: int, answer: Answer) -> str:
+    """Return a size in the unit of an answer."""
+    amount = in_unit_of(answer.size, size)
+    return str(amount) if isinstance(amount, Tokens) else f"{size:,}"
 
 
 def _with_remarks(rows: Sequence[Sequence[str]]) -> str:
