@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, final
 
-from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
-from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals, Tokens
+from stretto.batching import BatchSizePolicy, Hold, PolicyLike, Tokens, as_policy, split
+from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
 from stretto.batching.split import in_rows
 from stretto.batching.wrappers import InSamples
 from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
@@ -130,7 +130,10 @@ def bind_sizes(horizon: Horizon, policy: BatchSizePolicy) -> Bound:
         BatchSizeError: the times are out of order on this run, or a size is less than a sample.
     """
     found = on_data(horizon, policy)
-    return replace(found.bind(horizon), unit=found.unit)
+    bound, unit = found.bind(horizon), found.unit
+    ends = bound.bounds if bound.bounds and unit is TimeUnit.TOKEN else None
+    bounds = (Tokens(ends[0]), Tokens(ends[1])) if ends else bound.bounds
+    return replace(bound, unit=unit, bounds=bounds)
 
 
 def walk(
