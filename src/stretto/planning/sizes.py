@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, final
 
-from stretto.batching import BatchSizePolicy, Hold, PolicyLike, Tokens, as_policy, split
+from stretto.batching import BatchSizePolicy, Hold, PolicyLike, Tokens, as_policy
+from stretto.batching.pack import num_passes
 from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
-from stretto.batching.split import in_rows
 from stretto.batching.wrappers import InSamples
 from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
 from stretto.schedules.fields import fill
@@ -46,7 +46,7 @@ class PlannedBatch(NamedTuple):
     """How many epochs end inside it or at its end."""
     state: PolicyState
     """The policy's state after deciding."""
-    accumulation: int = 1
+    accumulation: int | None = 1
     """Micro-batches of each rank; only in a plan."""
     values: Mapping[str, float] = _NO_VALUES
     """The hyper-parameters; only in a plan."""
@@ -285,17 +285,32 @@ class Stage:
         return rows // world_size * row, -(-rows // world_size) * row
 
     @property
-    def accumulation(self) -> int:
-        """Micro-batches per rank and batch, of the largest batch."""
-        return max(self.accumulations)
+    def accumulation(self) -> int | None:
+        """Micro-batches per rank and batch, of the largest batch.
+
+        With a budget of tokens, those of the first batch; None if lengths are not known.
+        """
+        return max(self.accumulations, default=None)
 
     @property
     def accumulations(self) -> list[int]:
-        """The same of each size that its batches have, cut ones included."""
-        whole = [] if self._is_cut else [self.size]
-        sizes = dict.fromkeys([*whole, *self.cut_sizes])
-        rows = [in_rows(one, self.micro_batch_size, self.row) for one in sizes]
-        return [split(one, self.world_size, micro).accumulation for one, micro in rows]
+        """The same for each size that its batches have, cut ones included."""
+        if isinstance(self.micro_batch_size, Tokens):
+            found = [self._passes(self.equal.size_of(0))]
+        else:
+            whole = [] if self._is_cut else [self.size]
+            found = [self._passes(one) for one in (*whole, *self.cut_sizes)]
+        return [one for one in found if one is not None]
+
+    def _passes(self, size: int) -> int | None:
+        return num_passes(
+            size,
+            self.first.sample,
+            self.world_size,
+            self.micro_batch_size,
+            lengths=self.equal.horizon.lengths,
+            row=self.row,
+        )
 
     @property
     def _is_cut(self) -> bool:
