@@ -73,11 +73,8 @@ def checked_micro_batch(value: object, facts: Horizon) -> int | None:
     """
     if value is None:
         return None
-    size, each, lengths = (
-        checked_size(value, "a micro-batch size"),
-        facts.tokens_per_sample,
-        facts.lengths,
-    )
+    size, each = checked_size(value, "a micro-batch size"), facts.tokens_per_sample
+    lengths = facts.lengths
     if not isinstance(size, Tokens):
         return size
     if lengths is not None and lengths.longest > size:
@@ -142,7 +139,7 @@ def _padded(order: list[int], longest: list[int], budget: int, world_size: int) 
     def borders(price: int) -> list[int]:
         first, found, end = 0, [0], len(longest)
         while first < end:
-            first += price // longest[first]
+            first = min(end, first + price // longest[first])
             found.append(first)
         return found
 
@@ -151,7 +148,26 @@ def _padded(order: list[int], longest: list[int], budget: int, world_size: int) 
     prices = range(least, budget, 1 + budget // 512)  # closer is slower and pads no less
     enough = bisect_left(prices, -most, key=lambda price: 1 - len(borders(price)))
     found = borders(prices[enough] if enough < len(prices) else budget)
-    return [(longest[a] * len(order[a:b]), order[a:b]) for a, b in pairwise(found)]
+    if world_size == 1 and most < 64:  # more of them pad little
+        _move_borders(found, longest, budget)
+    return [(longest[a] * (b - a), order[a:b]) for a, b in pairwise(found)]
+
+
+def _move_borders(found: list[int], longest: list[int], budget: int) -> None:
+    """Move each border to where the two pieces beside it pad least: one rank waits for no other."""
+    for number in range(1, len(found) - 1):
+        first, place, end = found[number - 1 : number + 2]
+        step = max(1, (end - first) // 8)
+        least = longest[first] * (place - first) + longest[place] * (end - place)
+        while step:
+            moved = place
+            for other in (place - step, place + step):
+                if first < other < end:
+                    prices = longest[first] * (other - first), longest[other] * (end - other)
+                    if sum(prices) < least and max(prices) <= budget:
+                        moved, least = other, sum(prices)
+            step = step if moved != place else step // 2
+            place = found[number] = moved
 
 
 def _joined(order: list[int], longest: list[int], budget: int, world_size: int) -> list[Piece]:

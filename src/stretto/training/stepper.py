@@ -136,6 +136,7 @@ class Stepper:
         if NOISE in reads or measures_noise:
             every = settings.steps_between_noise
             self.meter = NoiseMeter(self._parameters, spec=spec, strategy=strategy, every=every)
+            _warn_of_lengths(micro_batch_size, is_read=NOISE in reads)
         # With loss scaling, the gradient may overflow; the scaler handles that.
         watched = [] if step.scaler is not None else self._parameters
         self._moves = self._ranks.device.type != "cpu"
@@ -481,6 +482,21 @@ class Stepper:
 
     def _moved(self, batch: Any) -> Any:
         return move_batch(batch, self._ranks.device) if self._moves else batch
+
+
+def _warn_of_lengths(micro_batch_size: int | None, *, is_read: bool) -> None:
+    """Warn if noise is measured on micro-batches that were chosen by length.
+
+    Those of a policy that reads the noise are not.
+    """
+    if isinstance(micro_batch_size, Tokens) and not is_read:
+        warnings.warn(
+            "the gradient noise is measured by comparing micro-batches, and those with a budget of "
+            "tokens are not random: they are chosen by length; write micro_batch_size as a number "
+            "of samples to measure it",
+            UserWarning,
+            stacklevel=5,  # who makes the trainer
+        )
 
 
 LOSS_OF = attrgetter("loss")
