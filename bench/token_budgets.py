@@ -1,6 +1,6 @@
-"""How batches of unequal samples fit a budget of tokens: `pack`, and Karmarkar-Karp as verl uses it.
+"""Batches of unequal samples within a budget of tokens: `pack`, and differencing as verl uses it.
 
-Run `python bench/token_budgets.py` (half a minute); the last result lies in
+Run `python bench/token_budgets.py` (half a minute); with `--keep`, the result goes to
 `bench/results/token_budgets.json` and `.txt`. `--verl` fetches the package of verl, without what it
 depends on, and takes the differencing function from there; without it, the same method is here.
 
@@ -24,7 +24,6 @@ import heapq
 import importlib
 import inspect
 import json
-import pkgutil
 import platform
 import random
 import statistics
@@ -34,6 +33,8 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -44,15 +45,17 @@ from stretto.batching import pack
 
 RESULTS = Path(__file__).parent / "results"
 Ranks = list[list[list[int]]]
-Balance = Callable[[list[int], int, bool], list[list[int]]]
+Balance = Callable[..., list[list[int]]]
 LONGEST = 4096
+SIZES = ((16_384, 4096), (131_072, 8192), (1_048_576, 8192))
+"""Tokens of a batch, and of a micro-batch."""
 SEED = 7
 
 
 def paragraphs() -> list[int]:
     """Return the bytes of the paragraphs of Python's documents and docstrings, none twice."""
     texts = [topics[name] for name in sorted(topics)]
-    for module in sorted(one.name for one in pkgutil.iter_modules() if one.name in WITH_DOCS):
+    for module in WITH_DOCS:
         loaded = importlib.import_module(module)
         for _, value in inspect.getmembers(loaded):
             texts.append(inspect.getdoc(value) or "" if callable(value) else "")
@@ -61,12 +64,13 @@ def paragraphs() -> list[int]:
     return sorted(min(LONGEST, len(part.encode())) for part in found if part)
 
 
-WITH_DOCS = frozenset(
-    "argparse ast asyncio calendar codecs collections concurrent csv datetime decimal difflib email "
-    "fractions functools heapq inspect ipaddress itertools json locale logging math multiprocessing "
-    "optparse os pathlib pickle random re shutil socket sqlite3 ssl statistics string subprocess "
-    "tarfile tempfile textwrap threading tkinter turtle typing unittest urllib uuid zipfile".split()
-)
+WITH_DOCS = """
+argparse ast asyncio calendar codecs collections concurrent csv datetime decimal difflib email
+fractions functools heapq inspect ipaddress itertools json locale logging math multiprocessing
+optparse os pathlib pickle random re shutil socket sqlite3 ssl statistics string subprocess tarfile
+tempfile textwrap threading typing unittest urllib uuid zipfile
+""".split()  # noqa: SIM905
+"""Modules whose docstrings are read."""
 
 
 def _members(value: Any) -> list[tuple[str, Any]]:
@@ -93,7 +97,7 @@ def batches(lengths: list[int], tokens: int, most: int) -> Iterator[list[int]]:
             total += length
 
 
-def differencing(lengths: list[int], parts: int, equal_size: bool) -> list[list[int]]:
+def differencing(lengths: list[int], parts: int, *, equal_size: bool) -> list[list[int]]:
     """Return a partition by Karmarkar and Karp's largest differencing method, as verl does it."""
     order = sorted(range(len(lengths)), key=lambda place: (lengths[place], place))
     step = parts if equal_size else 1
@@ -132,13 +136,13 @@ def of_verl() -> tuple[Balance, str]:
 def as_verl(balance: Balance, lengths: list[int], budget: int, world_size: int) -> Ranks:
     """Return the micro-batches that verl makes of a batch, by rank and pass."""
     even = len(lengths) - len(lengths) % world_size  # its batches divide
-    ranks = balance(lengths[:even], world_size, True)
+    ranks = balance(lengths[:even], world_size, equal_size=True)
     for rank, place in enumerate(range(even, len(lengths))):
         ranks[-1 - rank].append(place)
     own = [[lengths[place] for place in rank] for rank in ranks]
     parts = max(-(-sum(rank) // budget) for rank in own)
     while True:
-        cuts = [balance(rank, min(parts, len(rank)), False) for rank in own]
+        cuts = [balance(rank, min(parts, len(rank)), equal_size=False) for rank in own]
         if all(
             sum(rank[i] for i in piece) <= budget
             for rank, cut in zip(own, cuts, strict=True)
@@ -191,75 +195,79 @@ def _price(lengths: list[int], *, packed: bool) -> int:
 def measure(balance: Balance, few: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind of lengths, batch, number of ranks and way of joining samples."""
     kinds = {"paragraphs": paragraphs(), "lognormal": lognormal(100_000)}
-    for kind, lengths in kinds.items():
-        for tokens, budget in ((16_384, 4096), (131_072, 8192), (1_048_576, 8192)):
-            for world_size in (1, 8, 64):
-                if tokens // world_size < 1024:
-                    continue  # less than one of the longest for each rank
-                some = list(batches(lengths, tokens, few if tokens > 200_000 else 4 * few))
-                for packed in (False, True):
-                    ours = measured(
-                        lambda one: pack(one, budget, world_size, packed=packed),
-                        some,
-                        packed=packed,
-                    )
-                    others = measured(
-                        lambda one: as_verl(balance, one, budget, world_size),
-                        some[: few // 2],
-                        packed=packed,
-                    )
-                    yield {
-                        "lengths": kind,
-                        "batch": tokens,
-                        "budget": budget,
-                        "ranks": world_size,
-                        "packed": packed,
-                        "pack": ours,
-                        "verl": others,
-                    }
+    for (kind, lengths), (tokens, budget) in product(kinds.items(), SIZES):
+        some = list(batches(lengths, tokens, few if tokens > 200_000 else 4 * few))
+        for world_size, packed in product((1, 8, 64), (False, True)):
+            if tokens // world_size < 1024:
+                continue  # some ranks would have no sample
+            ours = partial(pack, budget=budget, world_size=world_size, packed=packed)
+            theirs = partial(as_verl, balance, budget=budget, world_size=world_size)
+            yield {
+                "lengths": kind,
+                "batch": tokens,
+                "budget": budget,
+                "ranks": world_size,
+                "packed": packed,
+                "pack": measured(ours, some, packed=packed),
+                "verl": measured(theirs, some[: few // 2], packed=packed),
+            }
 
 
-def cost(count: int = 4096) -> float:
+def cost(*, packed: bool, count: int = 4096) -> float:
     """Return the milliseconds that `pack` takes for so many samples: the fastest of 100 calls."""
     lengths, times = lognormal(count), []
     for _ in range(100):
         began = time.perf_counter()
-        pack(lengths, 8192, 8)
+        pack(lengths, 8192, 8, packed=packed)
         times.append(time.perf_counter() - began)
-    return round(1e3 * min(times), 3)
+    return round(1e3 * min(times), 2)
+
+
+HEAD = f"{'lengths':10} {'batch':>9} {'budget':>6} {'ranks':>5} {'joined':6}"
+COLUMNS = {
+    "passes": 7,
+    "computed": 9,
+    "heaviest": 9,
+    "waiting": 8,
+    "largest": 8,
+    "milliseconds": 10,
+}
+LEGEND = """\
+computed: tokens with padding over real ones. heaviest: those of the rank that has most, over an
+even share of the real ones. waiting: the same, if all ranks wait for the slowest in each pass.
+largest: tokens of the largest micro-batch. ms: the time of a step in Python.
+"""
 
 
 def table(found: dict[str, Any]) -> str:
     """Return the results as text."""
-    lines = [
-        f"{'lengths':10} {'batch':>9} {'budget':>6} {'ranks':>5} {'joined':6} | "
-        + " | ".join(
-            f"{who:8} passes computed heaviest waiting largest     ms" for who in ("pack", "verl")
-        )
-    ]
+    names = "".join(f"{name.replace('milliseconds', 'ms'):>{COLUMNS[name]}}" for name in COLUMNS)
+    lines = [f"{HEAD} | pack {names} | verl {names}"]
     for row in found["rows"]:
+        joined = "packed" if row["packed"] else "padded"
+        start = (
+            f"{row['lengths']:10} {row['batch']:9,} {row['budget']:6,} {row['ranks']:5} {joined}"
+        )
         sides = [
-            f"{'':8} {one['passes']:6.2f} {one['computed']:8.3f} {one['heaviest']:8.3f} {one['waiting']:7.3f} "
-            f"{one['largest']:7,.0f} {one['milliseconds']:6.2f}"
+            "     "
+            + "".join(f"{one[name]:{wide},.{PLACES[name]}f}" for name, wide in COLUMNS.items())
             for one in (row["pack"], row["verl"])
         ]
-        joined = "packed" if row["packed"] else "padded"
-        lines.append(
-            f"{row['lengths']:10} {row['batch']:9,} {row['budget']:6,} {row['ranks']:5} {joined:6} | "
-            + " | ".join(sides)
-        )
-    lines.append("")
-    lines.append(
-        f"pack of 4,096 samples on 8 ranks: {found['milliseconds_4096']} ms, the fastest of 100 calls"
-    )
-    lines.append(
-        "computed: tokens with padding over real ones. heaviest: those of the rank that has most, over"
-    )
-    lines.append(
-        "an even share of the real ones. waiting: the same, if all wait for the slowest in each pass."
-    )
-    lines.append(f"verl: {found['verl']}. Python {found['python']}, {found['processor']}.")
-    return "\n".join(lines) + "\n"
+        lines.append(" | ".join((start, *sides)))
+    took = " and ".join(f"{time} ms {name}" for name, time in found["milliseconds_4096"].items())
+    lines += ["", f"pack of 4,096 samples on 8 ranks, the fastest of 100 calls: {took}"]
+    end = f"verl: {found['verl']}. Python {found['python']}, {found['processor']}.\n"
+    return "\n".join(lines) + "\n" + LEGEND + end
+
+
+PLACES = {
+    "passes": 2,
+    "computed": 3,
+    "heaviest": 3,
+    "waiting": 3,
+    "largest": 0,
+    "milliseconds": 2,
+}
 
 
 def main() -> None:
@@ -272,7 +280,10 @@ def main() -> None:
     balance, version = of_verl() if asked.verl else (differencing, "")
     found = {
         "rows": list(measure(balance, asked.few)),
-        "milliseconds_4096": cost(),
+        "milliseconds_4096": {
+            "padded": cost(packed=False),
+            "packed": cost(packed=True),
+        },
         "verl": f"differencing of verl {version}" if version else "its method, written here",
         "python": platform.python_version(),
         "processor": processor(),

@@ -176,8 +176,12 @@ def _joined(order: list[int], longest: list[int], budget: int, world_size: int) 
     Not the differencing of Karmarkar and Karp: with many samples a piece the sums differ as
     little, in a tenth of the time.
     """
-    large = bisect_left(longest, -budget, key=lambda count: -2 * count)  # no two in a piece
-    parts = -(-max(large, -(-sum(longest) // budget)) // world_size) * world_size
+    least = -(-sum(longest) // budget)
+    for number in range(1, 8):  # no piece has more than `number` of those longer than this
+        length = budget // (number + 1)
+        longer = bisect_left(longest, -length, key=lambda count: -count)
+        least = max(least, -(-longer // number))
+    parts = -(-least // world_size) * world_size
     while True:
         pieces: list[list[int]] = [[] for _ in range(parts)]
         sums = [*range(parts)]  # of each piece, times `parts`, plus its number
@@ -188,7 +192,7 @@ def _joined(order: list[int], longest: list[int], budget: int, world_size: int) 
         found = [(sum_ // parts, pieces[sum_ % parts]) for sum_ in sums]
         if max(found, default=(0,))[0] <= budget:
             return found
-        parts = -(-(parts + 1 + parts // 64) // world_size) * world_size
+        parts = -(-(parts + 1 + parts // 128) // world_size) * world_size
 
 
 def _dealt(pieces: list[Piece], world_size: int) -> list[list[list[int]]]:
