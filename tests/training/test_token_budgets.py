@@ -18,6 +18,7 @@ from stretto.errors import BatchSizeError, TrainingError
 from stretto.training import Evaluation, Loading, Stepping, Trainer
 from stretto.training.algorithms import NoiseReport
 
+pytestmark = pytest.mark.filterwarnings("ignore:an epoch of these data:UserWarning")
 LENGTHS = [3 + 7 * place % 23 for place in range(60)]
 
 
@@ -28,6 +29,7 @@ def texts() -> DataSpec:
     for length in LENGTHS:
         ids = torch.randint(1, 17, (length,), generator=chance)
         labels = torch.where(torch.rand(length, generator=chance) < 0.7, ids, -100)
+        labels[0] = ids[0]
         samples.append({"input_ids": ids, "labels": labels})
     return DataSpec(samples, lengths=LENGTHS)
 
@@ -62,7 +64,7 @@ class Memory:
         )
         if self.over_tokens:
             return losses.sum() / counts.sum()
-        return (losses.view_as(counts).sum(1) / counts.shape[0]).sum()
+        return (losses.view_as(counts).sum(1) / counts.sum(1)).mean()
 
 
 def trainer_of(
