@@ -55,7 +55,7 @@ def pack(
 
 def too_long(sample: int, length: int, budget: int) -> BatchSizeError:
     """Return the error for a sample that is longer than a micro-batch may be."""
-    what = f"run sample {sample} of {length:,} tokens in a micro-batch of {budget:,} tokens"
+    what = f"run sample {sample} of {length:,} tokens in a micro-batch of {int(budget):,} tokens"
     instead = f"write a budget of at least {length}, or cut or leave out longer samples"
     return BatchSizeError.cannot(what, why="it exceeds the budget alone", instead=instead)
 

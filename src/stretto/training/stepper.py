@@ -605,7 +605,7 @@ class Retry:
             instead = f"resume from the last checkpoint with micro_batch_size={smaller!r}"
         if is_single or self._ranks.world_size > 1:
             raise TrainingError.cannot(
-                f"compute the step at {at} in micro-batches of {_said(most)}",
+                f"compute the step at {at} in micro-batches of {most:,}",
                 why=f"memory ran out {why} ({brief})",
                 instead=instead,
             )
@@ -616,8 +616,8 @@ class Retry:
         self.splits += 1
         self.on_fall_back(step.timestamp, most, smaller)
         warnings.warn(
-            f"memory ran out in the step at {at} with micro-batches of {_said(most)}; the step is "
-            f"repeated with micro-batches of {_said(smaller)}, and the batch size does not change",
+            f"memory ran out in the step at {at} with micro-batches of {most:,}; the step is "
+            f"repeated with micro-batches of {smaller:,}, and the batch size does not change",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -645,10 +645,6 @@ def _price(micro: MicroBatch) -> int:
     """Return the tokens of a micro-batch as it is run, with its padding."""
     rows = count_samples(micro.batch) or micro.num_samples  # 1 if it is packed
     return max(rows * (longest_sequence(micro.batch) or 0), micro.num_tokens, 1)
-
-
-def _said(size: int) -> str:
-    return f"{size:,} tokens" if isinstance(size, Tokens) else f"{size:,}"
 
 
 def _kept(size: int | None) -> int | str | None:
