@@ -73,8 +73,11 @@ def checked_micro_batch(value: object, facts: Horizon) -> int | None:
     """
     if value is None:
         return None
-    size, each = checked_size(value, "a micro-batch size"), facts.tokens_per_sample
-    lengths = facts.lengths
+    size, each, lengths = (
+        checked_size(value, "a micro-batch size"),
+        facts.tokens_per_sample,
+        facts.lengths,
+    )
     if not isinstance(size, Tokens):
         return size
     if lengths is not None and lengths.longest > size:
