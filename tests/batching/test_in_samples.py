@@ -239,10 +239,10 @@ def test_unknown_samples_are_refused_in_plan_and_run() -> None:
 def test_rules_convert_exactly(each: int, reference: int, size: int) -> None:
     facts = Horizon("1ep", dataset_num_samples=900, tokens_per_sample=each)
     for kind, expected in ((LinearRule, 1.0), (SquareRootRule, 0.5)):
-        rule = bind_run(facts, 8, rule=kind(Tokens(reference))).rule
+        rule = bind_run(facts, 8, rule=kind(Tokens(reference))).rules["lr"]
         assert rule is not None
         assert rule(size) == pytest.approx((size * each / reference) ** expected, rel=1e-15)
-    same = bind_run(facts, Fixed(Tokens(8 * each)), rule=LinearRule(256)).rule
+    same = bind_run(facts, Fixed(Tokens(8 * each)), rule=LinearRule(256)).rules["lr"]
     assert same == LinearRule(256)
 
 

@@ -29,9 +29,9 @@ from typing import (
 
 from stretto import batching, schedules
 from stretto._foreign import FOREIGN, OLD_WORDS
-from stretto.batching import BatchSizePolicy, LearningRateRule, Pair, as_policy, as_rule
+from stretto.batching import BatchSizePolicy, Pair, Rule, as_policy, as_rule
 from stretto.batching.noise_scale import NormTest
-from stretto.batching.split import RULES
+from stretto.batching.rules import RULES
 from stretto.config.targets import Function, Target
 from stretto.config.yaml import Path, Source
 from stretto.errors import ConfigError, Message, StrettoError, nearest, shown
@@ -447,15 +447,31 @@ SIZES = _named(
         "minProperties": 1,
     },
 )
-RULE = _named(
+_RULE_NAMES = {**RULES, **{rule.__name__: rule for rule in RULES.values()}}
+_ONE_RULE = _named(
     "Rule",
     "{sqrt: 256} or {linear: 4Mtok}, with the size that the rate is meant for",
-    {**RULES, **{rule.__name__: rule for rule in RULES.values()}},
+    _RULE_NAMES,
     as_rule,
     lambda _: False,
 )
+RULE = _either(
+    [
+        # A rule is a mapping of one of these names, or a target.
+        replace(
+            _entries(_PLAIN[str], _ONE_RULE),
+            fits=lambda value: (
+                isinstance(value, dict)
+                and bool(value)
+                and {"target", *_RULE_NAMES}.isdisjoint(value)
+                and all(one is None or isinstance(one, dict) for one in value.values())
+            ),
+        ),
+        _ONE_RULE,
+    ]
+)
 _TIMES = {Time, str, timedelta, Trigger, Literal["rest"]}
-_NAMED = {Schedule: SCHEDULE, BatchSizePolicy: SIZES, LearningRateRule: RULE}
+_NAMED = {Schedule: SCHEDULE, BatchSizePolicy: SIZES, Rule: RULE}
 
 
 @cache
