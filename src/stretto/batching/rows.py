@@ -127,11 +127,13 @@ def in_rows(policy: Bound, rows: PiecewiseConstant, horizon: Horizon) -> Bound:
     )
 
 
-def length_of(policy: Bound, horizon: Horizon) -> Schedule:
+def length_of(policy: Bound, lengths: LengthsLike, tokens_per_sample: int | None) -> Schedule:
     """Return the sequence length of a policy in rows, as a value of the run."""
 
     def length(timer: Timer) -> int:
         assert policy.row_at is not None, "in rows"
-        return policy.row_at(timer.timestamp) * (horizon.tokens_per_sample or 0)
+        return policy.row_at(timer.timestamp) * (tokens_per_sample or 0)
 
+    # What a description of the run shows, so that a resume tells what changed.
+    length.__qualname__ = str(as_lengths(lengths))
     return Custom(length, reads=" ".join(policy.units | {TimeUnit.SAMPLE}))
