@@ -86,7 +86,7 @@ def runs(draw: Any) -> Run:
         num_samples=draw(st.integers(24, 60)),
         lengths=lengths,
         sizes=[(0, draw(st.integers(1, 9))), (later, draw(st.integers(1, 20)))],
-        end=draw(st.integers(1, 120)),
+        end=draw(st.integers(1, 80)),
         last_batch=draw(st.sampled_from(["keep", "carry", "drop"])),
         shuffle=draw(st.booleans()),
         unit=draw(st.sampled_from(["sp", "tok", "ba"])),

@@ -66,18 +66,6 @@ def as_rows(lengths: LengthsLike, tokens_per_sample: int | None) -> PiecewiseCon
     return PiecewiseConstant({time: length // each for time, length in steps.steps})
 
 
-def check_holds_row(micro_batch_size: int | None, horizon: Horizon) -> None:
-    """Refuse a micro-batch that is smaller than the longest row.
-
-    Raises:
-        BatchSizeError: it is.
-    """
-    if micro_batch_size is not None and micro_batch_size < (horizon.group or 1):
-        why = f"the longest sequence alone takes {horizon.group} samples"
-        instead = f"write {horizon.group} or more"
-        raise BatchSizeError.bad("micro_batch_size", micro_batch_size, why, instead)
-
-
 def in_rows(policy: Bound, rows: PiecewiseConstant, horizon: Horizon) -> Bound:
     """Return a bound policy whose sizes are whole rows, at least one.
 
