@@ -69,7 +69,8 @@ def checked_micro_batch(value: object, facts: Horizon) -> int | None:
     4
 
     Raises:
-        BatchSizeError: it is neither, or the longest sample alone exceeds the budget.
+        BatchSizeError: it is neither; or the longest sample, or the longest row of samples, alone
+            exceeds it.
     """
     if value is None:
         return None
@@ -78,13 +79,17 @@ def checked_micro_batch(value: object, facts: Horizon) -> int | None:
         facts.tokens_per_sample,
         facts.lengths,
     )
-    if not isinstance(size, Tokens):
-        return size
-    if lengths is not None and lengths.longest > size:
+    if lengths is not None and isinstance(size, Tokens) and lengths.longest > size:
         raise too_long(lengths.longest_sample, lengths.longest, size)
-    if each is not None and each > size:
-        raise too_long(0, each, size)
-    return size if each is None else size // each
+    if each is not None and isinstance(size, Tokens):
+        if each > size:
+            raise too_long(0, each, size)
+        size //= each
+    if facts.group is not None and size < facts.group:
+        why = f"the longest sequence alone takes {facts.group} samples"
+        instead = f"write {facts.group} or more"
+        raise BatchSizeError.bad("micro_batch_size", str(value), why, instead)
+    return size
 
 
 def num_passes(
