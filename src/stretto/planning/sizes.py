@@ -230,7 +230,7 @@ class FirstLast(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a run with one batch size."""
+    """A part of a run with one batch size; in a plan, also with one formula for each value."""
 
     number: int
     """From 1."""
@@ -246,6 +246,8 @@ class Stage:
     micro_batch_size: int | None = None
     values: Mapping[str, FirstLast] = field(default_factory=dict)
     """The hyper-parameters; only in a plan."""
+    begins: tuple[str, ...] = ()
+    """The values whose schedule changes its formula at the start; only in a plan."""
     row: int = 1
     """How many samples are joined to each row."""
     asked: int | None = None
@@ -283,18 +285,39 @@ class Stage:
 
     @property
     def accumulation(self) -> int | None:
-        """Micro-batches per rank and batch.
+        """Micro-batches per rank and batch, of the largest batch.
 
         With a budget of tokens, those of the first batch; None if lengths are not known.
         """
+        return max(self.accumulations, default=None)
+
+    @property
+    def accumulations(self) -> list[int]:
+        """The same for each size that its batches have, cut ones included."""
+        if isinstance(self.micro_batch_size, Tokens):
+            found = [self._passes(self.equal.size_of(0))]
+        else:
+            whole = [] if self._is_cut else [self.size]
+            found = [self._passes(one) for one in (*whole, *self.cut_sizes)]
+        return [one for one in found if one is not None]
+
+    def _passes(self, size: int) -> int | None:
         return num_passes(
-            self.size,
+            size,
             self.first.sample,
             self.world_size,
             self.micro_batch_size,
             lengths=self.equal.horizon.lengths,
             row=self.row,
         )
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether every batch is cut: by an epoch that is shorter, or as there is only one."""
+        num_samples, last = self.equal.horizon.dataset_num_samples, self.cut_sizes
+        is_short = num_samples is not None and self.size > num_samples
+        is_short = is_short and self.equal.horizon.last_batch == "keep"
+        return bool(last) and (is_short or self.batches == 1)
 
     @property
     def cut_sizes(self) -> tuple[int, ...]:
