@@ -22,8 +22,8 @@ from stretto.batching.policy import (
 from stretto.errors import BatchSizeError, ConversionError, shown
 from stretto.schedules.fields import fill
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
+from stretto.timing.batches import EqualBatches
 from stretto.timing.epochs import next_epoch, outgrows_epoch
-from stretto.timing.horizon import EqualBatches
 from stretto.timing.time import Number
 
 

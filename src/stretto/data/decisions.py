@@ -16,8 +16,8 @@ from stretto.errors import CheckpointError, StrettoError
 from stretto.planning import PlannedBatch, Prepared, check_least, next_step
 from stretto.planning.plan import plan_prepared
 from stretto.timing import Timer, Timestamp, TimeUnit, advance
+from stretto.timing.batches import EqualBatches
 from stretto.timing.epochs import repeats_before
-from stretto.timing.horizon import EqualBatches
 
 _UNMEASURED_STEPS = 20
 """Steps without a noise measurement after which a warning is given."""

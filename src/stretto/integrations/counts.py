@@ -8,7 +8,7 @@ from typing import NamedTuple
 from stretto.batching import split
 from stretto.run import Run
 from stretto.timing import Timestamp, TimeUnit
-from stretto.timing.horizon import EqualBatches
+from stretto.timing.batches import EqualBatches
 
 UNREACHED = 2**40
 """Used where a framework needs a number that is not known. No epoch has as many batches."""

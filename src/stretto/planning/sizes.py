@@ -16,13 +16,13 @@ from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
 from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
 from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
+from stretto.timing.batches import EqualBatches
 from stretto.timing.epochs import (
     cut,
     is_countable,
     next_epoch,
     outgrows_epoch,
 )
-from stretto.timing.horizon import EqualBatches
 
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
