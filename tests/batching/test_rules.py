@@ -75,7 +75,7 @@ def test_a_rule_is_written_as_in_a_run_file_or_as_a_function(
         ({}, "exactly"),
         ({"sqrt": 8, "linear": 8}, "exactly"),
         ({"squared": 8}, "exactly"),
-        ({"sqrt": "8"}, "reference"),
+        ({"sqrt": "8ba"}, "reference"),
     ],
     ids=repr,
 )

@@ -12,6 +12,7 @@ from stretto.batching.policy import (
     Hold,
     PolicyState,
     Signals,
+    Tokens,
     checked_size,
 )
 from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
@@ -68,6 +69,7 @@ __all__ = [
     "SquareRootRule",
     "StagedRamp",
     "Staircase",
+    "Tokens",
     "PiecewiseConstant",
     "as_policy",
     "as_rule",

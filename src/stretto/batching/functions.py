@@ -19,7 +19,7 @@ from stretto.batching.policy import (
     checked_size,
 )
 from stretto.errors import BatchSizeError, shown
-from stretto.schedules.fields import Interval, Timed, check_fields, fill, name_of
+from stretto.schedules.fields import Interval, Timed, fill, name_of
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.epochs import UnknownCountError, known_counts, unknown_counters
 from stretto.timing.grammar import whole
@@ -72,7 +72,7 @@ class SizeFunction(BatchSizePolicy):
                 why="a function that begins with 'epoch' returns an increment",
                 instead="write IncreaseFunction(function, start, max_batch_size)",
             )
-        check_fields(self)
+        BatchSizePolicy.__post_init__(self)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve `every` for one run."""
@@ -180,7 +180,7 @@ class IncreaseFunction(BatchSizePolicy):
 
     def __post_init__(self) -> None:
         check_callable(self.function, "(epoch, current_batch_size) -> increment")
-        check_fields(self)
+        BatchSizePolicy.__post_init__(self)
         if self.max_batch_size == "auto":
             return
         largest = checked_size(self.max_batch_size, "max_batch_size")

@@ -318,7 +318,7 @@ class NoiseScale(BatchSizePolicy):
     power: Power = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        BatchSizePolicy.__post_init__(self)
         name, least = ("start", self.start) if self.minimum is None else ("minimum", self.minimum)
         fill(self, minimum=least)
         check_start(self.start, least, self.maximum)

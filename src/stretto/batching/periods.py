@@ -15,6 +15,7 @@ from stretto.batching.policy import (
     Hold,
     PolicyState,
     Signals,
+    check_units,
 )
 from stretto.batching.steps import PolicyLike, as_policy, sample_axis
 from stretto.errors import BatchSizeError
@@ -156,6 +157,7 @@ class PeriodSizes(BatchSizePolicy):
 
     def __init__(self, periods: Iterable[tuple[TimeLike | Rest, PolicyLike]]) -> None:
         fill(self, periods=read_periods(periods, checked_interval, as_policy, BatchSizeError))
+        check_units(self)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the lengths for one run, and each policy on its own period.

@@ -19,7 +19,7 @@ from stretto.batching.policy import (
     rounded_size,
 )
 from stretto.errors import BatchSizeError
-from stretto.schedules.fields import Check, check_fields, number_field
+from stretto.schedules.fields import Check, number_field
 from stretto.timing import Horizon, Timestamp
 
 
@@ -79,7 +79,7 @@ class Plateau(BatchSizePolicy):
     mode: Literal["min", "max"] = field(default="min", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        BatchSizePolicy.__post_init__(self)
         check_start(self.start, 1, self.maximum)
 
     def bind(self, horizon: Horizon) -> Bound:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self, TypeAlias, final
 
-from stretto.errors import BatchSizeError, shown
-from stretto.schedules.fields import Check, Timed, fill, number_field
-from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
-from stretto.timing.grammar import whole
+from stretto.errors import BatchSizeError, TimeError, shown
+from stretto.schedules.fields import (
+    Check,
+    Timed,
+    check_fields,
+    checks_of,
+    fill,
+    number_field,
+    values_of,
+)
+from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
+from stretto.timing.grammar import NAMES, whole
 from stretto.timing.time import Number
 
 
@@ -74,6 +82,25 @@ NO_SIGNALS = Signals()
 
 PolicyState: TypeAlias = Mapping[str, Any]
 """The state of a policy: a small record that JSON keeps exactly. Replaced, never edited."""
+
+
+@final
+class Tokens(int):
+    """A batch size as an amount in tokens. An `int` that prints as it is written.
+
+    Numbers computed from it are plain integers.
+
+    >>> checked_size("64Ktok"), isinstance(checked_size("64Ktok"), Tokens)
+    ('64000tok', True)
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return str(Time(int(self), TimeUnit.TOKEN))
+
+    def __repr__(self) -> str:
+        return repr(str(self))
 
 
 Decision: TypeAlias = tuple[int, PolicyState]
@@ -143,6 +170,8 @@ class Bound:
     metric, such as `"validation/loss"`. Only those are measured. None if it is static."""
     bounds: tuple[int, int] | None = None
     """The smallest and the largest size that it may decide; None: unknown."""
+    unit: TimeUnit = TimeUnit.SAMPLE
+    """The unit of its sizes: that of the policy, which a run fills in."""
     log_values: Callable[[PolicyState], Mapping[str, float]] = lambda _: {}
     """Returns the values behind the last decision, by name, for the log."""
     sizes: Callable[[PolicyState], tuple[object, ...]] = lambda _: ()
@@ -200,9 +229,13 @@ def wrapped(inner: Bound, own: PolicyState, **changes: Any) -> Bound:
     return replace(inner, **same | changes)
 
 
-Size: TypeAlias = Annotated[int, Check(lambda value, *_: checked_size(value))]
-"""A field that is a batch size."""
-PositiveInt: TypeAlias = Annotated[int, Check(lambda value, name, _: checked_size(value, name))]
+_SIZE = Check(lambda value, *_: checked_size(value))
+_PART = Check(lambda value, name, _: checked_size(value, name))
+Size: TypeAlias = Annotated[int, _SIZE]
+"""A field that is a batch size, in samples or tokens."""
+SizePart: TypeAlias = Annotated[int, _PART]
+"""A field that sizes grow by or are multiples of; 1 is that of either unit."""
+PositiveInt: TypeAlias = Annotated[int, Check(lambda value, name, _: checked_number(value, name))]
 """A field that is an integer of at least 1."""
 ABOVE_1 = number_field("a finite number above 1", lambda value: 1 < value < math.inf)
 """The check of a factor of growth."""
@@ -219,6 +252,23 @@ class BatchSizePolicy(Timed):
 
     __slots__ = ()
     error = BatchSizeError
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_units(self)
+
+    @property
+    def unit(self) -> TimeUnit:
+        """The unit of all its sizes: samples or tokens.
+
+        By default, it is found among the fields. Override it for a policy of your own that decides
+        in tokens without a size in its fields.
+
+        >>> from stretto import LinearRamp
+        >>> LinearRamp("64Ktok", "1Mtok", "10%").unit
+        <TimeUnit.TOKEN: 'tok'>
+        """
+        return TimeUnit.TOKEN if has_tokens(values_of(self)) else TimeUnit.SAMPLE
 
     @abstractmethod
     def bind(self, horizon: Horizon) -> Bound:
@@ -256,20 +306,90 @@ class BatchSizePolicy(Timed):
         return ()
 
 
+def has_tokens(value: object) -> bool:
+    """Return whether a value is an amount in tokens, or has one inside.
+
+    >>> has_tokens((Tokens(8), 8)), has_tokens(8)
+    (True, False)
+    """
+    if isinstance(value, (tuple, dict)):
+        return any(map(has_tokens, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, BatchSizePolicy):
+        return value.unit is TimeUnit.TOKEN
+    return isinstance(value, Tokens)
+
+
+def check_units(policy: Timed) -> None:
+    """Refuse sizes of which some are in samples and others in tokens."""
+    found: dict[TimeUnit, object] = {}
+    for size in _sizes_in(policy):
+        unit = TimeUnit.TOKEN if has_tokens(size) else TimeUnit.SAMPLE
+        found.setdefault(unit, size)
+    if len(found) > 1:
+        one, other = (f"{shown(size)} in {NAMES[unit]}" for unit, size in found.items())
+        raise BatchSizeError.cannot(
+            f"use {one} and {other} in one batch size policy",
+            why="how many tokens a sample has is not known here",
+            instead="write all its sizes as numbers of samples, or all like '64Ktok'",
+        )
+
+
+def _sizes_in(policy: Timed) -> Iterator[object]:
+    """Yield the sizes among the fields of a policy, and the policies inside."""
+    checks = checks_of(type(policy))
+    for name, value in values_of(policy).items():
+        check = checks[name][0] if name in checks else None
+        is_size = check is _SIZE or (check is _PART and value != 1)
+        if isinstance(value, BatchSizePolicy) or (is_size and value is not None):
+            yield value
+        elif isinstance(value, tuple):  # of sizes, or of pairs of a time and one
+            items = (item[-1] if isinstance(item, tuple) else item for item in value)
+            yield from (item for item in items if isinstance(item, (int, BatchSizePolicy)))
+
+
 def checked_size(
     value: object,
     what: str = "a batch size",
     *,
-    instead: str = "write a number of samples such as 128",
+    instead: str = "write a number of samples such as 128, or tokens such as '64Ktok'",
 ) -> int:
-    """Return `value` as an int, if it is a whole number of samples of at least 1.
+    """Return a number of samples as an int, and an amount in tokens as `Tokens`.
 
-    >>> checked_size(32)
-    32
+    >>> checked_size(32), checked_size("128sp"), checked_size("64Ktok")
+    (32, 128, '64000tok')
 
     Raises:
-        BatchSizeError: it is anything else, or has more than 200 digits; floats and booleans
-            are never converted.
+        BatchSizeError: it is anything else, less than 1, or has more than 200 digits; floats and
+            booleans are never converted.
+    """
+    if not isinstance(value, (str, Time)):
+        size = checked_number(value, what, instead=instead)
+        return Tokens(size) if isinstance(value, Tokens) else size
+    text = value.strip().replace("_", "") if isinstance(value, str) else ""
+    # 18 digits are more samples than any run has, and bound the work on a hostile text.
+    if text.isascii() and text.isdigit() and len(text) <= 18:
+        return checked_number(int(text), what, instead=instead)
+    try:
+        time = Time(value)
+    except TimeError:
+        why = "it is not a number of samples or tokens"
+        raise BatchSizeError.cannot(
+            f"use {shown(value)} as {what}", why=why, instead=instead
+        ) from None
+    kinds: dict[TimeUnit, type[int]] = {TimeUnit.SAMPLE: int, TimeUnit.TOKEN: Tokens}
+    if time.unit not in kinds or time.amount < 1:
+        why = "it is less than 1" if time.unit in kinds else f"it is a time in {NAMES[time.unit]}"
+        raise BatchSizeError.cannot(f"use {shown(str(value))} as {what}", why=why, instead=instead)
+    return kinds[time.unit](time.amount)
+
+
+def checked_number(
+    value: object, what: str, *, instead: str = "write a whole number such as 128"
+) -> int:
+    """Return `value` as an int, if it is a whole number of at least 1.
+
+    Raises:
+        BatchSizeError: it is anything else, or has more than 200 digits.
     """
     size = whole(value)
     if size is None or not 1 <= size < _TOO_LARGE:
@@ -301,7 +421,7 @@ def checked_world_size(value: object) -> int:
     Raises:
         BatchSizeError: it is anything else.
     """
-    return checked_size(value, "a world size", instead="write a number of ranks such as 8")
+    return checked_number(value, "a world size", instead="write a number of ranks such as 8")
 
 
 def _fields(state: object) -> object:

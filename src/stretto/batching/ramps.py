@@ -11,8 +11,9 @@ from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
     Hold,
-    PositiveInt,
     Size,
+    SizePart,
+    check_units,
     checked_size,
     checked_world_size,
     timed,
@@ -99,7 +100,7 @@ class _Ramp(BatchSizePolicy):
     equal: Equal = field(default="time", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        BatchSizePolicy.__post_init__(self)
         if self.end < self.start:
             instead = f"write PiecewiseConstant('0ep:{self.start} 1ep:{self.end}')"
             what = f"ramp the batch size from {self.start} to {self.end}"
@@ -144,7 +145,7 @@ class LinearRamp(_Ramp):
             a whole number of increments above it, the ramp has no length, or `equal` is neither.
     """
 
-    increment: PositiveInt = field(default=1, kw_only=True)
+    increment: SizePart = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         _Ramp.__post_init__(self)
@@ -230,6 +231,7 @@ class StagedRamp(BatchSizePolicy):
             instead = "write such, or PiecewiseConstant"
             raise BatchSizeError.bad("sizes", list(checked), why, instead)
         fill(self, sizes=checked)
+        check_units(self)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""

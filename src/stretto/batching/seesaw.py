@@ -20,6 +20,8 @@ from stretto.batching.policy import (
     Hold,
     PositiveInt,
     Size,
+    SizePart,
+    check_units,
     timed,
 )
 from stretto.batching.split import LearningRateRule, LinearRule, SquareRootRule, is_learning_rate
@@ -231,13 +233,14 @@ class Pair(Timed):
     """Whether the learning rate follows the curve between two steps of the size."""
     maximum: Size | None = field(default=None, kw_only=True)
     """The size beyond which only the learning rate falls; None: 64 times the size before growth."""
-    multiple_of: PositiveInt = field(default=1, kw_only=True)
+    multiple_of: SizePart = field(default=1, kw_only=True)
     """Sizes are rounded down to multiples of this, at least one."""
     reference: Size | None = field(default=None, kw_only=True)
     """The size that the schedule is meant for; None: the size after the warm-up of the batch."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_units(self)
         last = as_policy(self.size).end_size()
         reference = self.reference or last
         if reference is None:
@@ -256,7 +259,7 @@ class Pair(Timed):
     def policy(self) -> BatchSizePolicy:
         """The batch sizes."""
         most = MOST_GROWTH if self.maximum is None else self.maximum
-        policy: BatchSizePolicy = DecayGrowth(self.decay, self.size, self.factor, most)
+        policy: BatchSizePolicy = DecayGrowth(self.decay, self.size, self.factor, int(most))
         policy = policy if self.maximum is None else AtMost(policy, self.maximum)
         return policy if self.multiple_of == 1 else MultipleOf(policy, self.multiple_of)
 

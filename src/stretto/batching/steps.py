@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from stretto.batching.functions import SizeCallable, SizeFunction
 from stretto.batching.policy import (
@@ -16,6 +16,7 @@ from stretto.batching.policy import (
     Bound,
     Hold,
     Size,
+    check_units,
     checked_size,
     timed,
 )
@@ -92,7 +93,7 @@ def _is_after(
     return True
 
 
-StepsLike: TypeAlias = str | Mapping[str, int] | Mapping[Time, int]
+StepsLike: TypeAlias = str | Mapping[str, int | str] | Mapping[Time, int | str]
 """The written form of steps: text, or times and sizes."""
 
 
@@ -107,10 +108,10 @@ class Fixed(BatchSizePolicy):
     Hold(limits=())
 
     Args:
-        size: samples of one optimizer step, over all ranks.
+        size: samples or tokens of one optimizer step, over all ranks: 64, or `"64Ktok"`.
 
     Raises:
-        BatchSizeError: the size is not an integer of at least 1.
+        BatchSizeError: the size is neither an integer of at least 1 nor tokens.
     """
 
     size: Size
@@ -140,7 +141,8 @@ class PiecewiseConstant(BatchSizePolicy):
     PiecewiseConstant('0ep:32 0.1dur:64 3000ba:128')
 
     Args:
-        steps: `"<time>:<size> <time>:<size> ..."`, or a mapping from times to sizes.
+        steps: `"<time>:<size> <time>:<size> ..."`, or a mapping from times to sizes, which are all
+            in samples or all in tokens: `"0tok:16Ktok 2Mtok:64Ktok"`.
 
     Raises:
         BatchSizeError: there are no steps, the first is not at 0, a size is not an integer of at
@@ -152,6 +154,7 @@ class PiecewiseConstant(BatchSizePolicy):
 
     def __init__(self, steps: StepsLike) -> None:
         fill(self, steps=_checked(_pairs(steps)))
+        check_units(self)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the times of the steps for one run.
@@ -205,11 +208,11 @@ def _step(text: str, whole: str) -> tuple[Time, int]:
     time, colon, size = text.rpartition(":")
     if not colon:
         raise _refused(whole, f"{shown(text)} is not '<time>:<size>'")
-    digits = size.replace("_", "")
-    # 18 digits are more samples than any run has, and bound the work on a hostile text.
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
-        raise _refused(whole, f"{shown(size)} is not a number of samples")
-    return Time(time), checked_size(int(digits))
+    found = Time(time)
+    try:
+        return found, checked_size(size)
+    except BatchSizeError as error:
+        raise _refused(whole, f"{shown(size)}: {error.message.why}") from None
 
 
 def _checked(pairs: list[tuple[Time, int]]) -> tuple[tuple[Time, int], ...]:
@@ -238,15 +241,16 @@ def _refused(steps: object, why: str) -> BatchSizeError:
     return BatchSizeError.bad("steps", steps, why, "write for example '0tok:768 250Btok:1536'")
 
 
-PolicyLike: TypeAlias = BatchSizePolicy | int | str | Mapping[str | Time, int] | SizeCallable
+PolicyLike: TypeAlias = BatchSizePolicy | int | str | Time | Mapping[Any, int | str] | SizeCallable
 """Anything that `as_policy` reads as a batch size policy."""
 
 
 def as_policy(value: object) -> BatchSizePolicy:
     """Return `value` as a batch size policy.
 
-    A number is the size of the whole run. Text is a number or steps. A mapping from times is
-    steps. A function `(timestamp, current) -> size` is called before every batch.
+    A number, or an amount such as `"64Ktok"`, is the size of the whole run. Other text is steps. A
+    mapping from times is steps. A function `(timestamp, current) -> size` is called before every
+    batch.
 
     >>> as_policy(64), as_policy("0ep:32 2ep:64"), as_policy({"0ep": 32, "2ep": 64})
     (Fixed(64), PiecewiseConstant('0ep:32 2ep:64'), PiecewiseConstant('0ep:32 2ep:64'))
@@ -264,9 +268,12 @@ def as_policy(value: object) -> BatchSizePolicy:
             why = "it decides what is trained; only the micro-batch size can be found by trying"
             instead = "write a number such as 256, and micro_batch_size='auto'"
             raise BatchSizeError.bad("batch_size", value, why, instead)
-        text = value.strip().replace("_", "")
-        is_number = text.isascii() and text.isdigit() and len(text) <= 18
-        return Fixed(int(text)) if is_number else PiecewiseConstant(value)
+        if ":" in value or not value.strip():
+            return PiecewiseConstant(value)
+        steps = (
+            "write a number such as 128, tokens such as '64Ktok', or steps such as '0ep:8 1ep:16'"
+        )
+        return Fixed(checked_size(value, instead=steps))
     if callable(value) and not isinstance(value, type):
         return SizeFunction(value)
     if hasattr(value, "policy") and hasattr(value, "schedule"):

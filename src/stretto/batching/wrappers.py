@@ -15,14 +15,14 @@ from stretto.batching.policy import (
     Decision,
     Hold,
     PolicyState,
-    PositiveInt,
     Signals,
     Size,
+    SizePart,
     wrapped,
 )
 from stretto.batching.steps import as_policy
 from stretto.errors import BatchSizeError, StrettoError
-from stretto.schedules.fields import Check, Interval, check_fields
+from stretto.schedules.fields import Check, Interval
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.grammar import exact
 from stretto.timing.time import Number
@@ -92,7 +92,7 @@ class _Bound(SizeMap):
     """A size that the bound changes, whatever the bound is."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        BatchSizePolicy.__post_init__(self)
         inside, beyond = Wrapper.mapped(self, self.size), Wrapper.mapped(self, self.beyond)
         if inside != self.size and self.changed(beyond) != beyond:
             why = f"the rounding and bounds inside turn it into {inside}"
@@ -167,11 +167,11 @@ class MultipleOf(SizeMap):
         BatchSizeError: the factor is not an integer of at least 1.
     """
 
-    factor: PositiveInt
+    factor: SizePart
     rounding: Rounding = "down"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        BatchSizePolicy.__post_init__(self)
         inside = self.policy
         while isinstance(inside, Wrapper):
             if isinstance(inside, PowerOfTwo) and self.factor & (self.factor - 1):

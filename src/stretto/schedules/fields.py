@@ -114,7 +114,7 @@ class Timed(ABC):
 
     def times(self) -> tuple[Time, ...]:
         """Return the times that have to be placed on one run."""
-        return tuple(time for value in _values(self).values() for time in _times(value))
+        return tuple(time for value in values_of(self).values() for time in _times(value))
 
     def scaled(self, ratio: Number) -> Self:
         """Return the same with all times multiplied by `ratio`; scale the horizon, too.
@@ -140,8 +140,8 @@ class Timed(ABC):
 
         `change` returns the value itself for what stays.
         """
-        found = {name: _replaced(value, change) for name, value in _values(self).items()}
-        if all(found[name] is value for name, value in _values(self).items()):
+        found = {name: _replaced(value, change) for name, value in values_of(self).items()}
+        if all(found[name] is value for name, value in values_of(self).items()):
             return self
         changed = copy.copy(self)
         fill(changed, **found)
@@ -161,14 +161,14 @@ def fill(value: object, /, **fields: object) -> None:
 def check_fields(value: Any) -> None:
     """Check and convert each field of a dataclass that is annotated with a `Check` or `Literal`."""
     kind: type[Timed] = type(value)
-    for name, (check, is_optional) in _checks(kind).items():
+    for name, (check, is_optional) in checks_of(kind).items():
         given = getattr(value, name)
         if not (given is None and is_optional):
             fill(value, **{name: check.converted(given, name, value.error)})
 
 
 @cache
-def _checks(kind: type[Timed]) -> dict[str, tuple[Check, bool]]:
+def checks_of(kind: type[Timed]) -> dict[str, tuple[Check, bool]]:
     """Return the check of each field that has one, and whether the field may be None."""
     hints = get_type_hints(kind, include_extras=True)
     found = {}
@@ -204,7 +204,8 @@ def one_of(
     return value
 
 
-def _values(value: object) -> dict[str, Any]:
+def values_of(value: object) -> dict[str, Any]:
+    """Return the fields of a dataclass by name; anything else has none."""
     names = (one.name for one in fields(value)) if is_dataclass(value) else ()
     return {name: getattr(value, name) for name in names}
 

@@ -158,7 +158,7 @@ def test_a_function_of_measurements_is_not_static() -> None:
     assert not SizeFunction(growing, every="5m").bind(Horizon("1ep")).is_static
 
 
-@pytest.mark.parametrize("size", [0, -8, 8.0, None, "8", True], ids=repr)
+@pytest.mark.parametrize("size", [0, -8, 8.0, None, "8ep", True], ids=repr)
 def test_wrong_sizes_name_the_function(size: object) -> None:
     def mine(timestamp: Timestamp, current: int | None) -> int:
         return size  # type: ignore[return-value]
