@@ -74,6 +74,17 @@ class Batches(ABC):
     def size_of(self, number: int) -> int:
         """Return the samples in batch `number`: fewer if `keep` cuts it at the end of an epoch."""
 
+    @abstractmethod
+    def samples(self, count: int) -> int:
+        """Return the samples of the first `count` batches, if neither epoch nor run cuts them."""
+
+    @abstractmethod
+    def spread(self, count: int | None) -> tuple[int, int]:
+        """Return the fewest and the most samples of the first `count` batches that are not cut.
+
+        None: of the batches of an epoch.
+        """
+
     def sample_at_batch(self, batch: int, /) -> int:
         """Return where a batch begins in the run, whose end cuts the batch that it is inside.
 
@@ -189,6 +200,15 @@ class EqualBatches(Batches):
             return self.size
         return min(self.size, self._epoch - self.position(number) % self._epoch)
 
+    def samples(self, count: int) -> int:
+        """Return the samples of the first `count` batches, if neither epoch nor run cuts them."""
+        return count * self.size
+
+    def spread(self, count: int | None) -> tuple[int, int]:
+        """Return the size, twice."""
+        del count
+        return self.size, self.size
+
     def _per(self, samples: int) -> int:
         """Return how many batches `samples` up to the end of an epoch make."""
         if self.horizon.last_batch == "drop":
@@ -207,6 +227,7 @@ class TokenBatches(Batches):
     """
 
     _starts: array[int] = field(default_factory=lambda: array("q"), compare=False, repr=False)
+    _stops: array[int] = field(default_factory=lambda: array("q"), compare=False, repr=False)
     _tokens: array[int] = field(default_factory=lambda: array("q"), compare=False, repr=False)
     """The tokens before each of the starts, from the first one on."""
 
@@ -233,35 +254,48 @@ class TokenBatches(Batches):
 
     def size_of(self, number: int) -> int:
         """Return the samples in batch `number`: fewer if `keep` cuts it at the end of an epoch."""
-        return self._after(self.position(number)) - self.position(number)
+        start = self.position(number)
+        return self._stops[number] - start
+
+    def samples(self, count: int) -> int:
+        """Return the samples of the first `count` batches."""
+        self.position(count)
+        return sum(self._stops[:count]) - sum(self._starts[:count])
+
+    def spread(self, count: int | None) -> tuple[int, int]:
+        """Return the fewest and the most samples of the first `count` batches that are not cut."""
+        num_samples = self.horizon.dataset_num_samples
+        assert num_samples is not None, "known with the lengths"
+        if count is None:
+            count = self.count_before(self.first.sample + num_samples)
+        self.position(count)
+        pairs = list(zip(self._starts[:count], self._stops[:count], strict=True))
+        is_cut = self.horizon.last_batch == "keep"
+        sizes = [stop - start for start, stop in pairs if not is_cut or stop % num_samples]
+        sizes = sizes or [stop - start for start, stop in pairs]
+        return min(sizes), max(sizes)
 
     def tokens(self, number: int) -> int:
         """Return the tokens from the first batch up to batch `number`."""
         self.position(number)
         return self._tokens[number]
 
-    def _after(self, start: int) -> int:
-        """Return the position after the batch that starts at a position."""
+    def _find(self) -> None:
+        """Find the next batch."""
         lengths, num_samples = self.horizon.lengths, self._epoch
         assert lengths is not None, "made for lengths"
-        after = start + lengths.count(start, self.size)
-        if num_samples is None or self.horizon.last_batch == "drop":
-            return after
-        return min(after, start - start % num_samples + num_samples)
-
-    def _find(self) -> None:
-        """Find the next start."""
-        starts, lengths = self._starts, self.horizon.lengths
-        assert lengths is not None, "made for lengths"
-        if not starts:
-            starts.append(self.first.sample)
-            self._tokens.append(0)
-            return
-        start = starts[-1]
-        after, num_samples = self._after(start), self._epoch
-        if num_samples is not None and self.horizon.last_batch == "drop":
+        start, tokens = self.first.sample, 0
+        if self._starts:
+            start = self._stops[-1]
+        stop = start + lengths.count(start, self.size)
+        if num_samples is not None:
             end = start - start % num_samples + num_samples
-            if after < end < self._after(after):
-                after = end
-        starts.append(after)
-        self._tokens.append(self._tokens[-1] + lengths.tokens(start, after))
+            if stop > end and self.horizon.last_batch == "keep":
+                stop = end
+            elif stop > end and start % num_samples:  # dropped
+                start, stop = end, end + lengths.count(end, self.size)
+        if self._starts:
+            tokens = self._tokens[-1] + lengths.tokens(self._starts[-1], start)
+        self._starts.append(start)
+        self._stops.append(stop)
+        self._tokens.append(tokens)
