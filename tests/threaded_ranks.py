@@ -22,8 +22,12 @@ def on_threads(work: Sequence[Callable[[Ranks], Any]]) -> list[Any]:
             barrier.wait()
             return found
 
+        def agree(values: Sequence[float]) -> list[float]:
+            return [sum(column) for column in zip(*gather(list(values)), strict=True)]
+
         ranks: Any = Ranks()
-        ranks.rank, ranks.world_size, ranks.gather = rank, len(work), gather
+        ranks.rank, ranks.world_size = rank, len(work)
+        ranks.gather, ranks.agree = gather, agree
         try:
             return work[rank](ranks)
         except Exception as error:  # noqa: BLE001  it is what is looked at

@@ -18,7 +18,7 @@ from stretto.batching.seesaw import Pair, paired
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.data.mistakes import LoopMistakes
 from stretto.data.spec import check_workers
-from stretto.data.weights import MicroBatchView, Units, units_of
+from stretto.data.weights import LossWeights, MicroBatchView, UnitCounter, Units, unit_counter
 from stretto.distributed.logged import Logged, Reduce
 from stretto.distributed.mesh import Mesh, as_mesh
 from stretto.distributed.strategy import Strategy
@@ -39,7 +39,7 @@ from stretto.runtime.packing import PackingError, count, pack, unpack
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.rewind import kept_buffers
 from stretto.schedules.fields import one_of
-from stretto.settings import Loading, read_settings
+from stretto.settings import Loading, Stepping, read_settings
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
 from stretto.timing.timestamp import NANOSECONDS
 
@@ -78,6 +78,8 @@ def prepare(
     folder: Path | None = None,
     mesh: DeviceMesh | Mesh | None = None,
     idle_ranks: bool = False,
+    loss_weight: Units = "samples",
+    shifts_labels: bool | None = None,
 ) -> Run:
     """Prepare a run for a training loop of your own.
 
@@ -119,12 +121,17 @@ def prepare(
         folder: the run folder, for callbacks.
         mesh: as in `Trainer`: the mesh of all ranks if they share the model, too.
         idle_ranks: as in `Trainer`: whether a batch may have fewer samples than there are ranks.
+        loss_weight: what your loss is a mean over: `"samples"`, target `"tokens"`, or what a
+            function counts in a batch. The weights of micro-batches follow it, so that gradients
+            summed over them and averaged over ranks are those of the mean over the whole batch.
+        shifts_labels: see `Stepping.shifts_labels`.
 
     Raises:
         StrettoError: the arguments do not fit; the message says what to write instead.
     """
     loading = Loading() if loading is None else read_settings(Loading, loading, "loading")
     schedules = check_names(schedules)
+    stepping = Stepping(loss_weight=loss_weight, shifts_labels=shifts_labels)  # checks them
     spec = DataSpec.of(data)
     sizes, read, rule = paired(batch_size, schedules, rule)
     prepared = bind_run(
@@ -144,6 +151,7 @@ def prepare(
         folder=folder,
         mesh=as_mesh(mesh),
         idle_ranks=idle_ranks,
+        count=unit_counter(stepping.loss_weight, shifts_labels=stepping.shifts_labels),
     )
     if optimizer is not None:
         run.bind(optimizer)
@@ -176,6 +184,7 @@ class Run:
         folder: Path | None = None,
         mesh: Mesh | None = None,
         idle_ranks: bool = False,
+        count: UnitCounter = None,
     ) -> None:
         check_workers(spec, loading.num_workers)
         self.spec = spec
@@ -211,6 +220,7 @@ class Run:
         self.latest_loss: float | Tensor | Callable[[], float] = _NAN
         """What `loss` reads; for the loop."""
         self.idle_ranks, self._mesh, self._model = idle_ranks, mesh, model
+        self.loss_weights = LossWeights(count)
         self._base: list[list[GroupValues]] | None = None
         self._loader: StepLoader | None = None
         self._hyperparameters: Hyperparameters | None = None
@@ -406,12 +416,20 @@ class Run:
                 instead="turn prefetching off, and call finish() after each optimizer step",
             )
         # Not `or`: asking whether a loader is true is a call.
-        step = next(self.loader if self._loader is None else self._loader, None)
+        loader = self.loader if self._loader is None else self._loader
+        step = next(loader, None)
         if step is not None:
             self.step, self.is_open, self.batch_size = step, True, step.batch_size
             self.latest_loss = _NAN
-            may_be_dummy = self._is_shared and self._model is not None
-            if may_be_dummy and not all(micro.weight for micro in step.micro_batches):
+            counts_units = self.loss_weights.count is not None
+            if counts_units:
+                self.loss_weights.set(step, loader.ranks)
+            may_be_dummy = self._is_shared or counts_units
+            if (
+                may_be_dummy
+                and self._model is not None
+                and not all(micro.weight for micro in step.micro_batches)
+            ):
                 step.around_dummy = partial(kept_buffers, self.model)
             loop, scheduled = self.own_loop, self._scheduled
             row = None if scheduled is None else scheduled.row
@@ -505,7 +523,7 @@ class Run:
             yield step
             step = None
 
-    def micro_batches(self, units: Units = "samples") -> Iterator[MicroBatchView]:
+    def micro_batches(self) -> Iterator[MicroBatchView]:
         """Yield the micro-batches of the present epoch; call `finish` after each last one.
 
         Raises:
@@ -513,25 +531,8 @@ class Run:
         """
         for step in self.steps():
             last = len(step) - 1
-            pairs = zip(step, self.weights(step, units), strict=True)
-            for number, (micro, weight) in enumerate(pairs):
-                yield MicroBatchView(micro.batch, weight, number == 0, number == last)
-
-    def weights(self, step: Step, units: Units = "samples") -> list[float]:
-        """Return the factor of the mean loss of each micro-batch, which all ranks must call.
-
-        Gradients summed over micro-batches and averaged over ranks are then those of the mean over
-        the units of the whole batch.
-
-        Args:
-            step: the step.
-            units: what the loss is a mean over: "samples", "tokens", or a function of a batch.
-
-        Raises:
-            TrainingError: the batch has no unit.
-        """
-        own, total = units_of(step, units, self.loader.ranks)
-        return [count * self.loader.ranks.dp_world_size / total for count in own]
+            for number, micro in enumerate(step):
+                yield MicroBatchView(micro.batch, micro.weight, number == 0, number == last)
 
     @property
     def is_done(self) -> bool:

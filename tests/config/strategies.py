@@ -55,12 +55,18 @@ _CURVES = st.one_of(
     st.fixed_dictionaries({"target": st.just("my.module:curve")}, optional={"width": PLAIN}),
 )
 _PERIODS = st.builds(
-    lambda first, rest, duration: {"Periods": [[duration, first], ["rest", rest]]},
+    lambda first, rest, until, duration: {"Periods": [[until + duration, first], ["rest", rest]]},
     _CURVES,
     _CURVES,
+    st.sampled_from(["", "until "]),
     TIMES,
 )
-SCHEDULES = st.one_of(FACTORS, _CURVES, _PERIODS, st.lists(_CURVES, min_size=1, max_size=3))
+_SEVERAL = st.lists(_CURVES, min_size=1, max_size=3)
+_COMBINED = st.one_of(
+    st.fixed_dictionaries({"Sum": _SEVERAL}),
+    _made("Floor", {"schedule": _CURVES | _PERIODS, "least": FACTORS}),
+)
+SCHEDULES = st.one_of(FACTORS, _CURVES, _PERIODS, _SEVERAL, _COMBINED)
 _POLICIES = st.one_of(
     SIZES,
     st.just("0tok:768 250Btok:1536"),

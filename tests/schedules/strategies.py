@@ -20,6 +20,7 @@ from stretto.schedules import (
     Custom,
     DecayShape,
     Exponential,
+    Floor,
     InverseSqrt,
     Linear,
     MultiStep,
@@ -29,6 +30,7 @@ from stretto.schedules import (
     Rest,
     Schedule,
     StepDecay,
+    Sum,
 )
 from stretto.timing import Horizon, Time, Timer, Timestamp
 
@@ -156,14 +158,15 @@ def periods(inner: st.SearchStrategy[Schedule]) -> st.SearchStrategy[Schedule]:
 
 
 def schedules(*, with_functions: bool = True) -> st.SearchStrategy[Schedule]:
-    """Schedules of any kind, in periods and products too, that fit into `RUN`.
+    """Schedules of any kind, in periods, products and sums too, that fit into `RUN`.
 
     Args:
         with_functions: include schedules with a function, whose repr can't be evaluated.
     """
     one = leaves(with_functions=with_functions)
     some = one | periods(one)
-    return some | st.builds(Product, some, one)
+    pair = st.sampled_from([Product, Sum]).flatmap(lambda kind: st.builds(kind, some, one))
+    return some | pair | st.builds(Floor, some, factors())
 
 
 def _by_the_clock(timer: Timer) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -252,3 +253,82 @@ def test_what_are_no_periods_is_refused(periods: list[tuple[str, float]], messag
 def test_what_is_no_duration_is_refused(duration: str) -> None:
     with pytest.raises(TimeError, match="time"):
         Periods([(duration, Cosine())])
+
+
+# ---------------------------------------------------------------------------------------- until
+
+
+def tree(draw: st.DrawFn, begin: Fraction, end: Fraction, depth: int) -> tuple[Schedule, Schedule]:
+    """Return periods from `begin` to `end`, in epochs, with some `until`; and with none."""
+    cuts = sorted(draw(st.sets(parts_of(7, 1, 6), max_size=3)))
+    edges = [begin, *(begin + (end - begin) * cut for cut in cuts), end]
+    mixed: list[tuple[Time | Rest | str, Schedule]] = []
+    plain: list[tuple[Time | Rest | str, Schedule]] = []
+    rest = draw(st.integers(0, len(edges) - 1))
+    for number, (first, last) in enumerate(pairwise(edges)):
+        inside = same = Linear(draw(parts_of(9, 0, 9)), draw(parts_of(9, 0, 9)))
+        if depth and draw(st.booleans()):
+            inside, same = tree(draw, first, last, depth - 1)  # type: ignore[assignment]
+        length = Time(last - first, "ep")
+        is_until = number < rest and draw(st.booleans())
+        mixed.append((f"until {Time(last, 'ep')}" if is_until else length, inside))
+        plain.append((length, same))
+    if rest < len(mixed):
+        mixed[rest] = "rest", mixed[rest][1]
+    return Periods(mixed), Periods(plain)
+
+
+@given(st.data(), st.lists(st.integers(0, 10 * N), min_size=1, max_size=6))
+def test_until_is_the_duration_that_leads_there(data: st.DataObject, samples: list[int]) -> None:
+    mixed, plain = tree(data.draw, Fraction(0), Fraction(10), depth=2)
+    times = [Timestamp(sample=sample) for sample in samples]
+    assert values(mixed, RUN, times) == values(plain, RUN, times)
+    assert eval(repr(mixed)) == mixed
+    doubled = Horizon("20ep", dataset_num_samples=N)
+    later = [Timestamp(sample=2 * sample) for sample in samples]
+    assert values(mixed.scaled(2), doubled, later) == values(plain, RUN, times)
+
+
+def test_until_is_on_the_clock_of_the_run_in_any_unit() -> None:
+    horizon = Horizon("100sp", tokens_per_sample=10, batch_sizes=5)
+    inner = Periods([("until 600tok", 0.5), ("rest", Linear(1, 0))])
+    bound = Periods([("until 4ba", 0.25), ("until 80%", inner), ("rest", 1.0)]).bind(horizon)
+    at = [Timestamp(batch=n, sample=5 * n, token=50 * n) for n in (0, 3, 4, 11, 12, 14, 15, 16)]
+    assert [bound(now) for now in at] == [0.25, 0.25, 0.5, 0.5, 1.0, 0.5, 0.25, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("periods", "word"),
+    [
+        ([("until 5ep", 1), ("until 5ep", 1)], "begins at"),
+        ([("6ep", 1), ("until 50%", 1)], "begins at"),
+        ([("50%", 1), ("rest", Periods([("until 3ep", 1), ("rest", 1)]))], "begins at"),
+        ([("until 11ep", 1), ("rest", 1)], "longer"),
+        ([("until 5ep", Periods([("until 6ep", 1)])), ("rest", 1)], "longer"),
+    ],
+)
+def test_an_until_that_does_not_fit_is_refused(periods: Any, word: str) -> None:
+    with pytest.raises(ScheduleError, match=word):
+        Periods(periods).bind(RUN)
+
+
+@pytest.mark.parametrize(
+    ("periods", "error", "word"),
+    [
+        ([("rest", 1), ("until 5ep", 1)], ScheduleError, "follows the rest"),
+        ([("until 0ep", 1)], ScheduleError, "not longer"),
+        ([("until", 1)], TimeError, "empty"),
+        ([("until rest", 1)], TimeError, "rest"),
+        ([({"until": "5ep"}, 1)], TimeError, "until"),
+    ],
+)
+def test_what_is_no_until_is_refused(periods: Any, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        Periods(periods)
+
+
+def test_an_until_that_cannot_be_counted_is_refused() -> None:
+    with pytest.raises(ConversionError, match="batch"):
+        Periods([("2ba", 1.0), ("until 3ep", 1.0), ("rest", 0.5)]).bind(RUN)
+    with pytest.raises(ConversionError, match="token"):
+        Periods([("1ep", 1.0), ("until 3tok", 1.0), ("rest", 0.5)]).bind(RUN)

@@ -23,6 +23,7 @@ from stretto.schedules import (
     Curve,
     Custom,
     Exponential,
+    Floor,
     InverseSqrt,
     Linear,
     MultiStep,
@@ -31,6 +32,7 @@ from stretto.schedules import (
     Product,
     Schedule,
     StepDecay,
+    Sum,
     as_schedule,
 )
 from stretto.timing import Horizon, Time, Timer, Timestamp
@@ -47,6 +49,10 @@ def bounds(schedule: Schedule) -> tuple[float, float]:
                 math.prod(bounds(part)[0] for part in parts),
                 math.prod(bounds(part)[1] for part in parts),
             )
+        case Sum(schedules=parts):
+            return sum(bounds(part)[0] for part in parts), sum(bounds(part)[1] for part in parts)
+        case Floor(schedule=Schedule() as inside, least=least):
+            return max(bounds(inside)[0], least), max(bounds(inside)[1], least)
         case Periods(periods=parts):
             inner = [bounds(part) for _, part in parts]
             return min(low for low, _ in inner), max(high for _, high in inner)

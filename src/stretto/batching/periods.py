@@ -20,8 +20,8 @@ from stretto.batching.policy import (
 from stretto.batching.steps import PolicyLike, as_policy, sample_axis
 from stretto.errors import BatchSizeError
 from stretto.schedules import Rest
-from stretto.schedules.fields import checked_interval, fill
-from stretto.schedules.periods import read_periods
+from stretto.schedules.fields import Timed, checked_interval, fill, times_of
+from stretto.schedules.periods import Span, Until, read_periods
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 from stretto.timing.time import rounded
 
@@ -140,23 +140,28 @@ class PeriodSizes(BatchSizePolicy):
     period may take the `"rest"`; without one, the last policy continues after its period.
 
     Lengths may be in different units. A length in another unit than the period before it is counted
-    from the first batch of its period.
+    from the first batch of its period. `"until 10Ttok"` says where a period ends on the clock of
+    the run; all periods before it must count the same.
 
     >>> PeriodSizes([("10%", 8), ("rest", "0dur:16 50%:32")])
     PeriodSizes([('0.1dur', Fixed(8)), ('rest', PiecewiseConstant('0dur:16 0.5dur:32'))])
 
     Args:
-        periods: pairs of a length, or `"rest"`, and a policy (or a size, or steps as text).
+        periods: pairs of a length, `"until"` and a time, or `"rest"`, and a policy (or a size, or
+            steps as text).
 
     Raises:
-        BatchSizeError: there are no periods, one has no length, or two are `"rest"`.
+        BatchSizeError: there are no periods, one has no length, two are `"rest"`, or an `until`
+            comes after it, or is in periods inside a period.
         TimeError: a length cannot be read.
     """
 
-    periods: tuple[tuple[Time | Rest, BatchSizePolicy], ...]
+    periods: tuple[tuple[Span, BatchSizePolicy], ...]
 
     def __init__(self, periods: Iterable[tuple[TimeLike | Rest, PolicyLike]]) -> None:
         fill(self, periods=read_periods(periods, checked_interval, as_policy, BatchSizeError))
+        for _, policy in self.periods:
+            policy.replaced(_refuse_until)  # its clock starts with its period
         check_units(self)
 
     def bind(self, horizon: Horizon) -> Bound:
@@ -169,12 +174,17 @@ class PeriodSizes(BatchSizePolicy):
         axis = run_axis = sample_axis(horizon, horizon.axis(TimeUnit.DURATION))
         found: list[BoundPeriod] = []
         offset = Fraction(0)
-        for number, (length, policy) in enumerate(self.periods):
-            if length == "rest":
-                own, ticks = axis if found else run_axis, self._rest(horizon, run_axis)
+        for number, (span, policy) in enumerate(self.periods):
+            if span == "rest":
+                own, ticks = axis if found else run_axis, self._rest(horizon, run_axis, offset)
             else:
+                length = span.time if isinstance(span, Until) else span
                 own = sample_axis(horizon, horizon.axis(length.unit))
                 ticks = horizon.ticks(length, own)
+            if isinstance(span, Until) and ticks is not None:
+                ticks -= offset
+                if ticks <= 0 or any(one.axis is not own for one in found):
+                    raise _bad_until(span, "it is not known to begin before that")
             if own is not axis:
                 axis, offset = own, Fraction(0)
             if ticks is None:
@@ -192,13 +202,15 @@ class PeriodSizes(BatchSizePolicy):
         """Return the warnings of the policies inside."""
         return tuple(line for _, one in self.periods for line in one.warnings(horizon, largest))
 
-    def _rest(self, horizon: Horizon, axis: Axis) -> Fraction | None:
+    def _rest(self, horizon: Horizon, axis: Axis, begin: Fraction) -> Fraction | None:
         """Return the ticks of the rest on the axis of the run; None if only the run can tell."""
-        lengths = [length for length, _ in self.periods if length != "rest"]
-        if any(sample_axis(horizon, horizon.axis(length.unit)) is not axis for length in lengths):
+        spans = [span for span, _ in self.periods]
+        units = [time.unit for span in spans for time in times_of(span)]
+        if any(sample_axis(horizon, horizon.axis(unit)) is not axis for unit in units):
             return None
-        whole = horizon.ticks(horizon.max_duration, axis)
-        rest = whole - sum(horizon.ticks(length, axis) for length in lengths)
+        later = [time for span in spans[spans.index("rest") :] for time in times_of(span)]
+        whole = horizon.ticks(horizon.max_duration, axis) - begin
+        rest = whole - sum(horizon.ticks(time, axis) for time in later)
         if rest <= 0:
             why = f"the others leave nothing of the run of {horizon.max_duration}"
             raise BatchSizeError.bad("duration", "rest", why, "write shorter ones")
@@ -222,6 +234,17 @@ def _inside(horizon: Horizon, axis: Axis, ticks: Fraction) -> Horizon:
         tokens_per_sample=horizon.tokens_per_sample,
         last_batch=horizon.last_batch,
     )
+
+
+def _refuse_until(value: object) -> object:
+    if isinstance(value, Until):
+        raise _bad_until(value, "it is inside a period, whose clock starts with it")
+    return value.replaced(_refuse_until) if isinstance(value, Timed) else value
+
+
+def _bad_until(span: Until, why: str) -> BatchSizeError:
+    instead = "write a duration, or all periods before it in its unit and in order"
+    return BatchSizeError.bad("period", str(span), why, instead)
 
 
 def _unknown_rest(instead: str) -> BatchSizeError:

@@ -125,12 +125,14 @@ def _choice(choices: Sequence[str]) -> Kind:
 
 def _time(check: Check | None = None, *, may_rest: bool = False) -> Kind:
     here = {"$ref": "#/$defs/Time"}
-    schema = {"anyOf": [{"const": "rest"}, here]} if may_rest else here
-    text = "a time such as 90ep, 1_000sp, 10% or 1h30m" + ", or rest" * may_rest
+    until = {"type": "string", "pattern": "^until .", "examples": ["until 10Ttok"]}
+    schema = {"anyOf": [{"const": "rest"}, here, until]} if may_rest else here
+    text = "a time such as 90ep, 1_000sp, 10% or 1h30m" + ", until and a time, or rest" * may_rest
 
     def read(value: Any, path: Path, *_: object) -> Any:
         written = str(value)
-        if may_rest and written in ("rest", "-1"):  # -1 is answered by the class
+        # The class reads those, and answers -1.
+        if may_rest and (written in ("rest", "-1") or written.startswith("until ")):
             return written
         # The check reads the text itself, since its advice depends on what the time is for.
         return check.converted(written, str(path[-1]), ConfigError) if check else Time(written)
@@ -209,7 +211,7 @@ _ELSEWHERE: Mapping[Any, Sequence[str]] = {Loading: ("seed", "last_batch")}
 @cache
 def parameters_of(make: Any) -> Mapping[str, Parameter]:
     """Return the parameters of a class or a function, with their hints as objects."""
-    init = vars(make).get("__init__") if isinstance(make, type) else make
+    init = getattr(make, "__init__") if isinstance(make, type) else make  # noqa: B009  mypy
     options = getattr(make, "__dataclass_params__", None)
     hints = get_type_hints(make if options and options.init else init, include_extras=True)
     return {

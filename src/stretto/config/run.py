@@ -30,6 +30,7 @@ from stretto.errors import ConfigError, StrettoError
 from stretto.schedules import Custom, Product, ScheduleLike
 from stretto.schedules.fields import Check, Interval, Positive, Timed
 from stretto.schedules.names import parse_name
+from stretto.schedules.periods import Until
 from stretto.settings import DATA_DIMENSIONS, Checkpointing, Loading, Precision, Stepping
 from stretto.timing import LastBatch, Time, TimeLike
 from stretto.timing.time import read_run
@@ -341,7 +342,7 @@ def written(value: Any) -> Any:
     >>> written({"lr": Cosine(end=0.1, warmup="5%")})
     {'lr': {'Cosine': {'end': 0.1, 'warmup': '0.05dur'}}}
     """
-    if isinstance(value, (Time, PiecewiseConstant)):
+    if isinstance(value, (Time, Until, PiecewiseConstant)):
         return str(value)
     if isinstance(value, (list, tuple)):
         return [written(one) for one in value]

@@ -5,31 +5,36 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 from stretto.data import Step, count_target_tokens
+from stretto.data.containers import mapped
 from stretto.data.tokens import needs_label_shift
 from stretto.errors import TrainingError
 from stretto.runtime.ranks import Ranks
 from stretto.schedules.fields import one_of
-from stretto.settings import Stepping
+
+Units: TypeAlias = Literal["samples", "tokens"] | Callable[[Any], int]
+"""What a loss is a mean over: samples, target tokens, or what a function counts in a batch."""
+UnitCounter: TypeAlias = Callable[[Any], int] | None
+"""Counts the units of a batch; None: they are its samples."""
 
 
-def unit_counter(settings: Stepping) -> Callable[[Any], int] | None:
-    """Return a function that counts the units of a batch; None: they are its samples."""
-    if callable(settings.loss_weight):
-        return partial(_counted, settings.loss_weight)
-    if settings.loss_weight == "tokens":
-        return TargetTokens(shifts_labels=settings.shifts_labels)
-    return None
+def unit_counter(units: Units, *, shifts_labels: bool | None = None) -> UnitCounter:
+    """Return what counts these units; for `shifts_labels`, see `Stepping.shifts_labels`."""
+    if callable(units):
+        return partial(_counted, units)
+    return TargetTokens(shifts_labels=shifts_labels) if units == "tokens" else None
 
 
 def _counted(count: Callable[[Any], int], batch: Any) -> int:
     """Return what a user's function counts, if it is a count."""
     found: object = count(batch)
     if not isinstance(found, (int, float)) and hasattr(found, "item"):
-        found = found.item()
+        with suppress(ValueError, RuntimeError):  # it has several elements
+            found = found.item()
     if not isinstance(found, (int, float)) or not 0 <= found < math.inf:
         raise TrainingError.bad(
             "loss_weight", found, "it is not a count", "return the units of the batch"
@@ -81,10 +86,6 @@ def nothing_to_learn(step: Step) -> TrainingError:
     )
 
 
-Units: TypeAlias = Literal["samples", "tokens"] | Callable[[Any], int]
-"""What a loss is a mean over: samples, target tokens, or what a function counts in a batch."""
-
-
 def check_units(units: Units) -> None:
     """Refuse what is no unit of a loss.
 
@@ -108,27 +109,65 @@ class MicroBatchView(NamedTuple):
     """Whether the optimizer steps after it."""
 
 
-def units_of(step: Step, units: Units, ranks: Ranks) -> tuple[list[int], float]:
+def units_of(step: Step, count: UnitCounter, ranks: Ranks) -> tuple[list[int], float]:
     """Return the units of each micro-batch, and those of the step over all ranks.
 
     Dummies have none. Unless units are samples, ranks add them up, so all must call it.
 
     Args:
         step: the step.
-        units: samples, target tokens, or a function that counts the units of a batch.
+        count: counts the units of a batch.
         ranks: those that share the step.
 
     Raises:
-        TrainingError: the batch has no unit.
+        TrainingError: the batch has no unit, or the ranks are not connected.
     """
-    if units == "samples":
+    if count is None:
         return [micro.num_samples for micro in step.micro_batches], float(step.num_samples)
-    count = count_target_tokens if units == "tokens" else units
     own = [count(micro.batch) if micro.num_samples else 0 for micro in step.micro_batches]
     total = float(sum(own))
-    if ranks.dp_world_size > 1 and ranks.world_size > 1:
+    if ranks.dp_world_size > 1:
+        if ranks.world_size == 1:
+            why, instead = "torch.distributed is not started", "call init_process_group() first"
+            raise TrainingError.cannot("count the units of all ranks", why=why, instead=instead)
         # Several processes may hold parts of one model, and then have the same batches.
         total = ranks.agree([total])[0] * ranks.dp_world_size / ranks.world_size
     if not total:
         raise nothing_to_learn(step)
     return own, total
+
+
+@final
+class LossWeights:
+    """Sets the weights of micro-batches for a loss that is a mean over other units than samples.
+
+    Args:
+        count: counts the units of a batch; None: they are samples, and nothing is set.
+    """
+
+    def __init__(self, count: UnitCounter) -> None:
+        self.count = count
+        self._spare: Any = None
+
+    def set(self, step: Step, ranks: Ranks) -> None:
+        """Set those of a step; all ranks must call it.
+
+        The mean loss over no units is nan, and 0 * nan is, too. So a micro-batch without units
+        gets the batch of another one, or of an earlier step.
+
+        Raises:
+            TrainingError: the batch has no unit.
+        """
+        own, total = units_of(step, self.count, ranks)
+        for micro, units in zip(step.micro_batches, own, strict=True):
+            micro.weight = units * ranks.dp_world_size / total
+        used = next((one.batch for one in step.micro_batches if one.weight), self._spare)
+        self._spare = _copied(used)
+        for micro in step.micro_batches:
+            if not micro.weight and used is not None:
+                micro.batch = _copied(used)
+
+
+def _copied(batch: Any) -> Any:
+    """Return a batch of the same tensors: a loop may take parts out of its containers."""
+    return mapped(lambda tensor: tensor, batch)

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import DataSpec, Step
-from stretto.data.weights import Units, units_of
+from stretto.data.weights import Units, unit_counter, units_of
 from stretto.errors import DataError, TrainingError
 from stretto.integrations.counts import steps_between, steps_left
 from stretto.noise import NoiseMeter
@@ -134,12 +134,12 @@ class StepMeter:
         """Whether ranks must average gradients in each pass, not only in the last (FSDP2)."""
         return self._noise is not None and self._noise.averages_each
 
-    def passes(self, step: Step, units: Units = "samples") -> list[Pass]:
+    def passes(self, step: Step, units: Units | None = None) -> list[Pass]:
         """Begin a step; return its passes. All ranks must call it.
 
         Args:
             step: the step, whose micro-batches may be cut again.
-            units: what the loss is a mean over; see `Run.weights`.
+            units: what the loss is a mean over; None: `loss_weight` of the run.
 
         Raises:
             TrainingError: the batch has no unit.
@@ -147,7 +147,8 @@ class StepMeter:
         if self._noise is not None:
             step.micro_batches = list(self._noise.begin(step))
         ranks, last = self._run.loader.ranks, len(step) - 1
-        counts, total = units_of(step, units, ranks)
+        counter = self._run.loss_weights.count if units is None else unit_counter(units)
+        counts, total = units_of(step, counter, ranks)
         found: list[Pass] = []
         for number, (micro, count) in enumerate(zip(step, counts, strict=True)):
             weight, is_last = count * ranks.dp_world_size / total, number == last

@@ -15,9 +15,11 @@ from stretto.schedules.periods import Periods, Rest
 from stretto.schedules.schedule import (
     Constant,
     Custom,
+    Floor,
     Product,
     Schedule,
     ScheduleLike,
+    Sum,
     as_schedule,
 )
 from stretto.schedules.scope import BoundSchedule, Scope
@@ -31,6 +33,7 @@ __all__ = [
     "Custom",
     "DecayShape",
     "Exponential",
+    "Floor",
     "InverseSqrt",
     "Linear",
     "MultiStep",
@@ -42,6 +45,7 @@ __all__ = [
     "ScheduleLike",
     "Scope",
     "StepDecay",
+    "Sum",
     "WSD",
     "as_schedule",
 ]

@@ -114,7 +114,7 @@ class Timed(ABC):
 
     def times(self) -> tuple[Time, ...]:
         """Return the times that have to be placed on one run."""
-        return tuple(time for value in values_of(self).values() for time in _times(value))
+        return tuple(time for value in values_of(self).values() for time in times_of(value))
 
     def scaled(self, ratio: Number) -> Self:
         """Return the same with all times multiplied by `ratio`; scale the horizon, too.
@@ -210,14 +210,15 @@ def values_of(value: object) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names}
 
 
-def _times(value: object) -> Iterator[Time]:
+def times_of(value: object) -> Iterator[Time]:
+    """Yield the times in a value, at any depth of tuples."""
     if isinstance(value, Time):
         yield value
     elif isinstance(value, Timed):
         yield from value.times()
     elif isinstance(value, tuple):
         for item in value:
-            yield from _times(item)
+            yield from times_of(item)
 
 
 def stretched(value: object, ratio: Number) -> object:

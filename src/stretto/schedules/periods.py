@@ -8,13 +8,32 @@ from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
 from stretto.errors import ScheduleError, StrettoError
-from stretto.schedules.fields import checked_length, fill
+from stretto.schedules.fields import Timed, checked_interval, checked_length, fill
 from stretto.schedules.schedule import Schedule, ScheduleLike, as_schedule
-from stretto.schedules.scope import END, BoundSchedule, Scope, counted
-from stretto.timing import Horizon, Time, TimeLike, TimeUnit
+from stretto.schedules.scope import END, BoundSchedule, Mark, Scope, counted
+from stretto.timing import Axis, Horizon, Time, TimeLike, TimeUnit
 
 Rest: TypeAlias = Literal["rest"]
 """The duration of the period that takes what the others leave of the run."""
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Until(Timed):
+    """The end of a period on the clock of the whole run; written as the text `"until 10Ttok"`."""
+
+    time: Time
+    error = ScheduleError
+
+    def __str__(self) -> str:
+        return f"until {self.time}"
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+
+Span: TypeAlias = Time | Rest | Until
+"""How long a period is."""
 
 
 @final
@@ -26,6 +45,9 @@ class Periods(Schedule):
     epochs after its start. Lengths are exact: 5% of 90 epochs are 4.5 epochs, never 4. The rest may
     be at any place; the periods after it are measured back from the end. After the last period its
     last value stays.
+
+    Instead of a duration, `"until 10Ttok"` says where a period ends on the clock of the whole run,
+    also in periods inside a period.
 
     >>> from stretto.schedules import Linear, MultiStep
     >>> from stretto.timing import Horizon, Timestamp
@@ -39,16 +61,17 @@ class Periods(Schedule):
     whole-epoch periods lost half an epoch.
 
     Args:
-        periods: pairs of a duration (a time, or `"rest"` at most once) and a schedule (or a number,
-            or a callable).
+        periods: pairs of a duration (a time; `"until"` and a time; or `"rest"` at most once) and a
+            schedule (or a number, or a callable).
 
     Raises:
-        ScheduleError: there is no period, one is not a pair, a duration is negative, or the rest is
-            given twice; at binding, the periods are longer than the run or period around them.
+        ScheduleError: there is no period, one is not a pair, a duration is negative, the rest is
+            given twice, or an `until` comes after it; at binding, the periods are longer than the
+            run or period around them, or one would end before it begins.
         TimeError: a text is not a time.
     """
 
-    periods: tuple[tuple[Time | Rest, Schedule], ...]
+    periods: tuple[tuple[Span, Schedule], ...]
 
     def __init__(self, periods: Sequence[tuple[TimeLike | Rest, ScheduleLike]]) -> None:
         fill(self, periods=read_periods(periods, checked_length, as_schedule, ScheduleError))
@@ -62,7 +85,8 @@ class Periods(Schedule):
                 times += inner
             else:
                 # A fraction inside is one of this period, whose length is already placed.
-                times += [duration, *(time for time in inner if time.unit is not TimeUnit.DURATION)]
+                own = duration.time if isinstance(duration, Until) else duration
+                times += [own, *(time for time in inner if time.unit is not TimeUnit.DURATION)]
         # Periods after the rest are measured back from the end.
         is_around = any(duration == "rest" for duration, _ in self.periods[:-1])
         return (*times, END) if is_around else tuple(times)
@@ -96,9 +120,9 @@ class Periods(Schedule):
         head, tail = durations[:rest], durations[rest + 1 :]
         starts, ends = [scope.first], [scope.last]
         for duration in head:
-            starts.append(scope.moved(starts[-1], Time(duration)))
+            starts.append(_end(scope, starts[-1], duration))
         for duration in reversed(tail):
-            ends.append(scope.moved(ends[-1], -Time(duration)))
+            ends.append(scope.moved(ends[-1], -Time(duration)))  # type: ignore[arg-type]
         # The last mark from the start, against the first one from the end.
         known, first = starts[-1], ends[-1]
         own = scope.on(first.axis if tail else known.axis)
@@ -108,15 +132,34 @@ class Periods(Schedule):
             listed = ", ".join(f"'{duration}'" for duration in durations)
             what = f"fit the periods {listed} into '{own.show(around)}'"
             instead = "write shorter durations, or 'rest' for one of them"
-            raise ScheduleError.cannot(what, why="together they are longer", instead=instead)
+            raise ScheduleError.cannot(what, why="they are longer", instead=instead)
         marks = [*starts, *reversed(ends)] if rest < len(durations) else starts
         return [
-            scope.part(first, last, None if length == "rest" else scope.along(length.unit).axis)
+            scope.part(first, last, _axis(scope, length, last))
             for length, (first, last) in zip(durations, pairwise(marks), strict=True)
         ]
 
     def __repr__(self) -> str:
         return f"Periods({list(self.periods)!r})"
+
+
+def _end(scope: Scope, begin: Mark, span: Span) -> Mark:
+    """Return where a period ends that begins at a mark; not of the rest."""
+    if not isinstance(span, Until):
+        return scope.moved(begin, Time(span))
+    end = Scope.of(scope.horizon).after(span.time)
+    own = scope.on(end.axis)
+    if own.place(begin) >= end.tick:
+        why = f"the period begins at '{own.show(own.place(begin))}' of the run"
+        raise ScheduleError.bad("period", str(span), why, "write a later time, or a duration")
+    return end
+
+
+def _axis(scope: Scope, span: Span, end: Mark) -> Axis | None:
+    """Return the counter of a period, which fractions in it are of; None: that of the scope."""
+    if span == "rest":
+        return None
+    return scope.along(span.unit).axis if isinstance(span, Time) else end.axis
 
 
 Inside = TypeVar("Inside")
@@ -127,25 +170,45 @@ def read_periods(
     duration_of: Callable[[Any, str, type[StrettoError]], Time],
     read: Callable[[object], Inside],
     error: type[StrettoError],
-) -> tuple[tuple[Time | Rest, Inside], ...]:
+) -> tuple[tuple[Span, Inside], ...]:
     """Return pairs of a duration and what it is the duration of, each as it is read.
 
     Raises:
-        StrettoError: there are none, one is not a pair, or two take the rest.
+        StrettoError: there are none, one is not a pair, two take the rest, or where an `until`
+            begins cannot be known.
     """
-    found: list[tuple[Time | Rest, Inside]] = []
+    found: list[tuple[Span, Inside]] = []
     for period in periods:
         if not isinstance(period, (tuple, list)) or len(period) != 2:
             raise error.bad("period", period, "it is not a pair", "write for example ('5%', 8)")
         duration, inside = period
         if str(duration) == "-1":  # how other libraries write it
             raise error.bad("duration", duration, "it is no duration", "write 'rest'")
-        is_rest = isinstance(duration, str) and duration == "rest"
-        length: Time | Rest = "rest" if is_rest else duration_of(duration, "duration", error)
-        found.append((length, read(inside)))
+        found.append((_span(duration, duration_of, error), read(inside)))
     if not found:
         raise error.bad("periods", periods, "there are none", "write one period")
     if sum(duration == "rest" for duration, _ in found) > 1:
         why, instead = "only one of them can take the rest", "write durations for the others"
         raise error.bad("periods", periods, why, instead)
+    spans = [span for span, _ in found]
+    after = spans[spans.index("rest") :] if "rest" in spans else []
+    for span in after:
+        if isinstance(span, Until):
+            why = "it follows the rest, so nothing says where it begins"
+            instead = "write a duration, or put the rest after it"
+            raise error.bad("period", str(span), why, instead)
     return tuple(found)
+
+
+def _span(
+    given: Any,
+    duration_of: Callable[[Any, str, type[StrettoError]], Time],
+    error: type[StrettoError],
+) -> Span:
+    """Return how long a period is."""
+    if isinstance(given, str) and given == "rest":
+        return "rest"
+    word, _, time = str(given).strip().partition(" ")
+    if word == "until":
+        return Until(checked_interval(time, word, error))
+    return duration_of(given, "duration", error)

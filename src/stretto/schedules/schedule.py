@@ -14,6 +14,7 @@ from stretto.schedules.fields import (
     Factor,
     Length,
     Timed,
+    check_fields,
     checked_factor,
     fill,
 )
@@ -163,14 +164,38 @@ class Schedule(Timed):
     def __rmul__(self, other: ScheduleLike) -> Schedule:
         return Product(other, self)
 
+    def __add__(self, other: ScheduleLike) -> Schedule:
+        return Sum(self, other)
+
+    def __radd__(self, other: ScheduleLike) -> Schedule:
+        return Sum(other, self)
+
 
 ScheduleLike: TypeAlias = Schedule | float | Callable[[Timer], float]
 """Anything that `as_schedule` reads as a schedule."""
 
 
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class _Several(Schedule):
+    """Several schedules as one, each with its own counter."""
+
+    schedules: tuple[Schedule, ...]
+
+    def __init__(self, *schedules: ScheduleLike) -> None:
+        if not schedules:
+            name = type(self).__name__
+            what, instead = f"make a {name.lower()} of no schedules", f"write {name}(Cosine(), 0.5)"
+            raise ScheduleError.cannot(what, why="it has at least one", instead=instead)
+        fill(self, schedules=tuple(as_schedule(schedule) for schedule in schedules))
+
+    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
+        """Return what any of the schedules reads."""
+        return frozenset[TimeUnit]().union(*(one.reads(horizon) for one in self.schedules))
+
+
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Product(Schedule):
+class Product(_Several):
     """Several schedules multiplied, each with its own counter; written `a * b`.
 
     Formula: the product of the factors.
@@ -188,21 +213,73 @@ class Product(Schedule):
         ScheduleError: there is none, or one is not a schedule.
     """
 
-    schedules: tuple[Schedule, ...]
-
-    def __init__(self, *schedules: ScheduleLike) -> None:
-        if not schedules:
-            why, instead = "a product has at least one factor", "write Product(Cosine(), 0.5)"
-            raise ScheduleError.cannot("multiply no schedules", why=why, instead=instead)
-        fill(self, schedules=tuple(as_schedule(schedule) for schedule in schedules))
-
-    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
-        """Return what any of the schedules reads."""
-        return frozenset[TimeUnit]().union(*(one.reads(horizon) for one in self.schedules))
-
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the product over `scope` as a function of the timestamp."""
         return product_of([schedule.within(scope) for schedule in self.schedules])
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Sum(_Several):
+    """Several schedules added, each with its own counter; written `a + b`.
+
+    Formula: the sum of the factors.
+
+    >>> from stretto.schedules import Linear
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = (Linear(0.5, 0, over="4ba") + Linear(0.5, 0)).bind(Horizon("8ba"))
+    >>> [factor(Timestamp(batch=batch)) for batch in (0, 2, 4, 8)]
+    [1.0, 0.625, 0.25, 0.0]
+
+    Args:
+        schedules: the schedules, or numbers or callables.
+
+    Raises:
+        ScheduleError: there is none, or one is not a schedule.
+    """
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the sum over `scope` as a function of the timestamp."""
+        bound = [schedule.within(scope) for schedule in self.schedules]
+        return lambda timestamp: _finite(sum([one(timestamp) for one in bound]))
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Floor(Schedule):
+    """A schedule that never falls below a factor.
+
+    Formula: `max(least, schedule)`; also during a warm-up of the schedule.
+
+    >>> from stretto.schedules import Linear
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = Floor(Linear(1, 0), 0.25).bind(Horizon("8ba"))
+    >>> [factor(Timestamp(batch=batch)) for batch in (0, 4, 7, 8)]
+    [1.0, 0.5, 0.25, 0.25]
+
+    Args:
+        schedule: the schedule, or a number or a callable.
+        least: the smallest factor.
+
+    Raises:
+        ScheduleError: it is not a schedule, or `least` is not a finite number of at least 0.
+    """
+
+    schedule: ScheduleLike
+    least: Factor
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        fill(self, schedule=as_schedule(self.schedule))
+
+    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
+        """Return what the schedule reads."""
+        return as_schedule(self.schedule).reads(horizon)
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the larger factor over `scope` as a function of the timestamp."""
+        bound, least = as_schedule(self.schedule).within(scope), self.least
+        return lambda timestamp: max(bound(timestamp), least)
 
 
 @final
@@ -383,6 +460,11 @@ def product_of(bound: Sequence[BoundSchedule]) -> BoundSchedule:
         product = 1.0
         for factor in bound:
             product *= factor(timestamp)
-        return product
+        return _finite(product)
 
     return value
+
+
+def _finite(factor: float) -> float:
+    """Return a factor that several schedules make, if it is finite."""
+    return factor if factor < math.inf else checked_factor(factor, "the schedules")

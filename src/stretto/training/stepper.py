@@ -120,7 +120,7 @@ class Stepper:
         # A dummy must leave no trace in the buffers of a loss either.
         held = (*vars(step).values(), getattr(step.loss, "criterion", None))
         self._modules = nn.ModuleList([one for one in held if isinstance(one, nn.Module)])
-        self.count = unit_counter(settings)
+        self.count = unit_counter(settings.loss_weight, shifts_labels=settings.shifts_labels)
         self._is_sum = step.loss_reduction == "sum"
         self._parameters = step.parameters
         self.resumed_from: Path | None = None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stretto.batching import (
     NO_SIGNALS,
+    AtMost,
     BatchSizePolicy,
     DoublingRamp,
     Fixed,
@@ -208,3 +209,52 @@ def test_wrong_times_are_refused() -> None:
         PeriodSizes([("10%", 8), ("ressst", 8)])
     with pytest.raises(ConversionError, match="dataset_num_samples"):
         PeriodSizes([("0.5ep", 8), ("rest", 16)]).bind(Horizon("2ep"))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(1, 9)), min_size=1),
+    st.integers(0, 20),
+)
+def test_until_is_the_length_that_leads_there(
+    drawn: list[tuple[int, bool, int]], rest: int
+) -> None:
+    horizon = Horizon("12ep", dataset_num_samples=23)
+    mixed: list[tuple[Any, int]] = []
+    plain: list[tuple[Any, int]] = []
+    end = Fraction(0)
+    for number, (part, is_until, size) in enumerate(drawn):
+        length = Fraction(part, 7)
+        end += length
+        until = f"until {Time(end, 'ep')}"
+        mixed.append((until if is_until and number < rest else Time(length, "ep"), size))
+        plain.append((Time(length, "ep"), size))
+    if rest < len(drawn) and end < 12:
+        mixed[rest], plain[rest] = ("rest", mixed[rest][1]), ("rest", plain[rest][1])
+    policy = PeriodSizes(mixed)
+    assert decided(policy, horizon) == decided(PeriodSizes(plain), horizon)
+    assert eval(repr(policy)) == policy
+    doubled = Horizon("24ep", dataset_num_samples=23)
+    assert decided(policy.scaled(2), doubled) == decided(PeriodSizes(plain).scaled(2), doubled)
+
+
+def test_after_an_until_lengths_may_be_in_another_unit() -> None:
+    horizon = Horizon("100sp", tokens_per_sample=10)
+    policy = PeriodSizes([("100tok", 5), ("until 32sp", "0dur:4 50%:6"), ("2ba", 3), ("rest", 7)])
+    sizes = [size for _, size in decided(policy, horizon)]
+    assert sizes == [5, 5, 4, 4, 4, 6, 6, 3, 3, *[7] * 9]
+
+
+@pytest.mark.parametrize(
+    "periods",
+    [
+        [("until 20sp", 1), ("until 20sp", 2)],
+        [("5ba", 1), ("until 90sp", 2)],
+        [("until 5ba", 1), ("until 90sp", 2)],
+        [("rest", 1), ("until 90sp", 2)],
+        [("50sp", PeriodSizes([("until 20sp", 1)])), ("rest", 2)],
+        [("50sp", AtMost(PeriodSizes([("until 20sp", 1)]), 4)), ("rest", 2)],
+    ],
+)
+def test_an_until_that_is_not_known_to_be_later_is_refused(periods: Any) -> None:
+    with pytest.raises(BatchSizeError, match="until"):
+        PeriodSizes(periods).bind(Horizon("100sp"))

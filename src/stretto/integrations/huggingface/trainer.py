@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 from stretto.batching import NO_SIGNALS
 from stretto.data import Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
-from stretto.data.weights import Units, units_of
+from stretto.data.weights import Units, unit_counter, units_of
 from stretto.errors import CheckpointError
 from stretto.integrations.counts import end_of, steps_in_epoch, steps_left
 from stretto.integrations.huggingface.losses import (
@@ -345,7 +345,7 @@ class Follows(Trainer):
             own.is_warned = True
             warn_of_batch_norm(model)
         if num_items is not None and own.divisor is not None:
-            counted = units(own.divisor, ignored_pixel(self.model))
+            counted = unit_counter(units(own.divisor, ignored_pixel(self.model)))
             found = units_of(step, counted, own.run.loader.ranks)[1]
             num_items = torch.as_tensor(found, device=self.args.device).to(torch.int64)
         own.num_steps += 1
