@@ -179,6 +179,15 @@ class OrderedLengths:
         indices = permuted_block(places, self._order, epoch)
         return _Block(begin, self._lengths.index_select(0, indices).to(torch.int64))
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OrderedLengths):
+            return NotImplemented
+        is_same = self._lengths is other._lengths or torch.equal(self._lengths, other._lengths)
+        return self._order == other._order and is_same
+
+    def __hash__(self) -> int:
+        return hash((self._order, self.total))
+
     def __repr__(self) -> str:
         return f"<lengths of {self.num_samples:,} samples, {self.total:,} tokens>"
 

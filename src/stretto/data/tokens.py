@@ -32,6 +32,15 @@ def count_tokens(batch: Any) -> int | None:
     return sum(known) if known else None
 
 
+def counts_padding(batch: Any) -> bool:
+    """Return whether `count_tokens` counts padding, too: a part of the batch has no mask.
+
+    >>> counts_padding({"input_ids": torch.tensor([[5, 0]])})
+    True
+    """
+    return any("input_ids" in part and "attention_mask" not in part for part in _named_parts(batch))
+
+
 def count_target_tokens(batch: Any, *, shifts_labels: bool | None = None) -> int:
     """Return how many tokens the loss of a language model is a mean over: labels that are not -100.
 

@@ -84,7 +84,9 @@ def _batches_until(axis: Axis, tick: int, sizes: PlannedSizes) -> int:
     if axis.unit is TimeUnit.BATCH:
         return tick
     if axis.unit is TimeUnit.TOKEN:
-        tick = -(-tick // (sizes.horizon.tokens_per_sample or 1))
+        lengths = sizes.horizon.lengths
+        each = sizes.horizon.tokens_per_sample or 1
+        tick = -(-tick // each) if lengths is None else lengths.reached(0, tick)
     batches = sizes.batch_at_sample(tick)
     # Samples that are skipped before a batch count when that batch is over.
     return batches + (sizes.timestamp_at_batch(batches).sample < tick)
@@ -107,11 +109,12 @@ def check_stage(stage: Stage, *, even: bool, least: int, idle: bool = False) -> 
         PlanError: a batch has fewer samples than there are ranks or, with `even`, does not give
             each rank the same full micro-batches.
     """
-    size, world_size, micro = stage.size, stage.world_size, stage.micro_batch_size
+    world_size, micro = stage.world_size, stage.micro_batch_size
+    fewest, size = stage.whole_sizes  # of equal batches, the same
     place = f"stage {stage.number}, from batch {stage.first.batch:,}, sample {stage.first.sample:,}"
     if size < world_size and not idle:
         raise _below(size, world_size, most=least, where=place)
-    if even and size % even_unit(world_size, micro):
+    if even and (fewest != size or size % even_unit(world_size, micro)):
         error = not_even(size, world_size, micro)
         raise error.recast(PlanError, where=place)
 
@@ -293,7 +296,9 @@ def single_sample(stages: Sequence[Stage], world_size: int, micro: int | None) -
     >>> single_sample(plan(Horizon("1ep", dataset_num_samples=9), 4).stages, 1, None)
     1
     """
-    sizes = dict.fromkeys(size for stage in stages for size in (stage.size, *stage.cut_sizes))
+    sizes = dict.fromkeys(
+        size for stage in stages for size in (*stage.whole_sizes, *stage.cut_sizes)
+    )
     for size in sizes:
         parts = split(size, world_size, micro).accumulation
         for share in (size // world_size, -(-size // world_size)):
@@ -329,7 +334,13 @@ def _cut(stages: Sequence[Stage], *, even: bool) -> Iterator[str]:
     """Warn of batches that are cut below the number of ranks, or unevenly."""
     cut = [size for stage in stages for size in stage.cut_sizes]
     small = [size for size in cut if size < stages[0].world_size]
-    if small:
+    few = [one.whole_sizes[0] for one in stages if one.whole_sizes[0] < one.world_size]
+    if few:
+        yield (
+            f"a batch of few long samples has {_range(few)} for {stages[0].world_size} ranks, so "
+            "some run a dummy of weight 0"
+        )
+    elif small:
         yield (
             f"the last batch of an epoch or of the run has {_range(small)} for "
             f"{stages[0].world_size} ranks, so some run a dummy of weight 0; {_CARRY} within the "
@@ -344,7 +355,8 @@ def _cut(stages: Sequence[Stage], *, even: bool) -> Iterator[str]:
 
 def _large(horizon: Horizon, stages: Sequence[Stage]) -> Iterator[str]:
     num_samples = horizon.dataset_num_samples
-    large = [one.size for one in stages if num_samples and one.size > num_samples]
+    most = [one.whole_sizes[1] for one in stages]
+    large = [size for size in most if num_samples and size > num_samples]
     if large and horizon.last_batch == "keep":
         yield f"batches of {large[0]} are cut to the {num_samples} samples of an epoch; {_CARRY}"
 
