@@ -11,9 +11,11 @@ from torch.utils.data import TensorDataset
 
 from stretto import plan
 from stretto.batching import NO_SIGNALS, DoublingRamp, Fixed, PiecewiseConstant, as_policy
+from stretto.batching.policy import Tokens
 from stretto.data import DataSpec, StepLoader
 from stretto.planning import next_step
-from stretto.timing import LastBatch, Timestamp
+from stretto.planning.sizes import bind_sizes
+from stretto.timing import LastBatch, Timestamp, TimeUnit
 from stretto.training import Loading
 
 POLICIES = [
@@ -112,6 +114,7 @@ class Model:
         row = self.row(0)
         now = Timestamp(row.epoch, self.batch, row.sample, row.token, *row.in_epoch)
         decided, after = self.bound.decide(now, state, NO_SIGNALS)
+        decided = Tokens(decided) if self.bound.unit is TimeUnit.TOKEN else decided
         return self.size(decided), decided, after
 
     def skip(self) -> None:
@@ -246,6 +249,6 @@ def test_each_sample_comes_once_in_an_epoch(case: Case) -> None:
 def test_a_step_is_decided_without_a_walk() -> None:
     case = Case(DataSpec(range(9), lengths=[5] * 9), Loading(), as_policy("17tok"), "2ep")
     horizon = case.spec.horizon("2ep")
-    _, step = next_step(horizon, case.policy.bind(horizon), Timestamp(sample=3), {})
+    _, step = next_step(horizon, bind_sizes(horizon, case.policy), Timestamp(sample=3), {})
     assert step is not None
     assert (step.size, step.decided, repr(step.decided)) == (3, 17, "'17tok'")

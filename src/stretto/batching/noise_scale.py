@@ -14,12 +14,13 @@ from stretto.batching.policy import (
     Decision,
     Signals,
     Size,
+    Tokens,
     check_start,
     rounded_size,
 )
 from stretto.errors import BatchSizeError
 from stretto.schedules.fields import Check, Positive, check_fields, fill, number_field
-from stretto.timing import Horizon
+from stretto.timing import Horizon, TimeUnit
 from stretto.timing.grammar import whole
 
 LARGEST = 1e100
@@ -298,7 +299,8 @@ class NoiseScale(BatchSizePolicy):
     Args:
         start: the size until the noise is known.
         maximum: the largest size.
-        c: the factor of the noise scale, or of its `power`.
+        c: the factor of the noise scale, or of its `power`. With sizes in tokens, the noise scale
+            is in tokens.
         power: the power of the noise scale that the batch follows, above 0 and at most 1.
         minimum: the smallest size; by default, `start`.
         window: the number of measured steps that the averages are over.
@@ -323,13 +325,13 @@ class NoiseScale(BatchSizePolicy):
         fill(self, minimum=least)
         check_start(self.start, least, self.maximum)
         if least < 2:
-            # It would stay 1 for ever.
-            why, instead = "a single sample has no noise to measure", "write 2 or more"
-            raise BatchSizeError.bad(name, least, why, instead)
+            raise _single(name, least, "2 or more")
 
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size and the averages."""
-        del horizon
+        least, each = self.minimum or self.start, horizon.tokens_per_sample or 0
+        if self.unit is TimeUnit.TOKEN and least < 2 * each:
+            raise _single("minimum", least, f"{Tokens(2 * each)} or more")
         empty = GradientNoise(self.window, self.confidence)
         return Bound(
             decide=lambda _, state, signals: self._decide(
@@ -358,6 +360,12 @@ class NoiseScale(BatchSizePolicy):
     def _wanted(self, noise_scale: float) -> float:
         # An end of the interval may be below zero by a rounding error.
         return self.c * math.pow(max(noise_scale, 0.0), self.power)
+
+
+def _single(name: str, size: int, instead: str) -> BatchSizeError:
+    """Return the error for a size that would stay 1 for ever."""
+    why = "a single sample has no noise to measure"
+    return BatchSizeError.bad(name, size, why, f"write {instead}")
 
 
 def _log_values(noise: GradientNoise) -> dict[str, float]:

@@ -134,6 +134,15 @@ def is_same(size: int, other: int) -> bool:
     return size == other and isinstance(size, Tokens) is isinstance(other, Tokens)
 
 
+def in_unit_of(size: int | None, number: int) -> int:
+    """Return a number in the unit of a size: as `Tokens` if that is one of them.
+
+    >>> in_unit_of(Tokens(8), 16), in_unit_of(8, 16)
+    ('16tok', 16)
+    """
+    return Tokens(number) if isinstance(size, Tokens) else number
+
+
 Decision: TypeAlias = tuple[int, PolicyState]
 """The size of a batch, and the state after deciding it."""
 
@@ -299,7 +308,7 @@ class BatchSizePolicy(Timed):
         >>> LinearRamp("64Ktok", "1Mtok", "10%").unit
         <TimeUnit.TOKEN: 'tok'>
         """
-        return TimeUnit.TOKEN if has_tokens(values_of(self)) else TimeUnit.SAMPLE
+        return TimeUnit.TOKEN if any(map(has_tokens, values_of(self).values())) else TimeUnit.SAMPLE
 
     @abstractmethod
     def bind(self, horizon: Horizon) -> Bound:
@@ -338,16 +347,27 @@ class BatchSizePolicy(Timed):
 
 
 def has_tokens(value: object) -> bool:
-    """Return whether a value is an amount in tokens, or has one inside.
+    """Return whether a value is an amount in tokens, or has one inside, or decides in tokens.
 
     >>> has_tokens((Tokens(8), 8)), has_tokens(8)
     (True, False)
     """
-    if isinstance(value, (tuple, dict)):
-        return any(map(has_tokens, value.values() if isinstance(value, dict) else value))
     if isinstance(value, BatchSizePolicy):
         return value.unit is TimeUnit.TOKEN
-    return isinstance(value, Tokens)
+    return any(True for _ in tokens_in(value))
+
+
+def tokens_in(value: object) -> Iterator[Tokens]:
+    """Yield each amount in tokens among the fields of a value, at any depth.
+
+    >>> from stretto.batching import as_policy
+    >>> [*tokens_in(as_policy("0tok:16Ktok 2Mtok:64Ktok"))]
+    ['16Ktok', '64Ktok']
+    """
+    if isinstance(value, Tokens):
+        yield value
+    for item in value if isinstance(value, tuple) else values_of(value).values():
+        yield from tokens_in(item)
 
 
 def check_units(policy: Timed) -> None:

@@ -16,6 +16,7 @@ from stretto.batching.policy import (
     check_units,
     checked_size,
     checked_world_size,
+    in_unit_of,
     timed,
 )
 from stretto.batching.steps import Fixed, sample_axis
@@ -151,7 +152,8 @@ class LinearRamp(_Ramp):
         _Ramp.__post_init__(self)
         if rest := (self.end - self.start) % self.increment:
             why = f"from {self.start} it is not a number of increments of {self.increment}"
-            instead = f"write {self.end - rest} or {self.end - rest + self.increment}"
+            lower = in_unit_of(self.end, self.end - rest)
+            instead = f"write {lower} or {in_unit_of(lower, lower + self.increment)}"
             raise BatchSizeError.bad("end", self.end, why, instead)
 
     def bind(self, horizon: Horizon) -> Bound:

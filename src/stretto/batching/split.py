@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias, final
 
-from stretto.batching.policy import checked_size, checked_world_size
+from stretto.batching.policy import checked_size, checked_world_size, has_tokens
 from stretto.errors import BatchSizeError
 from stretto.ordering import evenly, stream_start
 from stretto.schedules.fields import fill
-from stretto.timing.grammar import whole
+from stretto.timing.grammar import NAMES, TimeUnit, whole
 
 
 @final
@@ -141,53 +143,87 @@ RuleLike: TypeAlias = Mapping[str, Any] | LearningRateRule
 
 
 @dataclass(frozen=True, slots=True)
-class _Referenced:
-    """A rule relative to the batch size for which the learning rate was chosen."""
+class Referenced(ABC):
+    """A rule relative to the batch size for which a value was chosen, in samples or tokens."""
 
     reference: int
+    _each: int = field(default=1, init=False, repr=False)
+    """The tokens of a sample, if sizes are in samples and the reference is in tokens."""
 
     def __post_init__(self) -> None:
         fill(self, reference=checked_size(self.reference, "the reference of a learning rate rule"))
 
+    @abstractmethod
+    def __call__(self, size: int, /) -> float:
+        """Return the factor for a decided size."""
+
+    def ratio(self, size: int) -> float:
+        """Return a size over the reference, correctly rounded."""
+        return size * self._each / self.reference
+
+    def bind(self, unit: TimeUnit, each: int | None) -> Self:
+        """Return the rule for sizes in a unit.
+
+        Args:
+            unit: the unit of the sizes: samples or tokens.
+            each: the tokens of a sample, if all have equally many.
+
+        Raises:
+            BatchSizeError: the reference is in the other unit, and samples differ.
+        """
+        own = TimeUnit.TOKEN if has_tokens(self.reference) else TimeUnit.SAMPLE
+        if own is unit:
+            return self
+        if unit is TimeUnit.TOKEN or each is None:
+            raise BatchSizeError.cannot(
+                f"use {self!r} with batch sizes in {NAMES[unit]}",
+                why=f"its reference is in {NAMES[own]}, and samples are not known to have equally "
+                "many tokens",
+                instead="write both in samples, or both in tokens",
+            )
+        bound = copy.copy(self)
+        fill(bound, _each=each)
+        return bound
+
 
 @final
 @dataclass(frozen=True, slots=True)
-class LinearRule(_Referenced):
+class LinearRule(Referenced):
     """`size / reference`: usual with SGD (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
 
     >>> LinearRule(256)(1024)
     4.0
 
     Args:
-        reference: the batch size for which the learning rate was chosen.
+        reference: the batch size for which the learning rate was chosen: 256, or `"4Mtok"`.
 
     Raises:
-        BatchSizeError: the reference is not an integer of at least 1.
+        BatchSizeError: the reference is neither an integer of at least 1 nor tokens.
     """
 
     def __call__(self, size: int, /) -> float:
         """Return `size / reference`."""
-        return size / self.reference
+        return self.ratio(size)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class SquareRootRule(_Referenced):
+class SquareRootRule(Referenced):
     """`sqrt(size / reference)`: usual with Adam (Malladi et al. 2022, arXiv 2205.10287).
 
     >>> SquareRootRule(256)(1024)
     2.0
 
     Args:
-        reference: the batch size for which the learning rate was chosen.
+        reference: the batch size for which the learning rate was chosen: 256, or `"4Mtok"`.
 
     Raises:
-        BatchSizeError: the reference is not an integer of at least 1.
+        BatchSizeError: the reference is neither an integer of at least 1 nor tokens.
     """
 
     def __call__(self, size: int, /) -> float:
         """Return `sqrt(size / reference)`."""
-        return math.sqrt(size / self.reference)
+        return math.sqrt(self.ratio(size))
 
 
 RULES: Mapping[str, Callable[[Any], LearningRateRule]] = {

@@ -15,18 +15,24 @@ from stretto.batching.policy import (
     Decision,
     Hold,
     PolicyState,
+    PositiveInt,
     Signals,
     Size,
     SizePart,
+    Tokens,
+    in_unit_of,
+    tokens_in,
     wrapped,
 )
 from stretto.batching.steps import as_policy
-from stretto.errors import BatchSizeError, StrettoError
-from stretto.schedules.fields import Check, Interval
+from stretto.errors import BatchSizeError, StrettoError, samples_text
+from stretto.schedules.fields import Check, Interval, check_fields
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.grammar import exact
 from stretto.timing.time import Number
 
+_FEW = 4
+"""Sizes that a warning lists."""
 Rounding: TypeAlias = Literal["down", "up"]
 """The direction of rounding."""
 
@@ -83,6 +89,54 @@ class SizeMap(Wrapper):
         """Return the new size; the function must be monotone."""
 
 
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class InSamples(SizeMap):
+    """The sizes of a policy in tokens as samples of `each` tokens: the most that they hold.
+
+    It decides in tokens and rounds down last, so ramps and factors lose nothing on the way.
+
+    >>> bound = InSamples(as_policy("64Ktok"), 4096).bind(Horizon("1ep"))
+    >>> bound.decide(Timestamp(), bound.start, NO_SIGNALS)[0], bound.bounds
+    (15, (15, 15))
+    """
+
+    each: PositiveInt
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def unit(self) -> TimeUnit:
+        """Samples."""
+        return TimeUnit.SAMPLE
+
+    def changed(self, size: int) -> int:
+        """Return the most samples with so many tokens.
+
+        Raises:
+            BatchSizeError: it is less than one.
+        """
+        if size < self.each:
+            raise BatchSizeError.cannot(
+                f"take batches of {Tokens(size)}",
+                why=f"that is less than one sample of {self.each:,} tokens",
+                instead=f"write '{Tokens(self.each)}' or more",
+            )
+        return size // self.each
+
+    def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+        """Return the warnings of the policy inside, and a line if sizes are rounded down."""
+        inside = self.policy.warnings(horizon, largest * self.each)
+        odd = [size for size in dict.fromkeys(tokens_in(self.policy)) if size % self.each]
+        if not odd:
+            return inside
+        texts = [f"{size} is {samples_text(size // self.each)}" for size in odd[:_FEW]]
+        more = f", and {len(odd) - _FEW} more" if len(odd) > _FEW else ""
+        line = f"sizes are rounded down to whole samples of {self.each:,} tokens: "
+        return (line + ", ".join(texts) + more, *inside)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class _Bound(SizeMap):
     """A bound of sizes."""
@@ -95,6 +149,7 @@ class _Bound(SizeMap):
         BatchSizePolicy.__post_init__(self)
         inside, beyond = Wrapper.mapped(self, self.size), Wrapper.mapped(self, self.beyond)
         if inside != self.size and self.changed(beyond) != beyond:
+            inside = in_unit_of(self.size, inside)
             why = f"the rounding and bounds inside turn it into {inside}"
             raise BatchSizeError.bad("size", self.size, why, f"write {inside}")
 

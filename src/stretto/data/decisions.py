@@ -46,6 +46,7 @@ class Decisions:
         self._run = run
         self._horizon = run.horizon
         self._policy = run.bound_policy
+        self._in_tokens = run.policy.unit is TimeUnit.TOKEN
         self._timer = timer
         self.state: PolicyState = run.bound_policy.start
         """The policy's state after the last finished batch."""
@@ -105,10 +106,16 @@ class Decisions:
             counts.append(count)
         return max(1, min(counts))
 
-    def finish(self, plan: PlannedBatch, signals: Signals, size: int) -> None:
+    def finish(self, plan: PlannedBatch, signals: Signals, size: int, tokens: int) -> None:
         """Record the decision for the finished batch and what that batch measured."""
-        if signals.noise_numerator is not None and signals.num_samples is None:
-            signals = replace(signals, num_samples=size)
+        if signals.noise_numerator is not None:
+            # tr(Sigma) is that of a sample. A policy in tokens follows a noise scale in tokens.
+            each = tokens / size if self._in_tokens else 1
+            signals = replace(
+                signals,
+                num_samples=size if signals.num_samples is None else signals.num_samples,
+                noise_numerator=signals.noise_numerator * each,
+            )
         self.last = plan
         if self.past is not None and not (self.past and is_same(self.past[-1][1], plan.decided)):
             self.past.append((plan.timestamp.batch, plan.decided))

@@ -427,7 +427,7 @@ class StepLoader(Iterator[Step]):
         else:
             timer.advance(fetched.size, tokens=tokens, seconds=seconds)
         if plan is not self._decisions.last or signals is not self._decisions.signals:
-            self._decisions.finish(plan, signals, fetched.size)
+            self._decisions.finish(plan, signals, fetched.size, tokens)
         if self._source.chunks is not None:
             self._source.chunks.keep()
         return timer.timestamp

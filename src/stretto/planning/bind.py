@@ -16,8 +16,9 @@ from stretto.batching import (
     as_policy,
     as_rule,
 )
+from stretto.batching.split import Referenced
 from stretto.errors import PlanError, StrettoError
-from stretto.planning.sizes import PlannedSizes, UnknownSizes, horizon_of
+from stretto.planning.sizes import PlannedSizes, UnknownSizes, bind_sizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
 from stretto.timing import (
     BoundTrigger,
@@ -148,7 +149,9 @@ def bind_run(
     facts, sizes, refusal = horizon.with_batch_sizes(None), None, None
     with at("batch_size"):
         policy = as_policy(policy)
-        bound_policy = policy.bind(facts)
+        bound_policy = bind_sizes(facts, policy)
+        if isinstance(learning_rate_rule, Referenced):
+            learning_rate_rule = learning_rate_rule.bind(bound_policy.unit, facts.tokens_per_sample)
         try:
             sizes = PlannedSizes(facts, policy, bound=bound_policy, most_stages=most_stages)
             horizon = horizon_of(sizes)

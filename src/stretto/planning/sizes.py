@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias, final
+from typing import Literal, NamedTuple, TypeAlias, final
 
 from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
 from stretto.batching.policy import (
@@ -22,6 +22,7 @@ from stretto.batching.policy import (
     is_same,
     whole_size,
 )
+from stretto.batching.wrappers import InSamples
 from stretto.errors import (
     BatchSizeError,
     ConversionError,
@@ -40,6 +41,9 @@ from stretto.timing.epochs import (
     outgrows_epoch,
 )
 
+DecidedBy: TypeAlias = Literal["samples", "lengths", "reading"]
+"""The size of a batch is a number of samples (or of tokens that all samples have equally many of);
+it follows from known lengths; or it is decided while the samples are read."""
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -148,6 +152,43 @@ def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
         why=f"an epoch has only {most}, so each would be dropped",
         instead=f"write AtMost(policy, {most!r}) or last_batch='carry'",
     )
+
+
+def decided_by(horizon: Horizon, policy: BatchSizePolicy) -> DecidedBy:
+    """Return what turns the sizes of a policy into samples on these data.
+
+    >>> decided_by(Horizon("1ep", tokens_per_sample=4096), as_policy("64Ktok"))
+    'samples'
+    """
+    if policy.unit is TimeUnit.SAMPLE or horizon.tokens_per_sample is not None:
+        return "samples"
+    return "reading" if horizon.lengths is None else "lengths"
+
+
+def on_data(horizon: Horizon, policy: BatchSizePolicy) -> BatchSizePolicy:
+    """Return a policy that decides in samples if equal samples allow it, else as it is."""
+    each = horizon.tokens_per_sample
+    is_equal = policy.unit is TimeUnit.TOKEN and each is not None
+    return InSamples(policy, each) if is_equal and each else policy
+
+
+def bind_sizes(horizon: Horizon, policy: BatchSizePolicy) -> Bound:
+    """Resolve the times of a policy for one run, and the unit of its sizes for its data.
+
+    Raises:
+        ConversionError: a time needs a fact that is not known.
+        BatchSizeError: the times are out of order on this run; or sizes are in tokens, and the
+            tokens of a sample are not known, or one is less than a sample.
+    """
+    if decided_by(horizon, policy) == "reading":
+        raise BatchSizeError.cannot(
+            f"follow {policy!r}",
+            why="its sizes are in tokens, and how many tokens each sample has is not known",
+            instead=f"set {fact_text('tokens_per_sample')}, pass DataSpec(data, lengths=...), or "
+            "write the sizes in samples",
+        )
+    found = on_data(horizon, policy)
+    return replace(found.bind(horizon), unit=found.unit)
 
 
 def walk(
@@ -529,11 +570,11 @@ class PlannedSizes:
         past: PlannedSizes | None = None,
     ) -> None:
         run, policy = horizon.with_batch_sizes(None), as_policy(policy)
-        bound = policy.bind(run) if bound is None else bound
+        bound = bind_sizes(run, policy) if bound is None else bound
         check_plannable(run, bound)
         stages: list[Stage] = []
         search = _Search(run, stages, find_stages(run, bound, stages, most_stages, first=first))
-        if run.lengths is None:
+        if run.lengths is None or _may_outgrow(run, bound):
             search.find()
         now = Timestamp() if first is None else first[0]
         fill(self, horizon=run, policy=policy, bound=bound, _first=now, _past=past, _search=search)
@@ -628,6 +669,15 @@ class PlannedSizes:
             raise PlanError.bad("batch", batch, "batches are counted from 0", "write 0 or more")
         self._search.find(lambda batches: batch - batches.first.batch)
         return self._search.sections[bisect_right(self._search.first_batches, batch) - 1]
+
+
+def _may_outgrow(horizon: Horizon, bound: Bound) -> bool:
+    """Return whether a batch may be larger than an epoch that drops it, which only a walk tells."""
+    most = horizon.dataset_num_samples
+    if bound.unit is TimeUnit.TOKEN:
+        most = horizon.dataset_num_tokens
+    is_known = bound.bounds is not None and most is not None and bound.bounds[1] < most
+    return horizon.last_batch == "drop" and not is_known
 
 
 def _beyond(horizon: Horizon, last: Stage, end: Timestamp) -> Batches:

@@ -12,7 +12,7 @@ from stretto.batching import BatchSizePolicy, Bound, LearningRateRule
 from stretto.batching.split import even_unit, is_learning_rate, not_even, split
 from stretto.errors import ConversionError, PlanError, samples_text
 from stretto.planning.bind import Prepared
-from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, unknown_count
+from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, on_data, unknown_count
 from stretto.schedules import BoundSchedule, Schedule
 from stretto.schedules.fields import checked_factor
 from stretto.schedules.names import parse_name
@@ -275,7 +275,8 @@ def mistakes_of(
         yield from _large(horizon, stages)
         if sizes.end is not None:
             yield from _late(horizon, sizes.policy)
-        yield from sizes.policy.warnings(sizes.horizon, max(stage.size for stage in stages))
+        policy = on_data(sizes.horizon, sizes.policy)
+        yield from policy.warnings(sizes.horizon, max(stage.size for stage in stages))
 
 
 def _low(factor: BoundSchedule, sizes: PlannedSizes, num_batches: int) -> Iterator[str]:
