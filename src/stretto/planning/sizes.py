@@ -543,7 +543,7 @@ class PlannedSizes:
         bound: the same policy, bound to the run; None: it is bound here.
         most_stages: refuse sizes that change more often.
         first: where it continues and the state of the policy there; None: the start of the run.
-        past: the batches before that.
+        past: the same run from its start on.
 
     Raises:
         PlanError: the sizes are not known before the run.
@@ -582,23 +582,17 @@ class PlannedSizes:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The parts of the run with one decided size."""
-        self._search.find()
-        own, past = self._search.stages, self._past
+        past, now = self._past, self._first
         if past is None:
-            return tuple(own)
-        if past.timestamp_at_batch(self._first.batch)[1:3] != self._first[1:3]:
+            self._search.find()
+            return tuple(self._search.stages)
+        if past.timestamp_at_batch(now.batch)[1:3] != now[1:3]:
             raise PlanError.cannot(
                 "know where the batches of the run begin",
                 why="the batch sizes in the checkpoint lead elsewhere with these lengths",
                 instead="resume with the lengths of that run",
             )
-        stages = [one for one in past.stages if one.first.batch < self._first.batch]
-        if own and is_same(stages[-1].size, own[0].size) and not own[0].skipped:
-            (last, *own), before = own, stages.pop()
-            count = None if last.batches is None else (before.batches or 0) + last.batches
-            stages.append(replace(before, batches=count, end=last.end))
-        stages += [replace(one, number=at) for at, one in enumerate(own, 1 + len(stages))]
-        return tuple(stages)
+        return past.stages
 
     @property
     def end(self) -> Timestamp | None:
