@@ -111,6 +111,8 @@ class SampleOrder:
     [0, 1, 2, 3, 4, 5]
     >>> [SampleOrder(3, shuffle=False)[position] for position in range(6)]
     [0, 1, 2, 0, 1, 2]
+    >>> [SampleOrder(6, seed=7, group=2)[position] for position in range(6)]
+    [0, 1, 4, 5, 2, 3]
 
     Raises:
         DataError: `num_samples` is out of range, or the seed is not an integer.
@@ -122,6 +124,9 @@ class SampleOrder:
     """Selects the permutations; any integer."""
     shuffle: bool = True
     """Whether epochs are permuted; if not, samples come in the order of the data set."""
+    group: int = 1
+    """How many consecutive samples of the data set stay together: whole groups are permuted. It
+    divides `num_samples`."""
 
     def __post_init__(self) -> None:
         num_samples, seed = whole(self.num_samples), whole(self.seed)
@@ -140,7 +145,17 @@ class SampleOrder:
         epoch, within = divmod(position, self.num_samples)
         if not self.shuffle:
             return within
-        return permuted(within, network(self.num_samples, self.seed, epoch))
+        group, inside = divmod(within, self.group)
+        groups = network(self.num_samples // self.group, self.seed, epoch)
+        return permuted(group, groups) * self.group + inside
+
+    def in_rows(self, row: int) -> SampleOrder:
+        """Return the order of rows of `row` consecutive samples.
+
+        >>> SampleOrder(8, seed=7, group=4).in_rows(2)
+        SampleOrder(num_samples=4, seed=7, shuffle=True, group=2)
+        """
+        return SampleOrder(self.num_samples // row, self.seed, self.shuffle, self.group // row)
 
     def epoch_of(self, position: int) -> int:
         """Return the epoch that `position` belongs to.

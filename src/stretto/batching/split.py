@@ -108,6 +108,16 @@ def split(
     return Split(size, world_size, micro_batch_size, position)
 
 
+def in_rows(size: int, micro_batch_size: int | None, row: int) -> tuple[int, int | None]:
+    """Return a batch and a micro-batch size in rows of `row` samples, at least one each.
+
+    >>> in_rows(24, 7, row=4), in_rows(24, None, row=4)
+    ((6, 1), (6, None))
+    """
+    micro = None if micro_batch_size is None else max(1, micro_batch_size // row)
+    return max(1, size // row), micro
+
+
 def even_unit(world_size: int, micro_batch_size: int | None) -> int:
     """Return the number that all evenly split sizes are multiples of."""
     return world_size * (micro_batch_size or 1)

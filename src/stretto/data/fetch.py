@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from stretto.batching import Split
-from stretto.data.containers import mapped
+from stretto.data.containers import mapped, named, nodes, opened
 from stretto.data.indices import Bundle, IndexStream, sample_seed, seed_generators
 from stretto.data.spec import Collate
-from stretto.errors import DataError
+from stretto.errors import DataError, shown
 from stretto.planning import PlannedBatch
 from stretto.runtime.random_state import kept_generators
 from stretto.runtime.ranks import Ranks
@@ -35,7 +37,11 @@ class Fetch:
         get_batch: makes a batch of indices; None: samples are read and collated.
         keyed_seed: seeds the randomness of each sample by its epoch and index; None: it is not
             seeded.
+        num_samples: samples in an epoch; None: the length of the data set.
     """
+
+    _whole: Callable[[list[int]], Any] | None = None
+    """Returns the batch of some rows, if samples are joined to rows."""
 
     def __init__(
         self,
@@ -44,11 +50,12 @@ class Fetch:
         *,
         get_batch: Callable[[list[int]], Any] | None = None,
         keyed_seed: int | None = None,
+        num_samples: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.collate: Collate = default_collate if collate_fn is None else collate_fn
         self._keyed_seed = keyed_seed
-        self._num_samples = len(dataset)
+        self._num_samples = num_samples or len(dataset)
         self.get_batch = get_batch
         is_plain = keyed_seed is None and get_batch is None and self.collate is default_collate
         is_tensors = is_plain and type(dataset) is TensorDataset
@@ -56,7 +63,22 @@ class Fetch:
 
     def uncollated(self) -> Fetch:
         """Return a fetcher of bundles of samples."""
-        return Fetch(self.dataset, Bundle.of, keyed_seed=self._keyed_seed)
+        return self._like(collate=Bundle.of)
+
+    def in_rows(self, row: int, tokens: int) -> Fetch:
+        """Return a fetcher of rows by their number, each of `row` samples of so many tokens."""
+        plain = self._like(collate=default_collate)
+
+        def whole(numbers: list[int]) -> Any:
+            indices = [row * number + more for number in numbers for more in range(row)]
+            return joined(plain.batch(indices), row, tokens)
+
+        return self._like(tensors=None, _whole=whole)
+
+    def _like(self, **changes: Any) -> Fetch:
+        other = copy.copy(self)
+        vars(other).update(changes)
+        return other
 
     def read(self, stream: IndexStream, place: int, count: int) -> Any:
         """Return the batch of `count` samples at `place` of a stream."""
@@ -78,6 +100,11 @@ class Fetch:
 
     def batch(self, indices: list[int]) -> Any:
         """Return the batch of the samples with these indices, without a check of the indices."""
+        if self._whole is not None:
+            batch = self._whole(indices)
+            if self.collate is default_collate:
+                return batch
+            return self.collate([mapped(itemgetter(at), batch) for at in range(len(indices))])
         if self._keyed_seed is not None:
             return self.collate(self._keyed(indices, self._keyed_seed))
         if self.tensors is not None:
@@ -96,6 +123,30 @@ class Fetch:
                 seed_generators(sample_seed(seed, epoch, index))
                 samples.append(self.dataset[index])
         return samples
+
+
+def joined(batch: Any, row: int, tokens: int) -> Any:
+    """Return a batch of samples as one of rows: `row` samples each, joined along the sequence.
+
+    >>> joined({"x": torch.arange(8).view(4, 2)}, row=2, tokens=2)
+    {'x': tensor([[0, 1, 2, 3],
+            [4, 5, 6, 7]])}
+
+    Raises:
+        DataError: something in the batch is not a tensor of the shape `[samples, tokens, ...]`, or
+            is named `position_ids`.
+    """
+    for node in nodes(batch):
+        is_tensor = isinstance(node, Tensor)
+        fits = node.shape[1:2] == (tokens,) if is_tensor else opened(node) is not None
+        if not fits or "position_ids" in named(node):
+            found = f"a tensor of the shape {[*node.shape]}" if is_tensor else shown(node)
+            raise DataError.cannot(
+                "join samples to longer sequences",
+                why=f"the batch has {found}, or positions that begin anew in a row",
+                instead=f"return only tensors of {tokens} tokens, such as inputs and their targets",
+            )
+    return mapped(lambda one: one.reshape(-1, row * tokens, *one.shape[2:]), batch)
 
 
 def no_such_sample(num_samples: int, error: BaseException) -> DataError:

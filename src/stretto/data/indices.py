@@ -113,6 +113,11 @@ def permuted_block(within: Tensor, order: SampleOrder, epoch: int) -> Tensor:
     >>> permuted_block(torch.arange(100), order, 2).tolist() == [order[200 + i] for i in range(100)]
     True
     """
+    if order.group > 1:
+        group = torch.div(within, order.group, rounding_mode="floor")
+        inside = within - group * order.group
+        groups = permuted_block(group, order.in_rows(order.group), epoch)
+        return groups.mul_(order.group).add_(inside)
     num_samples, above, below, keys = network(order.num_samples, order.seed, epoch)
     result = within
     todo: Tensor | None = None

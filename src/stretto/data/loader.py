@@ -12,6 +12,7 @@ from itertools import accumulate, chain
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyLike, Signals, checked_size
+from stretto.batching.rows import LengthsLike, check_holds_row
 from stretto.data.decisions import Decisions, other_order, reading_state
 from stretto.data.fetch import FetchedStep, RankShare, pinned
 from stretto.data.source import BatchSource, make_source, prepared_for
@@ -263,6 +264,7 @@ class StepLoader(Iterator[Step]):
         world_size: how many processes share each batch; None: torch.distributed's.
         ranks: the processes of a run, in place of these two numbers.
         idle_ranks: whether a batch may have fewer samples than there are ranks.
+        sequence_length: the tokens of a row, as in `prepare`.
         clock: a monotonic clock in nanoseconds.
 
     Raises:
@@ -281,11 +283,14 @@ class StepLoader(Iterator[Step]):
         world_size: int | None = None,
         ranks: Ranks | None = None,
         idle_ranks: bool = False,
+        sequence_length: LengthsLike | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.spec = DataSpec.of(data)
         self._loading = read_settings(Loading, loading, "loading")
-        self.prepared = prepared_for(self.spec, batch_size, max_duration, self._loading)
+        self.prepared = prepared_for(
+            self.spec, batch_size, max_duration, self._loading, sequence_length
+        )
         self._from_start = self.prepared
         self.horizon = self.prepared.horizon
         self.timer = Timer(self.horizon, clock=clock)
@@ -308,6 +313,7 @@ class StepLoader(Iterator[Step]):
         """The processes that share each batch."""
         self._agrees = max(self.ranks.world_size, self.ranks.dp_world_size) > 1
         self._read(micro_batch_size)
+        check_holds_row(self.micro_batch_size, self.prepared.facts)
 
     def _read(self, micro_batch_size: int | None) -> None:
         """Read this rank's part of the data in micro-batches of so many samples."""
@@ -376,6 +382,7 @@ class StepLoader(Iterator[Step]):
                 break
             self.timer.end_epoch(dropped=fetched.size)
         size, world, each = fetched.size, self.ranks.dp_world_size, self._tokens.each
+        row = fetched.plan.row
         micro_batches = []
         count: Callable[[Any, int], int] = self._tokens
         if self._tokens.lengths is not None:
@@ -383,7 +390,7 @@ class StepLoader(Iterator[Step]):
             count = lambda *_: next(known)  # noqa: E731
         for batch, samples in fetched.micro_batches:
             tokens = count(batch, samples) if each is None else samples * each
-            micro_batches.append(MicroBatch(batch, samples, tokens, samples * world / size))
+            micro_batches.append(MicroBatch(batch, samples, tokens, samples * world / size, row))
         step = Step(self.timer.timestamp, size, fetched.plan.decided, micro_batches)
         self._pending = step, fetched
         return step
@@ -588,6 +595,8 @@ def _check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the saved state belongs to another order.
     """
+    if "seed" in saved:  # of a version that joined no samples
+        saved = {"longest_row": 1, **saved}
     if set(saved) != set(present):
         if "sharded" in (*saved, *present):
             has = "has" if "sharded" in saved else "does not have"

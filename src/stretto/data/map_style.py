@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from operator import methodcaller
 from typing import Any, final
 
 from torch import Tensor
 
+from stretto.batching.split import in_rows
 from stretto.data.containers import count_samples, may_hold
 from stretto.data.fetch import (
     CountedBatch,
@@ -57,6 +58,16 @@ class MapSource:
         """Return the place of a position in this rank's stream."""
         return stream_start(position, self.part.rank, self.part.world_size)
 
+    def in_rows(self, row: int) -> MapSource:
+        """Return the same data with rows of `row` consecutive samples for samples."""
+        _, micro = in_rows(1, self.part.micro_batch_size, row)
+        return replace(
+            self,
+            order=self.order.in_rows(row),
+            part=self.part._replace(micro_batch_size=micro),
+            fetch=self.fetch.in_rows(row, self.spec.tokens_per_sample or 0),
+        )
+
     def check(self, batch: Any, num_samples: int) -> None:
         """Refuse a batch with another number of samples than requested."""
         count = self.spec.get_num_samples_in_batch
@@ -69,6 +80,24 @@ class MapSource:
             raise DataError.cannot("use a batch", why=why, instead=instead)
 
 
+def by_rows(steps: Callable[..., Iterator[FetchedStep]]) -> Callable[..., Iterator[FetchedStep]]:
+    """Let a reader of samples read rows too: anew for each length of them."""
+
+    def read(source: MapSource, *given: Any) -> Iterator[FetchedStep]:
+        *settings, plans = given
+        if source.order.group == 1:
+            yield from steps(source, *given)
+        for row, alike in groupby(plans, key=lambda planned: planned[0].row):
+            own = source.in_rows(row)
+            rows = ((plan._replace(size=plan.size // row), start // row) for plan, start in alike)
+            for plan, micro_batches, size, _ in steps(own, *settings, rows):
+                counted = [(batch, count * row) for batch, count in micro_batches]
+                yield FetchedStep(plan._replace(size=size * row), counted, size * row)
+
+    return read
+
+
+@by_rows
 def direct_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
     """Fetch each micro-batch in the main process, at the step."""
     stream, fetch, part = source.stream(), source.fetch, source.part
@@ -98,6 +127,7 @@ def direct_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
         yield FetchedStep(plan, micro_batches, plan.size)
 
 
+@by_rows
 def planned_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
     """Let workers collate micro-batches ahead: for sizes that are known before the run."""
     first = next(plans, None)
@@ -123,6 +153,7 @@ def planned_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
         yield FetchedStep(plan, micro_batches, plan.size)
 
 
+@by_rows
 def sample_steps(
     source: MapSource, bundle_size: int, end: int | None, plans: Plans
 ) -> Iterator[FetchedStep]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
 from stretto.batching import PolicyLike
+from stretto.batching.rows import LengthsLike
 from stretto.data.chunks import (
     ChunkSource,
     check_streams,
@@ -31,6 +32,7 @@ def prepared_for(
     batch_size: PolicyLike | Prepared,
     max_duration: TimeLike | None,
     loading: Loading,
+    sequence_length: LengthsLike | None = None,
 ) -> Prepared:
     """Return the run of a loader: the given one, or one that is bound here.
 
@@ -40,13 +42,16 @@ def prepared_for(
     if not isinstance(batch_size, Prepared):
         if max_duration is None:
             raise DataError.bad("max_duration", None, "a run needs a length", "write '90ep'")
-        return bind_run(spec.horizon(max_duration, loading=loading), batch_size)
+        horizon = spec.horizon(max_duration, loading=loading)
+        return bind_run(horizon, batch_size, sequence_length=sequence_length)
     facts = batch_size.facts
-    twice = {"max_duration": max_duration, "last_batch": loading.last_batch}
+    twice: dict[str, object] = {"max_duration": max_duration, "last_batch": loading.last_batch}
+    twice["sequence_length"] = sequence_length
     for name, value in twice.items():
-        if value is not None and value != getattr(facts, name):
+        if value is not None and value != getattr(facts, name, None):
             raise DataError.bad(name, value, f"the run has its own {name}", "leave it out")
-    if facts.dataset_num_samples != spec.known_num_samples:
+    known, group = spec.known_num_samples, facts.group or 1
+    if facts.dataset_num_samples != (known and known // group * group):
         why = f"the run was prepared for {facts.dataset_num_samples} samples"
         instead = "bind the run with the number of samples of these data"
         raise DataError.bad("num_samples", spec.known_num_samples, why, instead)
@@ -83,7 +88,8 @@ class BatchSource:
         if self.map_source is None:
             return {"sharded": True} if self.spec.sharded else {}
         order = self.map_source.order
-        return {"num_samples": order.num_samples, "seed": order.seed, "shuffle": order.shuffle}
+        record = {"num_samples": order.num_samples, "seed": order.seed, "shuffle": order.shuffle}
+        return record | {"longest_row": order.group if order.shuffle else 1}
 
     def check_streams(self) -> None:
         """Compare the streams of all ranks, which all must call it.
@@ -96,10 +102,14 @@ class BatchSource:
             check_streams(self.part, self.chunks, is_sharded=bool(sharded))
 
     def example_batch(self, indices: list[int]) -> Any:
-        """Return the batch of these samples of a map-style data set."""
-        assert self.map_source is not None, "an iterable has no samples to look at"
+        """Return the batch of these samples of a map-style data set, or of the longest rows."""
+        source = self.map_source
+        assert source is not None, "an iterable has no samples to look at"
+        if (row := source.order.group) > 1:
+            last = source.order.num_samples // row - 1
+            source, indices = source.in_rows(row), [min(index // row, last) for index in indices]
         with kept_generators():
-            return self.map_source.fetch(indices)
+            return source.fetch(indices)
 
     def state_dict(self, timestamp: Timestamp) -> dict[str, Any] | None:
         """Return the position of an iterable; a map-style data set needs only the clock.
@@ -132,7 +142,11 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
     # At least 128 samples, in whole micro-batches.
     micro_batch = part.micro_batch_size or 1
     chunk_size = -(-LEAST_CHUNK // micro_batch) * micro_batch
+    group = run.facts.group or 1
     if not spec.is_map_style:
+        if group > 1:
+            why, instead = "the data are an iterable", "pass a map-style data set, or leave it out"
+            raise DataError.cannot("follow a sequence length", why=why, instead=instead)
         _check_iterable(spec, run.horizon, loading)
         check_workers(spec, loading.num_workers)
         batches, own_rank = batched(spec, loading, chunk_size), part.rank if spec.sharded else 0
@@ -142,9 +156,13 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
             stream = OwnStreams(chunks, part, part.ranks.gather_dp)
         steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon)
         return BatchSource(steps, None, chunks, spec, part, pins=pins_memory(loading))
-    order = spec.order(loading)
+    whole = len(spec.dataset) // group * group
+    order = replace(spec.order(loading), num_samples=whole, group=group)
     keyed_seed = loading.seed if loading.keyed_randomness else None
-    fetch = Fetch(spec.dataset, loading.collate_fn, get_batch=spec.get_batch, keyed_seed=keyed_seed)
+    get_batch, collate_fn = spec.get_batch, loading.collate_fn
+    fetch = Fetch(
+        spec.dataset, collate_fn, get_batch=get_batch, keyed_seed=keyed_seed, num_samples=whole
+    )
     source = MapSource(spec, order, part, fetch, loading)
     # Indexing tensors is faster than any worker; `get_batch` does not give single samples.
     is_direct = fetch.tensors is not None or (fetch.get_batch is not None and not run.is_planned)

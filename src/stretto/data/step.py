@@ -32,6 +32,9 @@ class MicroBatch:
     Gradients summed over micro-batches and averaged over ranks are then those of the mean over the
     whole batch. 0 for a dummy, which keeps the ranks in step.
     """
+    row: int = 1
+    """How many samples are joined to each row of the batch: its first dimension is
+    `num_samples // row`."""
 
     def __iter__(self) -> NoReturn:
         """Refuse: unpacking a micro-batch would lose its weight.

@@ -16,6 +16,7 @@ from stretto.batching import (
     as_policy,
     as_rule,
 )
+from stretto.batching.rows import LengthsLike, as_rows, in_rows
 from stretto.batching.split import Referenced
 from stretto.errors import PlanError, StrettoError
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, bind_sizes, horizon_of
@@ -116,6 +117,7 @@ def bind_run(
     schedules: Mapping[str, ScheduleLike] | None = None,
     triggers: Mapping[str, Trigger | TimeLike] | None = None,
     rule: RuleLike | None = None,
+    sequence_length: LengthsLike | None = None,
     most_stages: int | None = None,
     at: At = lambda *_: nullcontext(),
 ) -> Prepared:
@@ -133,9 +135,11 @@ def bind_run(
         schedules: by hyper-parameter.
         triggers: by name.
         rule: how learning rates follow the batch size.
+        sequence_length: the tokens of a row, which joins consecutive samples of equal length;
+            None: each sample is on its own.
         most_stages: refuse sizes that change more often.
-        at: entered with `"batch_size"`, `"max_duration"`, `"schedules", name` or
-            `"triggers", name` while that is bound.
+        at: entered with `"batch_size"`, `"sequence_length"`, `"max_duration"`,
+            `"schedules", name` or `"triggers", name` while that is bound.
 
     Raises:
         BatchSizeError: the policy cannot be followed on this run, or not with these schedules.
@@ -146,10 +150,16 @@ def bind_run(
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
     fires = {name: parse_trigger(trigger) for name, trigger in (triggers or {}).items()}
     learning_rate_rule = None if rule is None else as_rule(rule)
-    facts, sizes, refusal = horizon.with_batch_sizes(None), None, None
+    facts, sizes, refusal, rows = horizon.with_batch_sizes(None), None, None, None
+    with at("sequence_length"):
+        if sequence_length is not None:
+            rows = as_rows(sequence_length, facts.tokens_per_sample)
+            facts = facts.in_groups(max(row for _, row in rows.steps))
     with at("batch_size"):
         policy = as_policy(policy)
         bound_policy = bind_sizes(facts, policy)
+        if rows is not None:
+            bound_policy = in_rows(bound_policy, rows, facts)
         if isinstance(learning_rate_rule, Referenced):
             learning_rate_rule = learning_rate_rule.bind(bound_policy.unit, facts.tokens_per_sample)
         try:

@@ -10,7 +10,8 @@ from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike
 from stretto.batching.policy import as_float, checked_size, checked_world_size
-from stretto.batching.split import is_learning_rate, split
+from stretto.batching.rows import LengthsLike, check_holds_row
+from stretto.batching.split import in_rows, is_learning_rate, split
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
 from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, walk
@@ -105,7 +106,8 @@ class Plan:
         [8, 8, 4]
         """
         for step in walk(self.horizon, self.sizes.bound):
-            shared = split(step.size, self.world_size, self.micro_batch_size)
+            size, micro = in_rows(step.size, self.micro_batch_size, step.row)
+            shared = split(size, self.world_size, micro)
             values = self._values(step.timestamp, step.decided)
             yield step._replace(accumulation=shared.accumulation, values=values)
 
@@ -175,6 +177,7 @@ def plan(
     base: Mapping[str, float] | None = None,
     rule: RuleLike | None = None,
     triggers: Mapping[str, Trigger | TimeLike] | None = None,
+    sequence_length: LengthsLike | None = None,
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
 ) -> Plan:
@@ -202,6 +205,7 @@ def plan(
         base: what the schedules' factors multiply; by default, 1.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, ...
         triggers: names and times of repeated events: `{"evaluate": "10%"}`.
+        sequence_length: tokens of a row of samples of equal length: `"0tok:4096 252Mtok:8192"`.
         tracks_tokens: whether the data can count the tokens of a batch.
         resume_at: where a run resumes; earlier stages are not checked.
 
@@ -214,7 +218,14 @@ def plan(
         ScheduleError: a schedule does not fit into the run.
     """
     return plan_prepared(
-        bind_run(horizon, policy, schedules=schedules, triggers=triggers, rule=rule),
+        bind_run(
+            horizon,
+            policy,
+            schedules=schedules,
+            triggers=triggers,
+            rule=rule,
+            sequence_length=sequence_length,
+        ),
         world_size=world_size,
         micro_batch_size=micro_batch_size,
         even=even,
@@ -256,6 +267,7 @@ def plan_prepared(
     world_size = checked_world_size(world_size)
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
+        check_holds_row(micro_batch_size, run.facts)
     if values is None:
         values = {name: on_base(name, run, base or {}) for name in run.schedules}
     if not tracks_tokens:
@@ -278,7 +290,7 @@ def plan_prepared(
         for stage in stages
         if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample
     ]
-    least = min((stage.size for stage in ahead), default=world_size)
+    least = min((stage.rows for stage in ahead), default=world_size)
     for stage in ahead:
         check_stage(stage, even=even, least=least, idle=idle_ranks)
     return Plan(

@@ -110,4 +110,5 @@ def _continued(had: Bound, bound: Bound, end: Hold, state: PolicyState) -> Bound
         start=state,
         units=bound.units | {TimeUnit.BATCH},
         unit=TimeUnit.SAMPLE,
+        asked=None,
     )

@@ -22,6 +22,7 @@ from stretto.batching.policy import (
     is_same,
     whole_size,
 )
+from stretto.batching.split import in_rows
 from stretto.batching.wrappers import InSamples
 from stretto.errors import (
     BatchSizeError,
@@ -68,6 +69,8 @@ class PlannedBatch(NamedTuple):
     """Micro-batches of each rank; only in a plan."""
     values: Mapping[str, float] = _NO_VALUES
     """The hyper-parameters; only in a plan."""
+    row: int = 1
+    """How many samples are joined to each row."""
 
 
 def next_step(
@@ -121,7 +124,8 @@ def next_step(
     after = next_size(horizon, timestamp.sample + size, decided)
     ends = advance(horizon, timestamp, size, next_size=after).epoch - timestamp.epoch
     skipped = timestamp.sample - before
-    return timestamp, PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
+    step = PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
+    return timestamp, step if policy.row_at is None else step._replace(row=policy.row_at(timestamp))
 
 
 def next_size(horizon: Horizon, position: int, decided: int) -> int | None:
@@ -297,6 +301,10 @@ class Stage:
     micro_batch_size: int | None = None
     values: Mapping[str, FirstLast] = field(default_factory=dict)
     """The hyper-parameters; only in a plan."""
+    row: int = 1
+    """How many samples are joined to each row."""
+    asked: int | None = None
+    """The size that the policy decided, if that is not in whole rows; None: it is."""
 
     @property
     def size(self) -> int:
@@ -305,6 +313,11 @@ class Stage:
         A batch has less if an epoch or the run ends inside it.
         """
         return self.equal.size
+
+    @property
+    def rows(self) -> int:
+        """The rows of a batch that the policy decided: samples, if none are joined."""
+        return max(1, (self.asked or self.whole_sizes[1]) // self.row)
 
     @property
     def first(self) -> Timestamp:
@@ -336,13 +349,14 @@ class Stage:
     @property
     def shares(self) -> tuple[int, int]:
         """The fewest and the most samples of a full batch on one rank."""
-        fewest, most = self.whole_sizes
-        return fewest // self.world_size, -(-most // self.world_size)
+        fewest, most = (size // self.row for size in self.whole_sizes)
+        return fewest // self.world_size * self.row, -(-most // self.world_size) * self.row
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per rank and batch; the most, if batches have unequal samples."""
-        return split(self.whole_sizes[1], self.world_size, self.micro_batch_size).accumulation
+        size, micro = in_rows(self.whole_sizes[1], self.micro_batch_size, self.row)
+        return split(size, self.world_size, micro).accumulation
 
     @property
     def cut_sizes(self) -> tuple[int, ...]:
@@ -399,10 +413,12 @@ def find_stages(
     (now, state), decisions = first or (Timestamp(), policy.start), 0
     run_axis, run_end = horizon.end
     while True:
+        before = state
         now, step = next_step(horizon, policy, now, state)
         if step is None:
             return now
         state = step.state
+        asked = step.decided if policy.asked is None else policy.asked(now, before, NO_SIGNALS)[0]
         batches, hold = batches_of(horizon, now, step.decided), policy.holds_until(now, state)
         yield batches, hold
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
@@ -413,7 +429,7 @@ def find_stages(
             )
         count = least(_count(batches, hold), until_end)
         after = None if count is None else _after(horizon, batches, count)
-        if found and is_same(found[-1].size, step.decided) and not step.skipped:
+        if found and _is_like(found[-1], step):
             # The arithmetic of the first batches covers the later ones, too.
             total = None if count is None else (found[-1].batches or 0) + count
             found[-1] = replace(found[-1], batches=total, end=after)
@@ -424,10 +440,16 @@ def find_stages(
                 instead="write a larger 'increment', or 'planned: false' beside a function",
             )
         else:
-            found.append(Stage(len(found) + 1, batches, count, after, step.skipped))
+            stage = Stage(len(found) + 1, batches, count, after, step.skipped, row=step.row)
+            found.append(stage if asked == stage.size else replace(stage, asked=asked))
         if after is None:
             return None
         now = after
+
+
+def _is_like(stage: Stage, step: PlannedBatch) -> bool:
+    """Return whether a batch continues a stage."""
+    return is_same(stage.size, step.decided) and stage.row == step.row and not step.skipped
 
 
 def _count(batches: Batches, hold: Hold | None) -> int | None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
 from stretto.batching import BatchSizePolicy, Bound, LearningRateRule
-from stretto.batching.split import even_unit, is_learning_rate, not_even, split
+from stretto.batching.split import even_unit, in_rows, is_learning_rate, not_even, split
 from stretto.errors import ConversionError, PlanError, samples_text
 from stretto.planning.bind import Prepared
 from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, on_data, unknown_count
@@ -102,24 +102,25 @@ def check_stage(stage: Stage, *, even: bool, least: int, idle: bool = False) -> 
     Args:
         stage: the stage.
         even: whether each rank has to have the same full micro-batches.
-        least: the smallest size that is still to come.
+        least: the fewest rows of a batch that is still to come.
         idle: whether ranks may be left without a sample.
 
     Raises:
         PlanError: a batch has fewer samples than there are ranks or, with `even`, does not give
             each rank the same full micro-batches.
     """
-    world_size, micro = stage.world_size, stage.micro_batch_size
+    world_size, micro, row = stage.world_size, stage.micro_batch_size, stage.row
     fewest, size = stage.whole_sizes  # of equal batches, the same
     place = f"stage {stage.number}, from batch {stage.first.batch:,}, sample {stage.first.sample:,}"
-    if size < world_size and not idle:
-        raise _below(size, world_size, most=least, where=place)
+    if stage.rows < world_size and not idle:
+        raise _below(size, world_size, row=row, most=least, where=place)
+    micro = micro if row == 1 else row * (in_rows(size, micro, row)[1] or 1)
     if even and (fewest != size or size % even_unit(world_size, micro)):
         error = not_even(size, world_size, micro)
         raise error.recast(PlanError, where=place)
 
 
-def check_least(policy: Bound, *, world_size: int, size: int | None = None) -> None:
+def check_least(policy: Bound, *, world_size: int, size: int | None = None, row: int = 1) -> None:
     """Refuse a run without a plan whose smallest size leaves ranks without a sample.
 
     >>> from stretto.batching import NoiseScale
@@ -129,6 +130,7 @@ def check_least(policy: Bound, *, world_size: int, size: int | None = None) -> N
         policy: the batch sizes.
         world_size: how many ranks share a batch.
         size: the next size of a resumed run; a batch that never shrinks may have grown enough.
+        row: the samples of the longest row.
 
     Raises:
         PlanError: the policy may decide fewer samples than there are ranks, or has.
@@ -136,21 +138,23 @@ def check_least(policy: Bound, *, world_size: int, size: int | None = None) -> N
     if policy.bounds is None:
         return
     least = max(policy.bounds[0], size or 0)
-    if least < world_size:
-        raise _below(least, world_size)
+    if max(1, least // row) < world_size:
+        raise _below(least, world_size, row=row)
 
 
 def _below(
     size: int,
     world_size: int,
     *,
+    row: int = 1,
     most: int | None = None,
     where: str | None = None,
 ) -> PlanError:
+    ranks = most or max(1, size // row)
     return PlanError.cannot(
         f"run batches of {size} on {world_size} ranks",
-        why="each rank needs at least one sample",
-        instead=f"write AtLeast(policy, {world_size}), start {most or size} ranks, or pass "
+        why=f"each rank needs at least one {'sample' if row == 1 else f'row of {row} samples'}",
+        instead=f"write AtLeast(policy, {world_size * row}), start {ranks} ranks, or pass "
         "idle_ranks=True",
         where=where,
     )

@@ -59,6 +59,7 @@ class Horizon:
             decided during the run.
         last_batch: what happens if an epoch ends inside a batch.
         lengths: the tokens of each sample in the order of the run, if they are known.
+        group: how many consecutive samples stay together: the run ends with a whole group.
 
     If `dataset_num_samples` is unknown, conversions between batches and samples assume one endless
     epoch.
@@ -83,6 +84,8 @@ class Horizon:
     """What happens if an epoch ends inside a batch."""
     lengths: Lengths | None
     """The tokens of each sample in the order of the run, or None."""
+    group: int | None
+    """How many consecutive samples stay together; None: each is on its own."""
     end_sample: int | None = field(compare=False)
     """The position at which the run ends; None if its length is no number of samples.
 
@@ -104,6 +107,7 @@ class Horizon:
         batch_sizes: int | BatchSizes | None = None,
         last_batch: LastBatch = "keep",
         lengths: Lengths | None = None,
+        group: int | None = None,
     ) -> None:
         run = read_run(max_duration)
         samples = checked_count("dataset_num_samples", dataset_num_samples)
@@ -126,12 +130,14 @@ class Horizon:
             batch_sizes=batch_sizes,
             last_batch=last_batch,
             lengths=lengths,
+            group=group,
             _axes=axes(samples, run.unit),
         )
         is_exact = {_SP: True, _EP: samples is not None, _TOK: each is not None}
         end_sample = None
         if is_exact.get(run.unit, False):
-            end_sample = math.ceil(self._amount(run.amount, run.unit, _SP))
+            whole = group or 1
+            end_sample = math.ceil(self._amount(run.amount, run.unit, _SP) / whole) * whole
         axis = self._axes[run.unit]
         end = self.ticks(run, axis)
         # Counters are whole numbers, so they reach the end at the next whole tick.
@@ -315,6 +321,23 @@ class Horizon:
             return self
         return self._like(self.max_duration, batch_sizes)
 
+    def in_groups(self, group: int) -> Horizon:
+        """Return this horizon with groups of so many samples, and epochs of whole groups.
+
+        >>> Horizon("1ep", dataset_num_samples=11).in_groups(4).end_sample
+        8
+
+        Raises:
+            ConversionError: an epoch has less than one group.
+        """
+        count = self.dataset_num_samples
+        if count is not None and count < group:
+            why, instead = f"the longest sequence takes {group} samples", "write shorter sequences"
+            raise ConversionError.bad("dataset_num_samples", count, why, instead)
+        whole = {"dataset_num_samples": count and count // group * group, "group": group}
+        # The tokens of an epoch follow from those of a sample.
+        return Horizon(self.max_duration, **(self._given() | whole | {"dataset_num_tokens": None}))
+
     def scaled(self, ratio: Number) -> Horizon:
         """Return this horizon with the run `ratio` times as long, rounded up to whole counts.
 
@@ -332,7 +355,7 @@ class Horizon:
 
     def _given(self) -> dict[str, Any]:
         """The arguments after the first, as they were given."""
-        return {fact.name: getattr(self, fact.name) for fact in fields(self)[1:7]}
+        return {fact.name: getattr(self, fact.name) for fact in fields(self)[1:8]}
 
     def __repr__(self) -> str:
         given = self._given().items()
