@@ -368,6 +368,8 @@ class Stage:
         if horizon.dataset_num_samples is not None and horizon.last_batch == "keep" and ends_epoch:
             # The last batches of its first two epochs; later epochs end like the second.
             for epoch in (self.first.epoch + 1, self.first.epoch + 2):
+                if end is not None and epoch > end.epoch:
+                    break
                 number = equal.count_before(epoch * horizon.dataset_num_samples) - 1
                 if self.batches is None or number < self.batches:
                     found[equal.size_of(number)] = None
@@ -662,6 +664,19 @@ class PlannedSizes:
         if number < len(search.stages):
             count = least(count, search.stages[number].batches) or 0
         return search.first_batches[number] + count
+
+    def batch_at_token(self, token: int) -> int:
+        """Return the number of batches after which so many tokens of known lengths have passed."""
+        if self._past is not None:
+            return self._past.batch_at_token(token)
+        search, axis = self._search, self.horizon.axis(TimeUnit.TOKEN)
+        search.find()
+        firsts = [batches.first.token for batches in search.sections]
+        number = max(0, bisect_left(firsts, token) - 1)
+        count = search.sections[number].count_until(axis, token)
+        if number < len(search.stages):
+            count = least(count, search.stages[number].batches)
+        return search.first_batches[number] + (count or 0)
 
     def timestamp_at_batch(self, batch: int) -> Timestamp:
         """Return the clock at the start of batch number `batch`; after the last, at the end.
