@@ -39,6 +39,7 @@ from stretto.runtime.packing import PackingError, count, pack, unpack
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.rewind import kept_buffers
 from stretto.schedules.fields import one_of
+from stretto.schedules.names import check_value_names
 from stretto.settings import Loading, Stepping, read_settings
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
 from stretto.timing.timestamp import NANOSECONDS
@@ -69,6 +70,7 @@ def prepare(
     max_duration: TimeLike,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     schedules: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
     rule: RuleLike | None = None,
     every: Mapping[str, Trigger | TimeLike] | None = None,
     micro_batch_size: int | None = None,
@@ -112,6 +114,8 @@ def prepare(
         max_duration: how long the run is.
         optimizer: one or several; None: call `bind` before the first step.
         schedules: by hyper-parameter, a schedule or several that multiply.
+        values: numbers of your own on the clock, such as the weight of a loss: by name, a schedule
+            or several that multiply. `step.values` has them for each step.
         rule: how learning rates follow the batch size.
         every: by a name of yours, when `finish` returns that name.
         micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
@@ -138,6 +142,7 @@ def prepare(
         spec.horizon(max_duration, loading=loading),
         sizes,
         schedules={name: as_one_schedule(one) for name, one in read.items()},
+        values={name: as_one_schedule(one) for name, one in check_names(values, "values").items()},
         triggers=every,
         rule=rule,
     )
@@ -285,6 +290,8 @@ class Run:
             idle_ranks=self.idle_ranks,
         )
         self.optimizers = tuple(each)
+        groups = [group for one in each for group in one.param_groups]
+        check_value_names(self.prepared.values, {key for group in groups for key in group})
         self._hyperparameters = Hyperparameters(
             joined(each),
             self.prepared.schedules,
@@ -328,6 +335,7 @@ class Run:
 
     def _start(self) -> None:
         """Begin at the present clock."""
+        self._values = self.prepared.bound_values
         self.step, self.is_open, self.due, self._plan = None, False, _NOTHING, None
         self._look(self.timer.timestamp)
 
@@ -354,6 +362,14 @@ class Run:
         if self._hyperparameters is None:
             raise _missing("read the schedules", "the run has no optimizers", "bind(optimizers)")
         return self._hyperparameters
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """The values of your own in the current step; before the first, at the present clock."""
+        if self.step is not None:
+            return self.step.values
+        now = self.timer.timestamp
+        return {name: at(now) for name, at in self._values.items()}
 
     @property
     def model(self) -> nn.Module:
@@ -421,6 +437,8 @@ class Run:
         if step is not None:
             self.step, self.is_open, self.batch_size = step, True, step.batch_size
             self.latest_loss = _NAN
+            if self._values:
+                step.values = {name: at(step.timestamp) for name, at in self._values.items()}
             counts_units = self.loss_weights.count is not None
             if counts_units:
                 self.loss_weights.set(step, loader.ranks)
@@ -554,7 +572,8 @@ class Run:
 
     def log_values(self) -> dict[str, float]:
         """Return values for a log line: the clock, the batch size and what is scheduled."""
-        scheduled = self.hyperparameters.values() | dict(self.loader.log_values())
+        scheduled = self.hyperparameters.values() | dict(self.values)
+        scheduled |= self.loader.log_values()
         return self.clock() | {"batch_size": self.batch_size} | scheduled
 
     def state_dict(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ LEDGER_COLUMNS = (
     *("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches"),
     *("sec", "decided_size"),
 )
-"""The columns of the ledger; the hyper-parameters follow.
+"""The columns of the ledger; the hyper-parameters and values of your own follow.
 
 `batch`, `epoch`, `sample`, `token` and `sec` (seconds of training) are the clock before the batch.
 The end of an epoch may cut a batch: it has `size` samples, and the size in force is `decided_size`.
@@ -340,7 +340,7 @@ class LedgerRow(NamedTuple):
     """The clock before it (`batch`, `epoch`, `sample`, `token`), its `size` and `tokens` over all
     ranks, its `decided_size`, and its `micro_batches` on one rank."""
     values: Mapping[str, float]
-    """The hyper-parameters."""
+    """The hyper-parameters and values of your own."""
 
 
 def unreadable(path: Path, why: str) -> DataError:

@@ -17,6 +17,7 @@ from stretto.batching.policy import (
     Signals,
     Size,
     checked_size,
+    in_unit_of,
 )
 from stretto.errors import BatchSizeError, shown
 from stretto.schedules.fields import Interval, Timed, fill, name_of
@@ -260,7 +261,7 @@ def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:
 
     def change(value: object) -> object:
         if isinstance(value, IncreaseFunction) and value.max_batch_size == "auto":
-            return replace(value, max_batch_size=size)
+            return replace(value, max_batch_size=in_unit_of(value.start, size))
         return value.replaced(change) if isinstance(value, Timed) else value
 
     return cast(BatchSizePolicy, change(policy))

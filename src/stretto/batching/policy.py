@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self, TypeAlias, final
 
-from stretto.errors import BatchSizeError, TimeError, shown
+from stretto.errors import BatchSizeError, TimeError, samples_text, shown
 from stretto.schedules.fields import (
     Check,
     Timed,
@@ -92,7 +92,7 @@ class Tokens(int):
     Numbers computed from it are plain integers.
 
     >>> checked_size("64Ktok"), isinstance(checked_size("64Ktok"), Tokens)
-    ('64000tok', True)
+    ('64Ktok', True)
     """
 
     __slots__ = ()
@@ -132,6 +132,15 @@ def batches_of(horizon: Horizon, first: Timestamp, size: int) -> Batches:
 def is_same(size: int, other: int) -> bool:
     """Return whether two sizes are the same number of the same unit."""
     return size == other and isinstance(size, Tokens) is isinstance(other, Tokens)
+
+
+def size_text(size: int) -> str:
+    """Return a number of samples in words, or an amount in tokens.
+
+    >>> size_text(2048), size_text(checked_size("64Ktok"))
+    ('2,048 samples', '64Ktok')
+    """
+    return str(size) if isinstance(size, Tokens) else samples_text(size)
 
 
 def in_unit_of(size: int | None, number: int) -> int:
@@ -411,7 +420,7 @@ def checked_size(
     """Return a number of samples as an int, and an amount in tokens as `Tokens`.
 
     >>> checked_size(32), checked_size("128sp"), checked_size("64Ktok")
-    (32, 128, '64000tok')
+    (32, 128, '64Ktok')
 
     Raises:
         BatchSizeError: it is anything else, less than 1, or has more than 200 digits; floats and

@@ -118,10 +118,10 @@ def find_batch_size(
     context: str | None = None,
     world_size: str | None = None,
     shard: str | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_size: str | None = None,
     margin: str | None = None,
-    minimum: int = 1,
-    maximum: int | None = None,
+    minimum: str = "1",
+    maximum: str | None = None,
     multiple_of: int = 1,
     power_of_two: bool = False,
     as_json: bool = False,
@@ -136,11 +136,12 @@ def find_batch_size(
         context (AMOUNT): Memory of the CUDA context; by default as known for the kind.
         world_size (N[,N...]): Ask about one of so many ranks; several make a table.
         shard (fsdp|hsdp:N|ddp): How ranks share the model; by default as in the run file.
-        micro_batch_size: Find the fewest ranks for micro-batches of this size.
+        micro_batch_size (N|TOKENS): Find the fewest ranks for micro-batches of this size.
         margin (PERCENT|AMOUNT): Memory to keep free: 3% or 512MiB; by default 1.5%, and 1% with the
             phantom.
-        minimum: The smallest size.
-        maximum: The largest size; by default all samples there are.
+        minimum (N|TOKENS): The smallest size.
+        maximum (N|TOKENS): The largest size; by default all samples there are. Tokens, such as
+            64Ktok, ask for a token budget.
         multiple_of: Only multiples of this.
         power_of_two: Only powers of two.
         as_json: Print JSON.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from stretto.batching import Tokens, checked_size
+from stretto.batching.policy import has_tokens
 from stretto.config.run import RunConfig
 from stretto.config.training import build_finding
 from stretto.errors import ConfigError
@@ -19,12 +21,15 @@ def find(
     config: RunConfig,
     *,
     world_size: str | None,
-    micro_batch_size: int | None,
+    micro_batch_size: str | None,
     shard: str | None,
-    maximum: int | None,
+    minimum: str,
+    maximum: str | None,
     **asked: Any,
 ) -> tuple[str, Any]:
     """Return the largest micro-batch of a device, or of each number of ranks; or the fewest ranks.
+
+    Sizes in tokens ask for a token budget.
 
     Returns:
         The answer as text and as plain values.
@@ -39,22 +44,28 @@ def find(
             why="the kind of their GPUs is not known",
             instead="write --gpu h100",
         )
+    given = {"--micro-batch-size": micro_batch_size, "--minimum": minimum, "--maximum": maximum}
+    size, least, most = (
+        None if one is None else checked_size(one, option) for option, one in given.items()
+    )
+    is_budget = has_tokens((size, least, most))
+    amount = Tokens if is_budget else None if (size, most) == (None, None) else int
     found = None
     if asked["gpu"] is not None:
         # The model may be larger than this machine. If it reads values while it is built, or is
         # wrong, it is built again with them.
         with suppress(ConfigError, RuntimeError, NotImplementedError):
-            found = build_finding(config, on_meta=True)
-    found = build_finding(config) if found is None else found
+            found = build_finding(config, on_meta=True, amount=amount)
+    found = build_finding(config, amount=amount) if found is None else found
     # Of a step with several micro-batches, the second needs the most memory: gradients exist.
     asked |= {"accumulation": 2, "measures_noise": found.measures_noise}
     asked["shard"] = shard or _shard_of(config)
-    if micro_batch_size is not None:
-        rest = ("minimum", "multiple_of", "power_of_two")
+    if size is not None:
+        rest = ("multiple_of", "power_of_two")
         asked = {name: value for name, value in asked.items() if name not in rest}
-        ranks, answer = find_num_ranks(found.step, found.batch, micro_batch_size, **asked)
+        ranks, answer = find_num_ranks(found.step, found.batch, size, **asked)
         return _shown(answer, num_ranks=ranks)
-    asked["maximum"] = maximum or found.num_samples or MAXIMUM
+    asked |= {"minimum": least, "maximum": most or found.most or MAXIMUM}
     if len(numbers) > 1:
         rows = [(ranks, _answer(found.step, found.batch, ranks, asked)) for ranks in numbers]
         plain = [
@@ -102,6 +113,7 @@ def _numbers(option: str, text: str) -> list[int]:
 def _to_record(answer: Answer) -> dict[str, Any]:
     return {
         "size": answer.size,
+        "unit": "tok" if isinstance(answer.size, Tokens) else "sp",
         "certainty": answer.certainty,
         "too_large": answer.too_large,
         "limit_bytes": answer.limit.bytes,

@@ -24,7 +24,7 @@ from stretto.config.targets import Function, Target, called, import_target, tupl
 from stretto.config.yaml import Path as Keys
 from stretto.config.yaml import show_path
 from stretto.errors import ConfigError
-from stretto.schedules.names import check_group, find_name, parse_name
+from stretto.schedules.names import check_group, check_value_names, find_name, parse_name
 
 
 def check_targets(config: RunConfig) -> Iterator[str]:
@@ -43,7 +43,7 @@ def check_targets(config: RunConfig) -> Iterator[str]:
         return section
 
     for one in fields(config):
-        if one.name not in ("rule", "schedules", "batch_size"):  # the plan imports their targets
+        if one.name not in _IMPORTED:
             with_targets(getattr(config, one.name), (one.name,), check)
     yield from notes
     for name in config.log.loggers or ():
@@ -86,6 +86,10 @@ def _check(config: RunConfig, section: Target, path: Keys) -> Iterator[str]:
     called(lambda: bind(*[None] * count, **given), section)
 
 
+_IMPORTED = ("rule", "schedules", "values", "batch_size")
+"""The keys whose targets a plan imports."""
+
+
 def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
     """Check what is scheduled as the optimizer does, and what an optimizer of torch is given."""
     groups: list[dict[str, Any]] = [{"name": name} for name in ("rest", *section.groups)]
@@ -103,6 +107,8 @@ def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
         others = {parse_name(text).key for text in config.schedules} - {*section.arguments, "lr"}
         if others:
             yield f"not checked: whether {section.target} has {', '.join(sorted(others))}"
+    with config.source.at("values"):
+        check_value_names(config.values, groups[0])
     for text in config.schedules:
         with config.source.at("schedules", text):
             if is_torchs:

@@ -110,6 +110,7 @@ class TimesAndSizes:
     horizon: Horizon
     policy: BatchSizePolicy
     schedules: Mapping[str, Schedule]
+    values: Mapping[str, Schedule]
     rule: RuleLike | None
 
 
@@ -140,7 +141,8 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
     rule = imported(config, config.rule, "rule")
     with source.at("batch_size"):
         sizes, schedules, rule = paired(sizes, schedules, rule)
-    return TimesAndSizes(run, sizes, schedules, rule)
+    values = imported(config, config.values, "values")
+    return TimesAndSizes(run, sizes, schedules, values, rule)
 
 
 def _triggers(config: RunConfig) -> dict[str, tuple[Path, TimeLike | Trigger]]:
@@ -299,6 +301,7 @@ def prepare_run(config: RunConfig, run: TimesAndSizes, *, resumes: bool = False)
         scaled(run.horizon, "max_duration"),
         scaled(run.policy, "batch_size"),
         schedules=effective(schedules, config),
+        values={name: scaled(one, "values", name) for name, one in run.values.items()},
         triggers={
             name: scaled(parse_trigger(every), "triggers", name)
             for name, (_, every) in triggers.items()

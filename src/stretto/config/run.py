@@ -171,6 +171,8 @@ class RunConfig:
     `lr@group`."""
     batch_size: PolicyLike | Pair
     """Samples of one optimizer step, over all ranks."""
+    values: dict[str, ScheduleLike] = field(default_factory=dict)
+    """Numbers of your own on the clock, by name, for your loss or callbacks: `mtp_weight`."""
     rule: RuleLike | None = None
     """How the learning rate follows the batch size, a rule or a function of yours; by default not
     at all."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from stretto._location import public
-from stretto.batching import with_maximum
+from stretto.batching import Tokens, with_maximum
 from stretto.config.plans import (
     TimesAndSizes,
     build_run,
@@ -35,10 +35,11 @@ from stretto.config.yaml import show_path
 from stretto.data import DataSpec, StepLoader
 from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
-from stretto.memory.examples import example_batches, resizable
+from stretto.memory.examples import example_batches, resizable, unequal_samples
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.ranks import Ranks, find_device
 from stretto.runtime.sharded import is_fully_sharded
+from stretto.timing import TimeUnit
 from stretto.training import (
     Callback,
     Evaluation,
@@ -113,6 +114,7 @@ def build_trainer(
         loss=make_loss(config, model) if step is None else None,
         batch_size=run.policy,
         schedules=run.schedules,
+        values=run.values,
         rule=run.rule,
         precision="fp32" if casts else config.precision,
         loading=make_loading(config),
@@ -332,17 +334,20 @@ class Finding(NamedTuple):
     measures_noise: bool
     batch: Any
     """A few samples, padded to the longest of them, or a function that makes other sizes."""
-    num_samples: int | None
-    """Samples in the data set; None if that is not known."""
+    most: int | None
+    """Samples in the data set, or tokens; None if that is not known."""
 
 
-def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
+def build_finding(
+    config: RunConfig, *, on_meta: bool = False, amount: type[int] | None = None
+) -> Finding:
     """Return the training step of the run that a file describes, and an example of a batch.
 
     Args:
         config: the run file.
         on_meta: whether the model is built without memory, so that it may be larger than this
             machine; else it is built and moved to its device.
+        amount: `Tokens` to ask for a budget in tokens, `int` for samples; None: as the batch sizes.
 
     Raises:
         ConfigError: something in it cannot be built; the message says where it was written.
@@ -351,7 +356,14 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
     check_complete(config)
     seed_everything(config.seed)
     spec = make_spec(config)
-    batch = _examples(config, spec)
+    run = None
+    # Some runs can be planned only where they train; others are refused there.
+    with contextlib.suppress(StrettoError):
+        run = with_some_maximum(build_run(config, spec))
+    if amount is None:
+        is_in_tokens = run is not None and run.policy.unit is TimeUnit.TOKEN
+        amount = Tokens if is_in_tokens and spec.lengths is not None else int
+    batch = _examples(config, spec, amount)
     with config.source.at("device"):
         device = torch.device("meta") if on_meta else find_device(config.device)
     with device if on_meta else contextlib.nullcontext():
@@ -369,17 +381,17 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
             loss_reduction=reduction,
             compile=config.compile and not on_meta,
         )
-    noise = _measures_noise(config, spec)
-    return Finding(step, noise, batch, spec.known_num_samples)
+    noise = _measures_noise(config, run)
+    counts = spec.counts
+    most = counts["dataset_num_tokens" if amount is Tokens else "dataset_num_samples"]
+    return Finding(step, noise, batch, most)
 
 
-def _measures_noise(config: RunConfig, spec: DataSpec) -> bool:
+def _measures_noise(config: RunConfig, run: TimesAndSizes | None) -> bool:
     """Return whether batch sizes or callbacks read the noise of gradients, which takes memory."""
     reads: frozenset[str] = frozenset()
-    # Some runs can be planned only where they train; others are refused there.
     with contextlib.suppress(StrettoError):
-        run = with_some_maximum(build_run(config, spec))
-        reads = run.policy.bind(run.horizon).reads
+        reads = reads if run is None else run.policy.bind(run.horizon).reads
     kinds = []
     for section in config.callbacks:
         with contextlib.suppress(ConfigError):
@@ -387,11 +399,18 @@ def _measures_noise(config: RunConfig, spec: DataSpec) -> bool:
     return keeps_gradients_apart(reads, kinds)
 
 
-def _examples(config: RunConfig, spec: DataSpec) -> Any:
+def _examples(config: RunConfig, spec: DataSpec, amount: type[int]) -> Any:
+    if amount is Tokens and spec.lengths is None:
+        raise ConfigError.cannot(
+            "find a budget in tokens",
+            why="the lengths of the samples are not known",
+            instead="have the data's target return DataSpec(dataset, lengths=...)",
+            where=config.source.where(("data",)),
+        )
     if spec.is_map_style:
         loading = make_loading(config)
         loader = StepLoader(spec, 1, max_duration="1ba", loading=loading, rank=0, world_size=1)
-        return example_batches(loader)
+        return unequal_samples(loader) if amount is Tokens else example_batches(loader)
     for batch in spec.data:
         return resizable(spec, batch)
     raise ConfigError.cannot(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, final
 
 from stretto.errors import DataError
@@ -73,6 +73,8 @@ class Step:
     """This rank's share."""
     around_dummy: Callable[[], AbstractContextManager[None]] | None = None
     """What iterating opens while a dummy is in use, so that it leaves the model's buffers alone."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """The values of your own at `timestamp`, by name: what `values` of the run says."""
 
     @property
     def local_num_samples(self) -> int:

@@ -1,6 +1,7 @@
 """Find the largest micro-batch that fits into memory, before anything runs out of it."""
 
 from stretto.memory.answer import Answer, Certainty
+from stretto.memory.examples import UnequalSamples
 from stretto.memory.finder import RanksAnswer, find_batch_size, find_num_ranks
 from stretto.memory.sandbox import sandbox
 from stretto.memory.trial import Trials, trials
@@ -10,6 +11,7 @@ __all__ = [
     "Certainty",
     "RanksAnswer",
     "Trials",
+    "UnequalSamples",
     "find_batch_size",
     "find_num_ranks",
     "sandbox",

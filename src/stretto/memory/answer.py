@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias, final
 
-from stretto.errors import FitError, samples_text
+from stretto.batching.policy import size_text
+from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
 from stretto.memory.limits import MemoryLimit
 
@@ -24,7 +25,7 @@ class Cost(NamedTuple):
     """Sizes that were run on the phantom, three steps each."""
     real_steps: int = 0
     num_samples: int = 0
-    """Samples in real steps."""
+    """Samples in real steps, or tokens."""
     num_out_of_memory: int = 0
     """Sizes that ran out of memory, on the phantom or in real steps."""
     seconds: float = 0.0
@@ -32,7 +33,7 @@ class Cost(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.phantom_steps} sizes on the phantom, "
-            f"{self.real_steps} real ones with {samples_text(self.num_samples)}, "
+            f"{self.real_steps} real ones with {size_text(self.num_samples)}, "
             f"{self.num_out_of_memory} out of memory, {self.seconds:.2g} s"
         )
 
@@ -55,7 +56,7 @@ class Answer:
     """
 
     size: int
-    """Samples of the largest micro-batch that fits."""
+    """Samples of the largest micro-batch that fits, or `Tokens`."""
     certainty: Certainty
     """How the size was found.
 
@@ -96,12 +97,12 @@ class Answer:
         """
         size = self.size if size is None else size
         need = "" if self.peak is None else f"a step needs {show_bytes(self.peak)} of "
-        return f"{samples_text(size)}, {self.bound} ({self.certainty}: {need}{self._space})"
+        return f"{size_text(size)}, {self.bound} ({self.certainty}: {need}{self._space})"
 
     @property
     def headline(self) -> str:
         """The size, how it was found, and whether it is the largest that fits."""
-        found = f"{samples_text(self.size)} ({self.certainty})"
+        found = f"{size_text(self.size)} ({self.certainty})"
         if self.too_large is None:
             return f"micro-batch: {found}, {self.bound}"
         return f"largest micro-batch that fits: {found}"
@@ -119,5 +120,5 @@ class Answer:
             taken = " and ".join(f"{what} {show_bytes(n)}" for what, n in self.outside.items())
             lines.append(f"outside of the allocator, of {total}: {taken}")
         if self.too_large is not None:
-            lines.append(f"{samples_text(self.too_large)} would not fit")
+            lines.append(f"{size_text(self.too_large)} would not fit")
         return "\n".join([*lines, *self.notes, f"cost: {self.cost}"])

@@ -2,17 +2,104 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from stretto.batching import Tokens
 from stretto.data import DataSpec, StepLoader, count_samples
 from stretto.data.containers import nodes, opened
-from stretto.errors import DataError
+from stretto.errors import DataError, FitError, shown
+from stretto.timing.grammar import whole
 
 EXAMPLES = 32
 """Number of samples, spread over the data set, among which the longest is chosen."""
+MOST_SHAPES = 4
+"""Shapes of a token budget that are tried, at most."""
+_LENGTHS = 64
+"""Number of lengths above half of the longest that are tried, at most."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UnequalSamples:
+    """Samples of unequal length, for which `find_batch_size` finds a budget of tokens.
+
+    A budget must fit in each shape that a micro-batch may have. Tried are those with the longest
+    sample, and with the most rows, tokens, and pairs of tokens that attend to each other.
+
+    >>> samples = UnequalSamples(lambda rows, length: torch.zeros(rows, length), [2, 6, 7])
+    >>> [tuple(one.shape) for one in samples.batches(20)]
+    [(2, 7), (10, 2), (3, 6)]
+
+    Args:
+        make: returns a micro-batch of so many samples of such a length.
+        lengths: the tokens that samples may have: at least the fewest and the most.
+
+    Raises:
+        FitError: a length is not a whole number of at least 1.
+    """
+
+    make: Callable[[int, int], Any]
+    lengths: Sequence[int]
+
+    def __post_init__(self) -> None:
+        found = sorted({whole(one) or 0 for one in self.lengths}) or [0]
+        if found[0] < 1:
+            why, instead = "they are not whole numbers of at least 1", "write such as [16, 2048]"
+            raise FitError.cannot(f"use lengths={shown(self.lengths)}", why=why, instead=instead)
+        object.__setattr__(self, "lengths", found)
+
+    @property
+    def longest(self) -> int:
+        """The smallest budget: the tokens of the longest sample."""
+        return self.lengths[-1]
+
+    def batches(self, budget: int) -> list[Any]:
+        """Return the micro-batches of at most so many tokens that need the most memory."""
+        budget = max(budget, self.longest)
+        shapes = [(budget // length, length) for length in self.lengths]
+        chosen = shapes[-1:]
+        for power in range(3):
+            _, *most = max((rows * length**power, rows, length) for rows, length in shapes)
+            chosen.append((most[0], most[1]))
+        return [self.make(*shape) for shape in dict.fromkeys(chosen)]
+
+
+def amount_of(batch: Any) -> type[int]:
+    """Return the type of the sizes of a batch: `Tokens` if a budget is to be found."""
+    return Tokens if isinstance(batch, UnequalSamples) else int
+
+
+def batches_of(batch: Any, size: int) -> list[Any]:
+    """Return the micro-batches of a size that are tried; see `find_batch_size`."""
+    if isinstance(batch, UnequalSamples):
+        return batch.batches(size)
+    return [batch(size) if callable(batch) else resize_batch(batch, size)]
+
+
+def unequal_samples(loader: StepLoader, *, packed: bool = False) -> UnequalSamples:
+    """Return the samples of a data set whose lengths are stated, for `find_batch_size`.
+
+    Args:
+        loader: reads them.
+        packed: whether the collate function joins samples without padding.
+    """
+    lengths: Tensor = loader.spec.lengths
+    longest = int(lengths.max())
+    known = torch.unique(lengths[2 * lengths >= longest])
+    some = known[torch.linspace(0, len(known) - 1, min(len(known), _LENGTHS)).long()]
+    chosen = [int(lengths.min()), *some.tolist()]
+    index_of = {length: int((lengths == length).nonzero()[0]) for length in chosen}
+    if packed or _is_packed(loader.spec, loader.example_batch([0, 0])):
+        return UnequalSamples(
+            lambda rows, length: loader.example_batch([index_of[length]] * rows), chosen
+        )
+    rows_of = {length: loader.example_batch([index]) for length, index in index_of.items()}
+    return UnequalSamples(lambda rows, length: resize_batch(rows_of[length], rows), chosen)
 
 
 def example_batches(loader: StepLoader) -> Any:

@@ -7,19 +7,22 @@ step: here, or on the phantom (torch's CUDA build without a GPU).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, final
 
+import torch
+
 from phantomgpu import Report
 from phantomgpu.searching import Range, bisect
+from stretto.batching.policy import size_text
 from stretto.data import move_batch
-from stretto.errors import FitError, samples_text, shown
+from stretto.errors import FitError, shown
 from stretto.memory import phantom
 from stretto.memory.amounts import margin_of
 from stretto.memory.answer import Answer, Cost, NothingFitsError
-from stretto.memory.examples import resize_batch
+from stretto.memory.examples import UnequalSamples, amount_of, batches_of
 from stretto.memory.limits import MemoryLimit, allocated_bytes, free_memory, peak_bytes, stated
 from stretto.memory.phantom import Question
 from stretto.memory.sharding import ShardFunction, least_ranks
@@ -68,7 +71,7 @@ def find_batch_size(
         step: the training step; or a function that makes it, which is called with
             `torch.device("meta")`, with the phantom in its process: a large model is built once.
         batch: a micro-batch of any size with the longest sequences that occur; or a function that
-            makes one of a given size.
+            makes one of a given size; or `UnequalSamples`: the answer is then a budget in tokens.
         accumulation: micro-batches per step. From the second on, gradients exist during the
             forward pass.
         measures_noise: whether the gradient of each micro-batch is kept apart before it is
@@ -83,9 +86,9 @@ def find_batch_size(
             the model before that, and the optimizer gets the shards.
         margin: memory that stays free, in percent (`"3%"`) or bytes (`"512MiB"`). Default: 1.5
             percent for real steps, 1 percent for the phantom.
-        minimum: the smallest candidate.
+        minimum: the smallest candidate; of a budget, the longest sample if that is more.
         maximum: the largest candidate.
-        multiple_of: sizes are multiples of this.
+        multiple_of: sizes are multiples of this; 1 leaves the resolution of a budget open.
         power_of_two: whether sizes are powers of two.
         ranks: the processes of a run, which all call `find_batch_size` and get the same answer,
             that of the rank with the least memory; None: this process alone.
@@ -108,7 +111,14 @@ def find_batch_size(
     )
     if spread > 1 and gpu is None:
         raise FitError.bad("world_size", spread, "it needs a kind of GPU", "add gpu='h100'")
-    start = time.perf_counter()
+    start, amount = time.perf_counter(), amount_of(batch)
+    if isinstance(batch, UnequalSamples):
+        if maximum < batch.longest:
+            why = f"the longest sample has {batch.longest:,} tokens"
+            raise FitError.bad("maximum", maximum, why, "write a larger one")
+        if multiple_of == 1 and minimum < maximum:  # to the last token takes more trials
+            multiple_of = 1 << max(0, batch.longest.bit_length() - 7)
+        minimum = max(minimum, batch.longest)
     how: dict[str, Any] = {"accumulation": accumulation, "measures_noise": measures_noise}
     finder = _Finder(
         partial(WholeStep.of, step, **how) if makes_step(step) else WholeStep.of(step, **how),
@@ -125,7 +135,13 @@ def find_batch_size(
         raise FitError.bad("device_memory", device_memory, why, "add gpu='h100'")
     else:
         answer = finder.here()
-    return replace(answer, cost=answer.cost._replace(seconds=time.perf_counter() - start))
+    seconds, too_large = time.perf_counter() - start, answer.too_large
+    return replace(
+        answer,
+        size=amount(answer.size),
+        too_large=None if too_large is None else amount(too_large),
+        cost=answer.cost._replace(seconds=seconds, num_samples=amount(answer.cost.num_samples)),
+    )
 
 
 def _candidates(minimum: int, maximum: int, multiple_of: int, *, powers: bool) -> Range:
@@ -149,8 +165,8 @@ class RanksAnswer(NamedTuple):
     """The answer for one of so many ranks."""
 
     def __str__(self) -> str:
-        samples = samples_text(self.answer.size)
-        return f"fewest ranks for micro-batches of {samples}: {self.num_ranks:,}\n{self.answer}"
+        size = size_text(self.answer.size)
+        return f"fewest ranks for micro-batches of {size}: {self.num_ranks:,}\n{self.answer}"
 
 
 def find_num_ranks(
@@ -168,7 +184,7 @@ def find_num_ranks(
     Args:
         step: the training step, with the model before it is sharded.
         batch: as in `find_batch_size`.
-        size: samples of the micro-batch of each rank.
+        size: samples of the micro-batch of each rank, or its tokens.
         gpu: the kind of GPU.
         most: the most ranks.
         shard: as in `find_batch_size`; with `"hsdp:8"`, at least 8 ranks are asked about.
@@ -261,9 +277,7 @@ class _Finder:
         """Answer by real steps."""
         reserve = margin_of(MARGIN if self.margin is None else self.margin, limit.bytes)
         sizes, device, peaks, failed = self.sizes, self.step.device, dict[int, int](), set[int]()
-        with trials(
-            self.step, lambda size: move_batch(self._make(size), device), reserve=reserve
-        ) as tried:
+        with trials(self.step, lambda size: self._make(size, device), reserve=reserve) as tried:
 
             def fits(index: int) -> bool:
                 size = sizes.number(index)
@@ -286,7 +300,7 @@ class _Finder:
             )
         if found is None:
             raise NothingFitsError.cannot(
-                f"fit {samples_text(sizes.number(sizes.first))} into {limit}",
+                f"fit {size_text(amount_of(self.batch)(sizes.number(sizes.first)))} into {limit}",
                 why="memory ran out",
                 instead="make the model or its samples smaller, or give it more memory",
             )
@@ -305,8 +319,8 @@ class _Finder:
             peaks={one: peaks[one] for one in sorted(peaks.keys() - failed) if peaks[one]},
         )
 
-    def _make(self, size: int) -> Any:
-        return self.batch(size) if callable(self.batch) else resize_batch(self.batch, size)
+    def _make(self, size: int, device: torch.device) -> Iterator[Any]:
+        return (move_batch(one, device) for one in batches_of(self.batch, size))
 
     def _agreed(self, work: Callable[[], int]) -> int:
         """Do some work on every rank; return the least result.

@@ -15,18 +15,19 @@ import phantomgpu
 from phantomgpu import standins
 from phantomgpu.gpus import context_bytes, find_gpu
 from phantomgpu.searching import Range
+from stretto.batching.policy import size_text
 from stretto.data import move_batch
 from stretto.errors import FitError
 from stretto.memory.amounts import parse_bytes, show_bytes
 from stretto.memory.answer import NothingFitsError
-from stretto.memory.examples import resize_batch
+from stretto.memory.examples import MOST_SHAPES, UnequalSamples, amount_of, batches_of
 from stretto.memory.limits import MemoryLimit, stated
 from stretto.memory.sharding import ShardFunction, apply
 from stretto.memory.step import WholeStep, read_step, step_bytes
 
 STEPS = 3
-"""Steps of a size. The first creates the state of the optimizer between blocks that it frees
-later; the third allocates as all later ones do."""
+"""Steps of a size, and of each shape of a budget. The first creates the state of the optimizer
+between blocks that it frees later; the third allocates as all later ones do."""
 
 
 @final
@@ -105,7 +106,7 @@ def ask(
             gpu=question.gpu,
             memory=usable + context_bytes(find_gpu(question.gpu)),
             ranks=question.ranks,
-            steps=STEPS,
+            steps=STEPS * MOST_SHAPES if isinstance(batch, UnequalSamples) else STEPS,
             smallest=sizes.smallest,
             largest=sizes.largest,
             multiple=sizes.multiple,
@@ -122,8 +123,9 @@ def ask(
             instead="find it with real steps on the GPU, or run the script: phantomgpu run",
         ) from error
     if answer.largest is None:
+        least = amount_of(batch)(sizes.number(sizes.first))
         raise NothingFitsError.cannot(
-            f"fit {sizes.number(sizes.first):,} samples into {show_bytes(usable)}",
+            f"fit {size_text(least)} into {show_bytes(usable)}",
             why=answer.report.lines()[0],
             instead="make the model or its samples smaller, or spread it over more ranks",
         )
@@ -180,6 +182,5 @@ def _run(size: int, copied: _Copied, batch: bytes, shard: Any, ranks: int) -> No
         torch.distributed.init_process_group("nccl")
     step = _sharded(copied.data, shard, ranks)
     made = cloudpickle.loads(batch)
-    one = made(size) if callable(made) else resize_batch(made, size)
-    for _ in range(STEPS):
+    for one in batches_of(made, size) * STEPS:
         step.run(move_batch(one, "cuda"))

@@ -26,7 +26,8 @@ def trials(
 
     Args:
         step: the step.
-        make_batch: makes a batch of a given size on the model's device.
+        make_batch: makes a batch of a given size on the model's device, or an iterator over the
+            batches that all have to fit.
         reserve: bytes that a step must leave free.
 
     >>> import torch
@@ -71,7 +72,7 @@ class Trials:
         self._undo, self._reserve = undo, reserve
         self._is_warm = False
         self.num_samples = 0
-        """Samples processed."""
+        """Samples processed, or tokens."""
         self.num_steps = 0
         """Steps that were started."""
         self.num_out_of_memory = 0
@@ -92,10 +93,15 @@ class Trials:
         self.num_steps += 1
         self.num_samples += size * self._step.accumulation
         with bounded(self._step.device, self._reserve):
-            done = attempt(lambda: self._step.run(self._make_batch(size)), in_finder=True)
+            done = attempt(lambda: self._steps(size), in_finder=True)
         if done.out_of_memory is None:
             return True
         self.num_out_of_memory += 1
         self._undo()
         self._is_warm = False
         return False
+
+    def _steps(self, size: int) -> None:
+        made = self._make_batch(size)
+        for batch in made if isinstance(made, Iterator) else [made]:
+            self._step.run(batch)

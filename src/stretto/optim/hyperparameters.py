@@ -65,15 +65,15 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
     return {"lr": as_schedule(1.0), **found} if "lr" in groups[0] else found
 
 
-def check_names(schedules: Any) -> Mapping[str, Any]:
+def check_names(schedules: Any, what: str = "schedules") -> Mapping[str, Any]:
     """Return schedules, none if there are none; refuse those that are not given by name.
 
     Raises:
         ScheduleError: they are not.
     """
     if schedules is not None and not isinstance(schedules, Mapping):
-        why = "they are not given by name"
-        raise ScheduleError.bad("schedules", schedules, why, "write {'lr': ...}")
+        why, name = "they are not given by name", "lr" if what == "schedules" else "mtp_weight"
+        raise ScheduleError.bad(what, schedules, why, f"write {{'{name}': ...}}")
     return {} if schedules is None else schedules
 
 

@@ -21,6 +21,7 @@ from stretto.batching.split import Referenced
 from stretto.errors import PlanError, StrettoError
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, bind_sizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
+from stretto.schedules.names import check_value_names
 from stretto.timing import (
     BoundTrigger,
     Horizon,
@@ -56,6 +57,9 @@ class Prepared:
     bound_schedules: Mapping[str, BoundSchedule]
     bound_triggers: Mapping[str, BoundTrigger]
     rule: LearningRateRule | None
+    values: Mapping[str, Schedule]
+    """What values of the user's own follow, by their names."""
+    bound_values: Mapping[str, BoundSchedule]
 
     @property
     def reads(self) -> dict[str, frozenset[TimeUnit]]:
@@ -64,13 +68,15 @@ class Prepared:
             "max_duration": frozenset({self.facts.max_duration.unit}),
             "batch_size": self.bound_policy.units,
             **{name: one.reads(self.facts) for name, one in self.schedules.items()},
+            **{name: one.reads(self.facts) for name, one in self.values.items()},
             **{name: one.units for name, one in self.bound_triggers.items()},
         }
 
     @property
     def refused(self) -> StrettoError | None:
         """Why the run cannot start from its beginning, though a resume may; None: it can."""
-        refusals = [one for one in self.bound_schedules.values() if isinstance(one, Refusal)]
+        each = (*self.bound_schedules.values(), *self.bound_values.values())
+        refusals = [one for one in each if isinstance(one, Refusal)]
         return refusals[0].error if refusals else None
 
     @property
@@ -115,6 +121,7 @@ def bind_run(
     policy: PolicyLike,
     *,
     schedules: Mapping[str, ScheduleLike] | None = None,
+    values: Mapping[str, ScheduleLike] | None = None,
     triggers: Mapping[str, Trigger | TimeLike] | None = None,
     rule: RuleLike | None = None,
     sequence_length: LengthsLike | None = None,
@@ -133,13 +140,14 @@ def bind_run(
         horizon: the run; its batch sizes are replaced by those of the policy.
         policy: the batch sizes.
         schedules: by hyper-parameter.
+        values: by a name of the user's own.
         triggers: by name.
         rule: how learning rates follow the batch size.
         sequence_length: the tokens of a row, which joins consecutive samples of equal length;
             None: each sample is on its own.
         most_stages: refuse sizes that change more often.
         at: entered with `"batch_size"`, `"sequence_length"`, `"max_duration"`,
-            `"schedules", name` or `"triggers", name` while that is bound.
+            `"schedules", name`, `"values", name` or `"triggers", name` while that is bound.
 
     Raises:
         BatchSizeError: the policy cannot be followed on this run, or not with these schedules.
@@ -148,6 +156,8 @@ def bind_run(
         ScheduleError: a schedule does not fit into the run.
     """
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
+    own = {name: as_schedule(schedule) for name, schedule in (values or {}).items()}
+    check_value_names(own, read)
     fires = {name: parse_trigger(trigger) for name, trigger in (triggers or {}).items()}
     learning_rate_rule = None if rule is None else as_rule(rule)
     facts, sizes, refusal, rows = horizon.with_batch_sizes(None), None, None, None
@@ -171,21 +181,35 @@ def bind_run(
     with at("max_duration"):
         if sizes is not None and facts.lengths is None:
             _check_length(sizes)
-    bound: dict[str, BoundSchedule] = {}
-    for name, one in read.items():
+    bound: dict[str, dict[str, BoundSchedule]] = {"schedules": {}, "values": {}}
+    for kind, name, one in (
+        *(("schedules", *each) for each in read.items()),
+        *(("values", *each) for each in own.items()),
+    ):
         try:
-            with at("schedules", name):
-                bound[name] = one.bind(horizon)
+            with at(kind, name):
+                bound[kind][name] = one.bind(horizon)
         except StrettoError as error:
             if not _follows_sizes(one, horizon, error):
                 raise
-            bound[name] = Refusal(error.with_traceback(None))
+            bound[kind][name] = Refusal(error.with_traceback(None))
     due: dict[str, BoundTrigger] = {}
     for name, trigger in fires.items():
         with at("triggers", name):
             due[name] = trigger.bind(horizon)
     return Prepared(
-        facts, horizon, policy, bound_policy, sizes, refusal, read, bound, due, learning_rate_rule
+        facts,
+        horizon,
+        policy,
+        bound_policy,
+        sizes,
+        refusal,
+        read,
+        bound["schedules"],
+        due,
+        learning_rate_rule,
+        own,
+        bound["values"],
     )
 
 

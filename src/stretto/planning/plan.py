@@ -112,7 +112,7 @@ class Plan:
             yield step._replace(accumulation=shared.accumulation, values=values)
 
     def values_at(self, batch: int, /) -> dict[str, float]:
-        """Return the hyper-parameters of batch number `batch` (from 0).
+        """Return the hyper-parameters, and values of your own, of batch number `batch` (from 0).
 
         >>> from stretto.schedules import Linear
         >>> plan(Horizon("40sp"), 8, schedules={"lr": Linear(1, 0)}).values_at(2)
@@ -174,6 +174,7 @@ def plan(
     micro_batch_size: int | None = None,
     even: bool = False,
     schedules: Mapping[str, ScheduleLike] | None = None,
+    values: Mapping[str, ScheduleLike] | None = None,
     base: Mapping[str, float] | None = None,
     rule: RuleLike | None = None,
     triggers: Mapping[str, Trigger | TimeLike] | None = None,
@@ -202,6 +203,7 @@ def plan(
         micro_batch_size: the most samples that a rank takes at once.
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         schedules: a schedule for each hyper-parameter: `lr`, `weight_decay`, `lr@group`, ...
+        values: a schedule for each value of your own, by its name.
         base: what the schedules' factors multiply; by default, 1.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, ...
         triggers: names and times of repeated events: `{"evaluate": "10%"}`.
@@ -222,6 +224,7 @@ def plan(
             horizon,
             policy,
             schedules=schedules,
+            values=values,
             triggers=triggers,
             rule=rule,
             sequence_length=sequence_length,
@@ -270,12 +273,14 @@ def plan_prepared(
         check_holds_row(micro_batch_size, run.facts)
     if values is None:
         values = {name: on_base(name, run, base or {}) for name in run.schedules}
+    base = _known(base or {}, values)
+    values = {**values, **{name: (run.values[name], run.bound_values[name]) for name in run.values}}
     if not tracks_tokens:
         check_tokens(run)
     sizes = run.planned_sizes()
     known, unknown = known_schedules(run.facts, values)
     horizon = run.horizon if sizes.is_exact else run.facts.with_batch_sizes(sizes)
-    at = hyperparameters(run.facts, known, _known(base or {}, values), run.rule)
+    at = hyperparameters(run.facts, known, base, run.rule)
     stages = tuple(
         replace(
             stage,

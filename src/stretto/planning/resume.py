@@ -74,7 +74,12 @@ def resumed(run: Prepared, now: Timestamp, past: Past | None, state: PolicyState
         horizon = facts.with_batch_sizes(unknown)
     bound_schedules = {name: one.bind(horizon) for name, one in run.schedules.items()}
     return replace(
-        run, horizon=horizon, sizes=sizes, refusal=refusal, bound_schedules=bound_schedules
+        run,
+        horizon=horizon,
+        sizes=sizes,
+        refusal=refusal,
+        bound_schedules=bound_schedules,
+        bound_values={name: one.bind(horizon) for name, one in run.values.items()},
     )
 
 

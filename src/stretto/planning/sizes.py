@@ -20,6 +20,7 @@ from stretto.batching.policy import (
     Tokens,
     batches_of,
     is_same,
+    size_text,
     whole_size,
 )
 from stretto.batching.split import in_rows
@@ -30,7 +31,6 @@ from stretto.errors import (
     PlanError,
     StrettoError,
     fact_text,
-    samples_text,
 )
 from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
@@ -151,8 +151,7 @@ def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
     if isinstance(size, Tokens):
         most = Tokens(horizon.dataset_num_tokens or 0)
     return BatchSizeError.cannot(
-        f"take a batch of {size if isinstance(size, Tokens) else samples_text(size)} "
-        "with last_batch='drop'",
+        f"take a batch of {size_text(size)} with last_batch='drop'",
         why=f"an epoch has only {most}, so each would be dropped",
         instead=f"write AtMost(policy, {most!r}) or last_batch='carry'",
     )

@@ -8,6 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from stretto.batching import Tokens
+from stretto.batching.policy import in_unit_of
 from stretto.planning import Event, Plan, Stage, bound_of
 from stretto.report.run import RunMetrics
 from stretto.timing import Horizon, Timestamp, TimeUnit
@@ -285,7 +287,7 @@ def memory_table(answer: Answer) -> str:
     for size, peak in answer.peaks.items():
         mark = answer.bound if size == answer.size else ""
         headroom = answer.limit.bytes - answer.reserve - peak
-        rows.append((f"{size:,}", show_bytes(peak), show_bytes(headroom), mark))
+        rows.append((_sized(size, answer), show_bytes(peak), show_bytes(headroom), mark))
     return _with_remarks(rows)
 
 
@@ -304,10 +306,17 @@ def answers_table(rows: Sequence[tuple[Mapping[str, object], Answer | None]]) ->
         if answer is not None:
             peak = "" if answer.peak is None else show_bytes(answer.peak)
             batch = answer.size * int(str(asked.get("ranks", 1)))
-            cells = (f"{answer.size:,}", f"{batch:,}", peak, answer.certainty)
+            size, whole = (_sized(one, answer) for one in (answer.size, batch))
+            cells = (size, whole, peak, answer.certainty)
         table.append((*shown, *cells))
     notes = dict.fromkeys(note for _, answer in rows if answer for note in answer.notes)
     return "\n".join([_with_remarks(table), *notes])
+
+
+def _sized(size: int, answer: Answer) -> str:
+    """Return a size in the unit of an answer."""
+    amount = in_unit_of(answer.size, size)
+    return str(amount) if isinstance(amount, Tokens) else f"{size:,}"
 
 
 def _with_remarks(rows: Sequence[Sequence[str]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsFloat, final
 
@@ -92,6 +92,38 @@ def check_group(text: str, groups: Sequence[Mapping[str, Any]]) -> None:
             why=f"the optimizer has no such parameter group (it has {', '.join(names)})",
             instead=f"write '{name.key}@{names[0]}', or give the group that name",
         )
+
+
+_INDEX = re.compile(r"\.[0-9]+$")
+_OWN = re.compile(r"[^\W\d][\w.-]*")
+_TAKEN = frozenset(
+    (
+        *("lr", "loss", "ep", "ba", "sp", "tok", "dur", "sec", "batch", "epoch", "sample", "token"),
+        *("size", "tokens", "micro_batches", "decided_size", "batch_size", "micro_batch_size"),
+        *("samples_per_second", "tokens_per_second", "memory_peak_bytes", "skipped_steps"),
+        *("grad_norm", "noise_scale", "noise_scale_low", "noise_scale_high"),
+    )
+)
+"""What the ledger and the metrics have columns for."""
+
+
+def check_value_names(values: Iterable[object], taken: Iterable[str]) -> None:
+    """Refuse names of values of your own that are no words, or that something else has.
+
+    >>> check_value_names(["mtp_weight", "mixture.code"], taken=["lr", "weight_decay"])
+
+    Raises:
+        ScheduleError: a name is one of the clock, the metrics or a hyper-parameter, or no word.
+    """
+    others = _TAKEN.union(taken)
+    for name in values:
+        why = "a hyper-parameter, or a column of the metrics, has that name"
+        if not isinstance(name, str) or _OWN.fullmatch(name) is None:
+            why = "it is not a word, in which '.' and '-' may be"
+        elif _INDEX.sub("", name) not in others:
+            continue
+        instead = "write another one, such as 'mtp_weight' or 'mixture.code'"
+        raise ScheduleError.cannot(f"name a value {name!r}", why=why, instead=instead)
 
 
 def group_name(number: int, group: Mapping[str, Any]) -> str:

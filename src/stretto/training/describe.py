@@ -82,6 +82,7 @@ def describe_run(
         "folder": None if run.folder is None else "given",
         "rule": prepared.rule,
         **{f"schedules.{key}": one for key, one in prepared.schedules.items()},
+        **{f"values.{key}": one for key, one in prepared.values.items()},
         **_of_data("data", run.spec),
         **_fields(run.loading),
         **{name: value for one in settings for name, value in _fields(one).items()},

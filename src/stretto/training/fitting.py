@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from stretto.batching.metrics import NOISE
+from stretto.batching.policy import in_unit_of
 from stretto.data import StepLoader
 from stretto.errors import TrainingError
 from stretto.planning import Plan
@@ -14,6 +15,7 @@ from stretto.runtime import TrainStep
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.sharded import check_shapes, is_fully_sharded
 from stretto.settings import Loading
+from stretto.timing import TimeUnit
 from stretto.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -32,13 +34,16 @@ def find_micro_batch(step: TrainStep, run: Run, ranks: Ranks, plan: Plan | None)
     """
     loader = run.loader
     bounds, num_samples = run.prepared.decided_between, run.horizon.dataset_num_samples
-    if plan is not None and plan.stages:
+    if _finds_budget(run):
+        bounds = run.prepared.bound_policy.bounds
+        largest = (run.horizon.dataset_num_tokens or NO_LIMIT) if bounds is None else bounds[1]
+    elif plan is not None and plan.stages:
         largest = max(stage.size for stage in plan.stages)
     else:
         largest = (num_samples or 2**20) if bounds is None else bounds[1]
     most = -(-largest // loader.world_size)
     measures = keeps_gradients_apart(loader.reads, map(type, run.callbacks))
-    answer = _largest(step, loader, ranks, most, accumulation=2, measures_noise=measures)
+    answer = _largest(step, run, loader, ranks, most, accumulation=2, measures_noise=measures)
     run.set_micro_batch_size(answer.size)
     return answer
 
@@ -47,7 +52,7 @@ class FoundMaximum(NamedTuple):
     """The largest batch size of a run that fits into memory."""
 
     size: int
-    """Samples over all ranks."""
+    """Samples over all ranks, or `Tokens`."""
     answer: Answer
     """The answer for the share of one rank."""
 
@@ -68,19 +73,27 @@ def find_maximum(step: TrainStep, run: Run, ranks: Ranks) -> FoundMaximum:
     """
     loading = Loading(collate_fn=run.loading.collate_fn)
     loader = StepLoader(run.spec, run.prepared, loading=loading, rank=0, world_size=1)
-    most = max(1, (run.horizon.dataset_num_samples or 1) // ranks.world_size)
-    answer = _largest(step, loader, ranks, most)
+    horizon = run.horizon
+    there_are = horizon.dataset_num_tokens if _finds_budget(run) else horizon.dataset_num_samples
+    most = max(1, (there_are or 1) // ranks.world_size)
+    answer = _largest(step, run, loader, ranks, most)
     size = answer.size
     if ranks.world_size == 1 and keeps_gradients_apart(loader.reads, map(type, run.callbacks)):
         half = (size + 1) // 2
-        halves = _largest(step, loader, ranks, half, accumulation=2, measures_noise=True)
+        halves = _largest(step, run, loader, ranks, half, accumulation=2, measures_noise=True)
         if 2 * halves.size < size:
             size, answer = 2 * halves.size, halves
-    return FoundMaximum(size * ranks.world_size, answer)
+    return FoundMaximum(in_unit_of(answer.size, size * ranks.world_size), answer)
+
+
+def _finds_budget(run: Run) -> bool:
+    """Return whether micro-batches are limited by tokens: sizes are, and lengths are known."""
+    return run.prepared.bound_policy.unit is TimeUnit.TOKEN and run.spec.lengths is not None
 
 
 def _largest(
     step: TrainStep,
+    run: Run,
     loader: StepLoader,
     ranks: Ranks,
     most: int,
@@ -90,11 +103,12 @@ def _largest(
 ) -> Answer:
     """Return the largest micro-batch of a rank, at most `most`; the same on all ranks.
 
-    All samples count as the longest of a few from the whole data set, padded or packed.
+    All samples count as the longest of a few from the whole data set, padded or packed. A budget in
+    tokens fits for any samples.
     Transforms of callbacks do not run.
     """
     from stretto.memory import find_batch_size  # imported only if needed
-    from stretto.memory.examples import example_batches
+    from stretto.memory.examples import example_batches, unequal_samples
     from stretto.memory.limits import free_memory
 
     check_shapes(step.model, "find a micro-batch size for")
@@ -106,7 +120,9 @@ def _largest(
             else "the data are an iterable, so no sample can be read before the run",
             instead="write a number, such as what 'stretto find-batch-size --gpu' answers",
         )
-    margin = None
+    examples, margin = example_batches, None
+    if _finds_budget(run):
+        examples, most = unequal_samples, max(most, 2 * int(run.spec.lengths.max()))
     if ranks.world_size > 1:  # DDP copies the gradients
         copies = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
         percent = 40 if ranks.device.type == "cpu" else 3
@@ -115,7 +131,7 @@ def _largest(
     try:
         return find_batch_size(
             step,
-            example_batches(loader),
+            examples(loader),
             accumulation=accumulation,
             measures_noise=measures_noise,
             maximum=most,

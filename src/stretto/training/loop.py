@@ -163,7 +163,8 @@ class Loop:
             result = self._compute(step)
             due = run.finish(result.signals, tokens=result.tokens, seconds=result.seconds)
             result.after = after = timer.timestamp
-            result.values = hyperparameters.row()
+            result.values = row = hyperparameters.row()
+            row += step.values.values()
             self.recorder.pending.append(result)
             if result.signals.noise_numerator is not None:
                 self.events.tell("on_noise", step, result.signals)
@@ -248,7 +249,7 @@ class Loop:
             result.saving = saving
             result.signals = stepper.signals(measured, step.num_samples)
             return
-        values = run.loader.extent | run.hyperparameters.values()
+        values = run.loader.extent | run.hyperparameters.values() | dict(step.values)
         own_tokens = step.num_tokens if result.tokens is None else result.tokens
         own = (
             *ranks.counted((own_tokens, result.units)),

@@ -17,6 +17,7 @@ from stretto._foreign import knows_foreign
 from stretto._location import local_path
 from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
 from stretto.batching.metrics import followed_metric, metrics_of
+from stretto.batching.policy import has_tokens
 from stretto.batching.seesaw import Pair
 from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights
@@ -126,6 +127,8 @@ class Trainer:
             that runs out of memory is repeated with smaller micro-batches.
         schedules: by hyper-parameter (`"lr"`, `"weight_decay"`, `"lr@group"`), a schedule or
             several that multiply.
+        values: numbers of your own on the clock, such as the weight of a loss: by name, a schedule
+            or several that multiply. `run.values` and `step.values` have them.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a
             function `size -> factor`; None: not at all.
         precision: what autocast computes in: `"fp32"`, `"bf16"` or `"fp16"`.
@@ -168,6 +171,7 @@ class Trainer:
         batch_size: PolicyLike | Pair | None = None,
         micro_batch_size: MicroBatchSize = None,
         schedules: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
+        values: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
         rule: RuleLike | None = None,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
@@ -203,10 +207,13 @@ class Trainer:
         named = named_settings(evaluations, checkpoint, read_settings(Logging, log, "log"))
         if scale_schedule is not None:
             sizes = sizes if isinstance(sizes, Pair) else as_policy(sizes)
-            each = {name: as_one_schedule(one) for name, one in check_names(schedules).items()}
-            given = Time(max_duration), sizes, each, named, callbacks
-            stretched = scaled(given, check_ratio(scale_schedule))
-            max_duration, sizes, schedules, named, callbacks = stretched
+            each, own = (
+                {name: as_one_schedule(one) for name, one in check_names(given, what).items()}
+                for given, what in ((schedules, "schedules"), (values, "values"))
+            )
+            times = Time(max_duration), sizes, each, own, named, callbacks
+            stretched = scaled(times, check_ratio(scale_schedule))
+            max_duration, sizes, schedules, values, named, callbacks = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are called."""
@@ -253,6 +260,7 @@ class Trainer:
             DataSpec.of(train_data, tokens_vary=True if varies else None),
             max_duration=max_duration,
             schedules=schedules,
+            values=values,
             rule=rule,
             every={name: one.every for name, one in due.items()},
             micro_batch_size=None if micro_batch_size == "auto" else micro_batch_size,
@@ -275,7 +283,10 @@ class Trainer:
             compare_ranks(self._setup.settings, self.step, self.callbacks, self._ranks)
         if awaits:
             self.found_maximum = find_maximum(self.step, run, self._ranks)
-            run = prepared(with_maximum(sizes, self.found_maximum.size))
+            largest, answer = self.found_maximum
+            # Samples of unequal length may need a second pass for the same memory.
+            more = {"micro_batch_size": answer.size} if has_tokens(largest) else {}
+            run = prepared(with_maximum(sizes, largest), **more)
         return run.bind(self.step.optimizers, strategy=self._strategy)
 
     def _built_events(self, micro_batch_size: MicroBatchSize) -> Events:

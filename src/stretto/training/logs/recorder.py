@@ -116,7 +116,7 @@ class RunFiles:
             elif missing := cut_back(path, length, at.batch):
                 warnings.warn(f"{path} {missing}", RuntimeWarning, stacklevel=2)
             self._files[path.name] = Appender(path)
-        columns = (*LEDGER_COLUMNS, *self._run.hyperparameters.values())
+        columns = (*LEDGER_COLUMNS, *self._run.hyperparameters.values(), *self._run.values)
         if self._files[LEDGER].is_empty:
             self._files[LEDGER].add(",".join(columns) + "\n")
             self._order = None
@@ -387,6 +387,7 @@ class Recorder:
             "batch_size": self._size,
             **({"micro_batch_size": micro_batch_size} if micro_batch_size else {}),
             **run.hyperparameters.values(),
+            **run.values,
             **self._throughput.take(now),
             "memory_peak_bytes": memory,
         }
