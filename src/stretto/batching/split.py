@@ -6,10 +6,10 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Self, TypeAlias, final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeAlias, final
 
-from stretto.batching.policy import checked_size, checked_world_size, has_tokens
+from stretto.batching.policy import Size, checked_size, checked_world_size, has_tokens
 from stretto.errors import BatchSizeError
 from stretto.ordering import evenly, stream_start
 from stretto.schedules.fields import fill
@@ -152,12 +152,12 @@ RuleLike: TypeAlias = Mapping[str, Any] | LearningRateRule
 """A rule, or its form in a run file: `{"sqrt": 256}`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Referenced(ABC):
     """A rule relative to the batch size for which a value was chosen, in samples or tokens."""
 
-    reference: int
-    _each: int = field(default=1, init=False, repr=False)
+    reference: Size
+    _each: ClassVar[int] = 1
     """The tokens of a sample, if sizes are in samples and the reference is in tokens."""
 
     def __post_init__(self) -> None:
@@ -169,7 +169,7 @@ class Referenced(ABC):
 
     def ratio(self, size: int) -> float:
         """Return a size over the reference, correctly rounded."""
-        return size * self._each / self.reference
+        return float(size * self._each / self.reference)
 
     def bind(self, unit: TimeUnit, each: int | None) -> Self:
         """Return the rule for sizes in a unit.

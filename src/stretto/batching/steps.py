@@ -16,6 +16,7 @@ from stretto.batching.policy import (
     Bound,
     Hold,
     Size,
+    SizeLike,
     Tokens,
     batches_of,
     check_units,
@@ -98,7 +99,7 @@ def _is_after(
     return True
 
 
-StepsLike: TypeAlias = str | Mapping[str, int | str] | Mapping[Time, int | str]
+StepsLike: TypeAlias = str | Mapping[str, SizeLike] | Mapping[Time, SizeLike]
 """The written form of steps: text, or times and sizes."""
 
 
@@ -123,7 +124,7 @@ class Fixed(BatchSizePolicy):
 
     def end_size(self) -> int:
         """Return the constant."""
-        return self.size
+        return int(self.size)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Return the constant."""
@@ -246,7 +247,7 @@ def _refused(steps: object, why: str) -> BatchSizeError:
     return BatchSizeError.bad("steps", steps, why, "write for example '0tok:768 250Btok:1536'")
 
 
-PolicyLike: TypeAlias = BatchSizePolicy | int | str | Time | Mapping[Any, int | str] | SizeCallable
+PolicyLike: TypeAlias = BatchSizePolicy | int | str | Time | Mapping[Any, SizeLike] | SizeCallable
 """Anything that `as_policy` reads as a batch size policy."""
 
 
@@ -284,4 +285,4 @@ def as_policy(value: object) -> BatchSizePolicy:
     if hasattr(value, "policy") and hasattr(value, "schedule"):
         why, instead = "it is a pair", "pass its policy, its schedule as 'lr', and its rule"
         raise BatchSizeError.bad("batch_size", value, why, instead)
-    return Fixed(value)  # type: ignore[arg-type]
+    return Fixed(value)

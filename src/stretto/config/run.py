@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, final
 import yaml
 
 from stretto._location import local_path, open_plain, public
-from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareRootRule
+from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareRootRule, Tokens
 from stretto.batching.policy import PositiveInt
 from stretto.batching.split import RuleLike
 from stretto.batching.steps import PolicyLike
@@ -344,14 +344,14 @@ def written(value: Any) -> Any:
     >>> written({"lr": Cosine(end=0.1, warmup="5%")})
     {'lr': {'Cosine': {'end': 0.1, 'warmup': '0.05dur'}}}
     """
-    if isinstance(value, (Time, Until, PiecewiseConstant)):
+    if isinstance(value, (Time, Tokens, Until, PiecewiseConstant)):
         return str(value)
     if isinstance(value, (list, tuple)):
         return [written(one) for one in value]
     if isinstance(value, dict):
         return {name: written(one) for name, one in value.items()}
     if isinstance(value, Fixed):
-        return value.size
+        return written(value.size)
     if isinstance(value, Product):
         return written(value.schedules)
     if isinstance(value, Custom):

@@ -161,7 +161,14 @@ class Decisions:
             },
             "size": self.size,
             "past": None if self.past is None else [[at, _saved(size)] for at, size in self.past],
+            **self._unit,
         }
+
+    @property
+    def _unit(self) -> dict[str, str]:
+        """The unit of the sizes in the policy's state, unless it is samples."""
+        unit = self._run.policy.unit
+        return {} if unit is TimeUnit.SAMPLE else {"unit": str(unit)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> bool:
         """Continue from a record, without the check that noise is measured.
@@ -170,7 +177,7 @@ class Decisions:
             False if the record has the state of another policy, so this one starts anew.
         """
         policy, now, state = self._policy, self._timer.timestamp, saved["policy"]["state"]
-        is_own = policy.accepts(state)
+        is_own = policy.accepts(state) and saved.get("unit") == self._unit.get("unit")
         if is_own:
             _check_state(policy, now, state)
         known = {one.name: saved["signals"].get(one.name) for one in fields(Signals)}

@@ -191,7 +191,10 @@ def bind_sizes(horizon: Horizon, policy: BatchSizePolicy) -> Bound:
             "write the sizes in samples",
         )
     found = on_data(horizon, policy)
-    return replace(found.bind(horizon), unit=found.unit)
+    bound, unit = found.bind(horizon), found.unit
+    ends = bound.bounds if bound.bounds and unit is TimeUnit.TOKEN else None
+    bounds = (Tokens(ends[0]), Tokens(ends[1])) if ends else bound.bounds
+    return replace(bound, unit=unit, bounds=bounds)
 
 
 def walk(
