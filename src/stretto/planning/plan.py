@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike
-from stretto.batching.policy import as_float, checked_size, checked_world_size
+from stretto.batching.policy import Tokens, as_float, checked_size, checked_world_size
 from stretto.batching.rows import LengthsLike, check_holds_row
 from stretto.batching.split import in_rows, is_learning_rate, split
 from stretto.errors import PlanError
@@ -373,8 +373,12 @@ def clock(horizon: Horizon, timestamp: Timestamp | None) -> dict[str, int | str]
 
 def _stage(horizon: Horizon, stage: Stage) -> dict[str, object]:
     same = ("number", "size", "batches", "samples", "skipped", "accumulation")
+    of_tokens = {}
+    if isinstance(stage.size, Tokens):
+        of_tokens = {"unit": "tok", "tokens": stage.tokens, "whole_sizes": list(stage.whole_sizes)}
     return {
         **{name: getattr(stage, name) for name in same},
+        **of_tokens,
         "cut_sizes": list(stage.cut_sizes),
         "shares": list(stage.shares),
         "first": clock(horizon, stage.first),
