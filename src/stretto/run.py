@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
+from stretto.batching.rows import LengthsLike
 from stretto.batching.seesaw import Pair, paired
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.data.mistakes import LoopMistakes
@@ -80,6 +81,7 @@ def prepare(
     folder: Path | None = None,
     mesh: DeviceMesh | Mesh | None = None,
     idle_ranks: bool = False,
+    sequence_length: LengthsLike | None = None,
     loss_weight: Units = "samples",
     shifts_labels: bool | None = None,
 ) -> Run:
@@ -125,6 +127,9 @@ def prepare(
         folder: the run folder, for callbacks.
         mesh: as in `Trainer`: the mesh of all ranks if they share the model, too.
         idle_ranks: as in `Trainer`: whether a batch may have fewer samples than there are ranks.
+        sequence_length: tokens of a sequence, which may change: `"0tok:4096 252Mtok:8192"`. For
+            map-style data of equal samples: consecutive ones are joined to rows of that length.
+            Each length is a multiple of the shorter ones and of `DataSpec.tokens_per_sample`.
         loss_weight: what your loss is a mean over: `"samples"`, target `"tokens"`, or what a
             function counts in a batch. The weights of micro-batches follow it, so that gradients
             summed over them and averaged over ranks are those of the mean over the whole batch.
@@ -145,6 +150,7 @@ def prepare(
         values={name: as_one_schedule(one) for name, one in check_names(values, "values").items()},
         triggers=every,
         rule=rule,
+        sequence_length=sequence_length,
     )
     run = Run(
         spec,

@@ -39,7 +39,7 @@ from stretto.batching import (
 )
 from stretto.batching.wrappers import InSamples
 from stretto.data import DataSpec, StepLoader
-from stretto.errors import BatchSizeError
+from stretto.errors import BatchSizeError, PlanError
 from stretto.planning import bind_run, plan
 from stretto.planning.sizes import bind_sizes, find_stages, next_step
 from stretto.schedules import Cosine, Linear
@@ -229,9 +229,9 @@ def test_a_single_sample_has_no_noise() -> None:
 
 def test_unknown_samples_are_refused_in_plan_and_run() -> None:
     horizon = Horizon("1ep", dataset_num_samples=900)
-    with pytest.raises(BatchSizeError, match=r"tokens_per_sample.*lengths"):
+    with pytest.raises(PlanError, match=r"tokens_per_sample.*lengths"):
         plan(horizon, "64Ktok")
-    with pytest.raises(BatchSizeError, match=r"tokens_per_sample.*lengths"):
+    with pytest.raises(PlanError, match=r"tokens_per_sample.*lengths"):
         StepLoader(list(range(100)), "64Ktok", max_duration="1ep")
 
 

@@ -14,6 +14,7 @@ import yaml
 from stretto._location import local_path, open_plain, public
 from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareRootRule, Tokens
 from stretto.batching.policy import PositiveInt
+from stretto.batching.rows import as_lengths
 from stretto.batching.split import RuleLike
 from stretto.batching.steps import PolicyLike
 from stretto.config.kinds import Mistakes, parameters_of, section
@@ -59,6 +60,8 @@ Seed: TypeAlias = Annotated[int, _valid(range(2**63).__contains__, "from 0 to 2^
 _WORD = _valid(re.compile(r"[\w.-]+").fullmatch, "one word, in which '.' and '-' may be", "test")
 _FOLDER = Check(lambda value, *_: str(local_path(value, "keep a run in", ConfigError)))
 Folder: TypeAlias = Annotated[str, _FOLDER]
+_LENGTHS = Check(lambda value, *_: str(as_lengths(value)))
+SequenceLength: TypeAlias = Annotated[int | str | dict[str, PositiveInt], _LENGTHS]
 HyperparameterName: TypeAlias = Annotated[str, Check(lambda value, *_: parse_name(value) and value)]
 
 
@@ -176,6 +179,9 @@ class RunConfig:
     rule: RuleLike | None = None
     """How the learning rate follows the batch size, a rule or a function of yours; by default not
     at all."""
+    sequence_length: SequenceLength | None = None
+    """Tokens of a sequence, which consecutive samples are joined to; by default those of a
+    sample."""
     last_batch: LastBatch | None = None
     """What happens if an epoch ends inside a batch: `keep` a smaller one (the default), `drop` it,
     or `carry` on."""

@@ -16,7 +16,7 @@ from stretto.batching.rows import LengthsLike, check_holds_row
 from stretto.data.decisions import Decisions, other_order, reading_state
 from stretto.data.fetch import FetchedStep, RankShare, pinned
 from stretto.data.source import BatchSource, make_source, prepared_for
-from stretto.data.spec import DataSpec
+from stretto.data.spec import DataSpec, uncountable
 from stretto.data.step import MicroBatch, Step
 from stretto.data.tokens import counts_padding
 from stretto.errors import CheckpointError, DataError
@@ -65,7 +65,7 @@ class TokenCounter:
         if not is_counted or spec.get_num_tokens_in_batch is not None:
             self._tells = True
         if self._is_needed and not self.is_tracked:
-            raise _uncountable()
+            raise uncountable()
 
     @property
     def is_tracked(self) -> bool:
@@ -88,7 +88,7 @@ class TokenCounter:
         # A dummy is enough to find out: every rank must know after its first batch.
         self._note(tells=tokens is not None)
         if tokens is None and self._is_needed:
-            raise _uncountable()
+            raise uncountable()
         return tokens if tokens and num_samples else 0
 
     def of_micro_batches(self, fetched: FetchedStep) -> list[int]:
@@ -198,12 +198,6 @@ class TokenCounter:
             total += micro.num_tokens
             samples -= micro.num_samples
         return total
-
-
-def _uncountable() -> DataError:
-    why = "a batch has neither attention_mask nor input_ids"
-    instead = "pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=..."
-    return DataError.cannot("count the tokens of these data", why=why, instead=instead)
 
 
 def agreed(ranks: Ranks, tokens: int, seconds: float, decision: object) -> tuple[int, float]:

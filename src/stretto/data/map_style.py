@@ -83,18 +83,15 @@ class MapSource:
 def by_rows(steps: Callable[..., Iterator[FetchedStep]]) -> Callable[..., Iterator[FetchedStep]]:
     """Let a reader of samples read rows too: anew for each length of them."""
 
-    def read(source: MapSource, *given: Any) -> Iterator[FetchedStep]:
+    def rows(source: MapSource, *given: Any) -> Iterator[FetchedStep]:
         *settings, plans = given
-        if source.order.group == 1:
-            yield from steps(source, *given)
         for row, alike in groupby(plans, key=lambda planned: planned[0].row):
-            own = source.in_rows(row)
-            rows = ((plan._replace(size=plan.size // row), start // row) for plan, start in alike)
-            for plan, micro_batches, size, _ in steps(own, *settings, rows):
+            own = ((plan._replace(size=plan.size // row), start // row) for plan, start in alike)
+            for plan, micro_batches, size, _ in steps(source.in_rows(row), *settings, own):
                 counted = [(batch, count * row) for batch, count in micro_batches]
                 yield FetchedStep(plan._replace(size=size * row), counted, size * row)
 
-    return read
+    return lambda source, *given: (steps if source.order.group == 1 else rows)(source, *given)
 
 
 @by_rows

@@ -136,6 +136,7 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
 
     Raises:
         DataError: the data cannot be read in this way.
+        PlanError: batches of a map-style data set are in tokens, and its lengths are not known.
     """
     _check_whole(spec, loading)
     loading = with_own_settings(loading, spec.data)
@@ -156,6 +157,9 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
             stream = OwnStreams(chunks, part, part.ranks.gather_dp)
         steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon)
         return BatchSource(steps, None, chunks, spec, part, pins=pins_memory(loading))
+    if run.is_read:
+        assert run.refusal is not None, "its sizes are not known"
+        raise run.refusal
     whole = len(spec.dataset) // group * group
     order = replace(spec.order(loading), num_samples=whole, group=group)
     keyed_seed = loading.seed if loading.keyed_randomness else None

@@ -41,6 +41,29 @@ def counts_padding(batch: Any) -> bool:
     return any("input_ids" in part and "attention_mask" not in part for part in _named_parts(batch))
 
 
+def tokens_of_rows(batch: Any, num_rows: int) -> list[int] | None:
+    """Return the tokens of each row of a batch, as `count_tokens` counts them.
+
+    None: the batch must be cut to tell.
+
+    >>> ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
+    >>> tokens_of_rows({"input_ids": ids, "attention_mask": (ids > 0).long()}, 2)
+    [3, 1]
+    """
+    total: Tensor | None = None
+    for part in _named_parts(batch):
+        if _tokens(part) is None:
+            continue
+        mask = part.get("attention_mask")
+        is_mask = _is_tensor(mask) and mask.dim() <= 2
+        rows: Any = mask if is_mask else part["input_ids"]
+        if rows.is_nested or rows.dim() != 2 or len(rows) != num_rows:
+            return None
+        counts = (rows != 0 if is_mask else torch.ones_like(rows)).sum(1)
+        total = counts if total is None else total + counts
+    return None if total is None else total.tolist()
+
+
 def count_target_tokens(batch: Any, *, shifts_labels: bool | None = None) -> int:
     """Return how many tokens the loss of a language model is a mean over: labels that are not -100.
 

@@ -24,6 +24,7 @@ from stretto.planning.stages import (
     known_schedules,
     make_event,
     on_base,
+    rows_text,
     warnings_of,
 )
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
@@ -307,6 +308,7 @@ def plan_prepared(
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
         warnings=(
             *warnings_of(horizon, sizes, stages, even=even),
+            *rows_text(stages, run.left_out),
             *unknown,
         ),
         _values=at,

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
 from stretto.batching.policy import (
@@ -42,9 +42,6 @@ from stretto.timing.epochs import (
     outgrows_epoch,
 )
 
-DecidedBy: TypeAlias = Literal["samples", "lengths", "reading"]
-"""The size of a batch is a number of samples (or of tokens that all samples have equally many of);
-it follows from known lengths; or it is decided while the samples are read."""
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -104,6 +101,9 @@ def next_step(
         return timestamp, None
     decided, decided_state = policy.decide(timestamp, state, signals)
     if policy.unit is TimeUnit.TOKEN:
+        if horizon.lengths is None:  # only reading tells how many samples these are
+            most = cut(horizon, timestamp, decided)
+            return timestamp, PlannedBatch(timestamp, most, Tokens(decided), 0, 0, decided_state)
         decided = Tokens(decided)
     before = timestamp.sample
     whole = decided if type(decided) is int else whole_size(horizon, before, decided)
@@ -157,17 +157,6 @@ def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
     )
 
 
-def decided_by(horizon: Horizon, policy: BatchSizePolicy) -> DecidedBy:
-    """Return what turns the sizes of a policy into samples on these data.
-
-    >>> decided_by(Horizon("1ep", tokens_per_sample=4096), as_policy("64Ktok"))
-    'samples'
-    """
-    if policy.unit is TimeUnit.SAMPLE or horizon.tokens_per_sample is not None:
-        return "samples"
-    return "reading" if horizon.lengths is None else "lengths"
-
-
 def on_data(horizon: Horizon, policy: BatchSizePolicy) -> BatchSizePolicy:
     """Return a policy that decides in samples if equal samples allow it, else as it is."""
     each = horizon.tokens_per_sample
@@ -180,16 +169,8 @@ def bind_sizes(horizon: Horizon, policy: BatchSizePolicy) -> Bound:
 
     Raises:
         ConversionError: a time needs a fact that is not known.
-        BatchSizeError: the times are out of order on this run; or sizes are in tokens, and the
-            tokens of a sample are not known, or one is less than a sample.
+        BatchSizeError: the times are out of order on this run, or a size is less than a sample.
     """
-    if decided_by(horizon, policy) == "reading":
-        raise BatchSizeError.cannot(
-            f"follow {policy!r}",
-            why="its sizes are in tokens, and how many tokens each sample has is not known",
-            instead=f"set {fact_text('tokens_per_sample')}, pass DataSpec(data, lengths=...), or "
-            "write the sizes in samples",
-        )
     found = on_data(horizon, policy)
     bound, unit = found.bind(horizon), found.unit
     ends = bound.bounds if bound.bounds and unit is TimeUnit.TOKEN else None
@@ -244,6 +225,11 @@ def check_plannable(horizon: Horizon, policy: Bound) -> None:
     unknown = unknown_count(horizon, {horizon.axis(unit).unit for unit in policy.units})
     if unknown is not None:
         raise _unplannable(f"they follow {unknown}, which only the run can count", _STATE[unknown])
+    if policy.unit is TimeUnit.TOKEN and horizon.lengths is None:
+        raise _unplannable(
+            "they are in tokens, and how many each sample has is not known",
+            f"set {fact_text('tokens_per_sample')}, or pass DataSpec(data, lengths=...)",
+        )
     if not policy.is_static:
         instead = "run it without a plan"
         if policy.bounds is not None:

@@ -260,6 +260,17 @@ def warnings_of(
         )
 
 
+def rows_text(stages: Sequence[Stage], left_out: int) -> Iterator[str]:
+    """Yield what whole rows of a sequence length change: sizes, and the end of the data set."""
+    pairs = dict.fromkeys((stage.asked, stage.size) for stage in stages if stage.asked)
+    if pairs:
+        texts = [f"{size:,} for {asked:,}" for asked, size in [*pairs][:FIRST]]
+        more = ", ..." if len(pairs) > FIRST else ""
+        yield f"batches are whole rows of the sequence length: {', '.join(texts)} samples{more}"
+    if left_out:
+        yield f"the longest sequence leaves out the last {samples_text(left_out)} of the data set"
+
+
 def mistakes_of(
     horizon: Horizon,
     sizes: PlannedSizes | None,

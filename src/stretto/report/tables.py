@@ -172,7 +172,7 @@ def _batches(row: Sequence[Stage]) -> str:
 def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
     """Return the first and the last value, and extremes in between."""
     if row[-1].values[name].last is None:
-        return f"{row[0].values[name].first:.4g} to ?"
+        return f"{_value(row[0].values[name].first)} to ?"
     start, count = row[0].first.batch, sum(filter(None, (stage.batches for stage in row)))
     batches = range(start, start + count)
 
@@ -180,8 +180,12 @@ def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
         return plan.values_at(batch)[name]
 
     turns = {_extreme(value, batches, best) for best in (max, min)}
-    texts = [f"{value(batch):.4g}" for batch in sorted({batches[0], batches[-1], *turns})]
+    texts = [_value(value(batch)) for batch in sorted({batches[0], batches[-1], *turns})]
     return " to ".join(text for text, _ in groupby(texts))
+
+
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if value.is_integer() and value >= 1e4 else f"{value:.4g}"
 
 
 def _extreme(value: Callable[[int], float], batches: range, best: Callable[..., Any]) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from stretto.batching import NO_SIGNALS, Signals
 from stretto.batching.metrics import LOSS, NOISE
+from stretto.batching.split import in_rows
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
 from stretto.data.weights import nothing_to_learn, unit_counter
 from stretto.distributed.logged import MicroLoss
@@ -276,7 +277,7 @@ class Stepper:
     def _look(self, loss: Tensor, micro: MicroBatch) -> None:
         """Warn of a loss that is a sum, when a batch is cut for the first time."""
         self._looks, self._is_seen = False, True
-        found = is_sum(loss, micro.num_samples)
+        found = is_sum(loss, micro.num_rows)
         # Layers that meet other ranks would wait for them; transforms change what the loss sees.
         is_own = self._supervised if not (self._layers_meet or self._step.transforms) else None
         if is_own is not None and not found and has_sum(loss):
@@ -541,7 +542,7 @@ class Retry:
             raise
 
     def _cut(self, micro: MicroBatch) -> list[MicroBatch]:
-        number, most = micro.num_samples, self.size
+        number, (_, most) = micro.num_rows, in_rows(1, self.size, micro.row)
         if most is None or number <= most or not micro.weight:
             return [micro]
         pieces, start = [], 0
@@ -553,8 +554,9 @@ class Retry:
     def largest_piece(self, step: Step | None) -> int:
         """Return the samples of the largest micro-batch of a step on this rank; 0 if unknown."""
         micro_batches = () if step is None else step.micro_batches
-        sizes = (one.num_samples for one in micro_batches if one.weight)
-        return max((evenly(size, most=self.size)[0] for size in sizes), default=0)
+        own = [one for one in micro_batches if one.weight]
+        each = (evenly(one.num_rows, most=in_rows(1, self.size, one.row)[1]) for one in own)
+        return max((rows[0] * one.row for one, rows in zip(own, each, strict=True)), default=0)
 
     def fall_back(self, step: Step, most: int, message: str, *, clear: Callable[[], None]) -> None:
         """Undo a step that ran out of memory and choose a size below `most`.
@@ -564,12 +566,12 @@ class Retry:
         """
         at, brief = step.timestamp.get("sp"), " ".join(message.split())[:200]
         smaller = (most + 1) // 2
-        if most == 1:
+        if most == step.micro_batches[0].row:
             why, instead = "with one sample", "use shorter samples or a smaller model"
         else:
             why = f"on rank {self._ranks.rank}, and the others wait for it"
             instead = f"resume from the last checkpoint with micro_batch_size={smaller}"
-        if most == 1 or self._ranks.world_size > 1:
+        if most == step.micro_batches[0].row or self._ranks.world_size > 1:
             raise TrainingError.cannot(
                 f"compute the step at {at} in micro-batches of {most:,}",
                 why=f"memory ran out {why} ({brief})",

@@ -18,6 +18,7 @@ from stretto._location import local_path
 from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
 from stretto.batching.metrics import followed_metric, metrics_of
 from stretto.batching.policy import has_tokens
+from stretto.batching.rows import LengthsLike, as_lengths
 from stretto.batching.seesaw import Pair
 from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights
@@ -149,6 +150,7 @@ class Trainer:
             `Mesh` names others.
         idle_ranks: whether a batch may have fewer samples than there are ranks; the others then run
             dummies of weight 0.
+        sequence_length: tokens of a sequence, as in `prepare`: samples are joined to it.
         scale_schedule: makes the run this many times as long, with every time in the arguments
             above that is not a fraction of it. Callbacks that have times are copied
             (`trainer.callbacks`). The number of samples in the data stays.
@@ -186,6 +188,7 @@ class Trainer:
         strategy: Strategy | None = None,
         mesh: DeviceMesh | Mesh | None = None,
         idle_ranks: bool = False,
+        sequence_length: LengthsLike | None = None,
         scale_schedule: Number | None = None,
         folder: str | Path | None = None,
     ) -> None:
@@ -211,9 +214,10 @@ class Trainer:
                 {name: as_one_schedule(one) for name, one in check_names(given, what).items()}
                 for given, what in ((schedules, "schedules"), (values, "values"))
             )
-            times = Time(max_duration), sizes, each, own, named, callbacks
+            lengths = None if sequence_length is None else as_lengths(sequence_length)
+            times = Time(max_duration), sizes, each, own, named, callbacks, lengths
             stretched = scaled(times, check_ratio(scale_schedule))
-            max_duration, sizes, schedules, values, named, callbacks = stretched
+            max_duration, sizes, schedules, values, named, callbacks, sequence_length = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are called."""
@@ -269,6 +273,7 @@ class Trainer:
             callbacks=self.callbacks,
             folder=self.folder,
             idle_ranks=idle_ranks,
+            sequence_length=sequence_length,
         )
         self.run = self._bound(prepared, sizes)
         """What every event of a callback gets."""
