@@ -259,7 +259,7 @@ def _check_state(bound: Bound, now: Timestamp, state: PolicyState) -> None:
         ValueError: a size in it is none.
     """
     sizes = [size for size in bound.sizes(state) if size is not None]
-    if any(type(size) not in (int, Tokens) or size < 1 for size in sizes):
+    if any(not isinstance(size, int) or size is True or size < 1 for size in sizes):
         raise ValueError(f"{sizes!r} are no batch sizes")
     if sizes and bound.reads and "loss" not in bound.reads:  # read by a user's function
         bound.decide(now, state, _LOUD)
