@@ -273,7 +273,7 @@ class FirstLast(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a run with one batch size."""
+    """A part of a run with one batch size; in a plan, also with one formula for each value."""
 
     number: int
     """From 1."""
@@ -289,6 +289,8 @@ class Stage:
     micro_batch_size: int | None = None
     values: Mapping[str, FirstLast] = field(default_factory=dict)
     """The hyper-parameters; only in a plan."""
+    begins: tuple[str, ...] = ()
+    """The values whose schedule changes its formula at the start; only in a plan."""
     row: int = 1
     """How many samples are joined to each row."""
     asked: int | None = None
@@ -342,9 +344,27 @@ class Stage:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per rank and batch; the most, if batches have unequal samples."""
-        size, micro = in_rows(self.whole_sizes[1], self.micro_batch_size, self.row)
-        return split(size, self.world_size, micro).accumulation
+        """Micro-batches per rank and batch, of the largest batch."""
+        return max(self.accumulations)
+
+    @property
+    def accumulations(self) -> list[int]:
+        """The same of each size that its batches have, cut ones included.
+
+        Of unequal batches, the smallest and the largest that are not cut.
+        """
+        whole = [] if self._is_cut else self.whole_sizes
+        sizes = dict.fromkeys([*whole, *self.cut_sizes])
+        rows = [in_rows(one, self.micro_batch_size, self.row) for one in sizes]
+        return [split(one, self.world_size, micro).accumulation for one, micro in rows]
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether every batch is cut: by an epoch that is shorter, or as there is only one."""
+        num_samples, last = self.equal.horizon.dataset_num_samples, self.cut_sizes
+        is_short = num_samples is not None and self.whole_sizes[1] > num_samples
+        is_short = is_short and self.equal.horizon.last_batch == "keep"
+        return bool(last) and (is_short or self.batches == 1)
 
     @property
     def cut_sizes(self) -> tuple[int, ...]:

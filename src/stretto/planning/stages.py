@@ -70,7 +70,7 @@ def _times(trigger: BoundTrigger, sizes: PlannedSizes, limit: int) -> list[Times
     found: list[Timestamp] = []
     now = Timestamp()
     while len(found) < limit:
-        batches = [_batches_until(axis, tick, sizes) for axis, tick in trigger.next(now)]
+        batches = [batches_until(axis, tick, sizes) for axis, tick in trigger.next(now)]
         batch = min(batches, default=None)
         if batch is None or (sizes.num_batches is not None and batch > sizes.num_batches):
             break
@@ -79,7 +79,7 @@ def _times(trigger: BoundTrigger, sizes: PlannedSizes, limit: int) -> list[Times
     return found
 
 
-def _batches_until(axis: Axis, tick: int, sizes: PlannedSizes) -> int:
+def batches_until(axis: Axis, tick: int, sizes: PlannedSizes) -> int:
     """Return the number of batches after which a counter has reached `tick`."""
     if axis.unit is TimeUnit.BATCH:
         return tick

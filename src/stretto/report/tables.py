@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from stretto.batching import Tokens
 from stretto.batching.policy import in_unit_of
 from stretto.planning import Event, Plan, Stage, bound_of
+from stretto.planning.plan import moment_record
+from stretto.planning.stages import FIRST
 from stretto.report.run import RunMetrics
 from stretto.timing import Horizon, Timestamp, TimeUnit
 
@@ -52,7 +54,7 @@ def plan_table(plan: Plan, *, max_rows: int = 24) -> str:
     for block in blocks(_columns(plan, groups(plan.stages, max_rows))):
         lines += ["", *block]
     notes = [f"note: {warning}" for warning in plan.warnings]
-    for lot in ([_event(event) for event in plan.events], notes):
+    for lot in (_changes(plan), [_event(event) for event in plan.events], notes):
         lines += _paragraph(lot)
     return "\n".join(lines)
 
@@ -68,14 +70,20 @@ def _paragraph(texts: Sequence[str]) -> Iterator[str]:
 def groups(stages: Sequence[Stage], max_rows: int) -> list[Sequence[Stage]]:
     """Return the stages by row; neighbours share a row if there are too many.
 
-    The first and the last stage keep rows of their own.
+    The first and the last stage keep rows of their own. A row begins where a schedule changes,
+    unless there are too many such places, too.
     """
     max_rows = max(3, max_rows)
     if len(stages) <= max_rows:
         return [[stage] for stage in stages]
-    middle = stages[1:-1]
-    each = -(-len(middle) // (max_rows - 2))
-    shared = [middle[start : start + each] for start in range(0, len(middle), each)]
+    middle, shared = stages[1:-1], list[list[Stage]]()
+    cuts = {stage.number for stage in middle if stage.begins}
+    cuts = cuts if len(cuts) <= max_rows // 2 else set()
+    each = -(-len(middle) // max(1, max_rows - 2 - len(cuts)))
+    for stage in middle:
+        if not shared or len(shared[-1]) == each or stage.number in cuts:
+            shared.append([])
+        shared[-1].append(stage)
     return [stages[:1], *shared, stages[-1:]]
 
 
@@ -97,6 +105,31 @@ def aligned(columns: Sequence[Column]) -> list[str]:
     """Return columns as lines, each right-aligned and as narrow as possible."""
     widths = [max(map(len, column)) for column in columns]
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
+
+
+def moments_table(plan: Plan, times: Sequence[str]) -> str:
+    """Return what a plan says of some times, a row for each.
+
+    >>> from stretto import Horizon, plan
+    >>> print(moments_table(plan(Horizon("1ep", dataset_num_samples=320), 32), ["50%"]))
+         at  stage  batch size  from batch  sample  epoch  of run
+    0.5dur      1          32           5     160    0.5   50.0%
+    """
+    rows = [moment_record(plan, time) for time in times]
+    batches = [plan.at(time) for time in times]
+    clocks = _clock(plan.horizon, is_open=plan.end is None)
+    columns: list[Column] = [
+        ["at", *(str(row["at"]) for row in rows)],
+        ["stage", *(str(row["stage"]) for row in rows)],
+        ["batch size", *(f"{batch.size:,}" for batch in batches)],
+    ]
+    if any(row["tokens"] for row in rows):
+        columns.append(["in tokens", *(f"{row['tokens']:,}" for row in rows)])
+    columns += [[name, *(show(one.timestamp) for one in batches)] for name, show in clocks.items()]
+    columns += [
+        [name, *(f"{batch.values[name]:.4g}" for batch in batches)] for name in batches[0].values
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks(columns))
 
 
 def _headline(plan: Plan, size: str) -> Iterator[str]:
@@ -124,7 +157,7 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
         shares = [[share for stage in row for share in stage.shares] for row in rows]
         columns.append(["per rank", *(span(min(row), max(row)) for row in shares), ""])
     if plan.micro_batch_size is not None:
-        steps = [[stage.accumulation for stage in row] for row in rows]
+        steps = [[one for stage in row for one in stage.accumulations] for row in rows]
         columns.append(["accumulation", *(span(min(row), max(row)) for row in steps), ""])
     names = plan.stages[0].values
     return columns + [[name, *(_values(plan, name, row) for row in rows), ""] for name in names]
@@ -202,6 +235,16 @@ def _extreme(value: Callable[[int], float], batches: range, best: Callable[..., 
             return at
         stride = -(-stride // 2)
         looks = [batch for batch in (at, at - stride, at + stride) if batch in batches]
+
+
+def _changes(plan: Plan) -> list[str]:
+    """Return a line for each value: what it begins to do, and when."""
+    lines = []
+    for name in dict.fromkeys(change.name for change in plan.changes):
+        own = [change for change in plan.changes if change.name == name]
+        said = [f"{change.what} at batch {change.at.batch:,}" for change in own[:FIRST]]
+        lines.append(f"{name}: {'; '.join([*said, *(['...'] if own[FIRST:] else [])])}")
+    return lines
 
 
 def _event(event: Event) -> str:
