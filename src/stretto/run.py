@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
+from stretto.batching.pack import checked_micro_batch
 from stretto.batching.rows import LengthsLike
 from stretto.batching.seesaw import Pair, paired
 from stretto.data import DataSpec, Step, StepLoader
@@ -74,7 +75,7 @@ def prepare(
     values: Mapping[str, Any] | None = None,
     rule: RuleLike | None = None,
     every: Mapping[str, Trigger | TimeLike] | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | str | None = None,
     loading: Loading | Mapping[str, Any] | None = None,
     model: nn.Module | None = None,
     callbacks: Sequence[object] = (),
@@ -120,7 +121,8 @@ def prepare(
             or several that multiply. `step.values` has them for each step.
         rule: how learning rates follow the batch size.
         every: by a name of yours, when `finish` returns that name.
-        micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
+        micro_batch_size: the most samples of one micro-batch, or the most tokens, such as
+            `"8Ktok"`; None: a rank's whole share.
         loading: how samples are ordered and fetched: a `Loading`, or a mapping of its fields.
         model: the model, for callbacks; dummies then leave its buffers alone.
         callbacks: the callbacks of the run, for each other.
@@ -189,7 +191,7 @@ class Run:
         prepared: Prepared,
         loading: Loading,
         *,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = None,
         model: nn.Module | None = None,
         callbacks: Sequence[object] = (),
         folder: Path | None = None,
@@ -201,7 +203,7 @@ class Run:
         self.spec = spec
         self.prepared = self._from_start = prepared
         self.loading = loading
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size = checked_micro_batch(micro_batch_size, prepared.facts)
         self.horizon: Horizon = prepared.horizon
         """The static facts of the run: its length, and the size of an epoch."""
         self.callbacks = tuple(callbacks)
@@ -254,7 +256,7 @@ class Run:
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = None,
         base: Mapping[str, float] | None = None,
         strategy: Strategy | None = None,
     ) -> Self:
@@ -281,7 +283,7 @@ class Run:
         for one, values in zip(each, self._base, strict=True):
             set_base_values(one, values, self.prepared.schedules)
         if micro_batch_size is not None:
-            self.micro_batch_size = micro_batch_size
+            self.micro_batch_size = checked_micro_batch(micro_batch_size, self.prepared.facts)
         ranks = Ranks.of(rank, world_size) if strategy is None else strategy.ranks
         if strategy is None and rank is None and self._mesh is not None:
             self._mesh.tell(ranks)
@@ -419,10 +421,10 @@ class Run:
             )
         return self._plan
 
-    def set_micro_batch_size(self, size: int) -> None:
-        """Cut later batches into micro-batches of at most `size` samples."""
+    def set_micro_batch_size(self, size: int | str) -> None:
+        """Cut later batches into micro-batches of at most `size` samples, or so many tokens."""
         self.loader.set_micro_batch_size(size)
-        self.micro_batch_size, self._plan = size, None
+        self.micro_batch_size, self._plan = self.loader.micro_batch_size, None
 
     def begin(self) -> Step | None:
         """Draw the next step and set everything that is scheduled; None: the run is over.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias, final
 
-from stretto.batching.policy import Size, checked_size, checked_world_size, has_tokens
+from stretto.batching.policy import Size, Tokens, checked_size, checked_world_size, has_tokens
 from stretto.errors import BatchSizeError
 from stretto.ordering import evenly, stream_start
 from stretto.schedules.fields import fill
@@ -98,6 +98,10 @@ def split(
     world_size = checked_world_size(world_size)
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
+    if isinstance(size, Tokens) or isinstance(micro_batch_size, Tokens):
+        why = "how many tokens each sample has is not known here"
+        instead = "write numbers of samples, or pack(lengths, budget, world_size)"
+        raise BatchSizeError.cannot("split by amounts in tokens", why=why, instead=instead)
     position = whole(start)
     if position is None or position < 0:
         why, instead = "it is not an integer of at least 0", "pass the number of samples before it"
@@ -120,7 +124,7 @@ def in_rows(size: int, micro_batch_size: int | None, row: int) -> tuple[int, int
 
 def even_unit(world_size: int, micro_batch_size: int | None) -> int:
     """Return the number that all evenly split sizes are multiples of."""
-    return world_size * (micro_batch_size or 1)
+    return world_size * (1 if isinstance(micro_batch_size, Tokens) else micro_batch_size or 1)
 
 
 def not_even(size: int, world_size: int, micro_batch_size: int | None) -> BatchSizeError:

@@ -8,10 +8,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain, islice
 from typing import Any, final
 
-from stretto.batching import NO_SIGNALS, PolicyLike, Signals, checked_size
+from stretto.batching import NO_SIGNALS, PolicyLike, Signals
+from stretto.batching.pack import checked_micro_batch
 from stretto.batching.rows import LengthsLike, check_holds_row
 from stretto.data.decisions import Decisions, other_order, reading_state
 from stretto.data.fetch import FetchedStep, RankShare, pinned
@@ -91,17 +92,15 @@ class TokenCounter:
             raise uncountable()
         return tokens if tokens and num_samples else 0
 
-    def of_micro_batches(self, fetched: FetchedStep) -> list[int]:
+    def of_micro_batches(self, fetched: FetchedStep) -> Sequence[int]:
         """Return the tokens of each micro-batch, from the lengths of this rank's samples."""
         assert self.lengths is not None, "known"
-        ranks, start = self._source.part.ranks, self._timer.sample
-        world, stop = ranks.dp_world_size, start + fetched.size
-        own = self.lengths.of(start, stop)[(ranks.dp_rank - start) % world :: world]
-        ends = accumulate(count for _, count in fetched.micro_batches)
-        tokens = [
-            sum(own[end - count : end])
-            for end, (_, count) in zip(ends, fetched.micro_batches, strict=True)
-        ]
+        tokens = fetched.tokens
+        if tokens is None:
+            ranks, start = self._source.part.ranks, self._timer.sample
+            world, stop = ranks.dp_world_size, start + fetched.size
+            own = iter(self.lengths.of(start, stop)[(ranks.dp_rank - start) % world :: world])
+            tokens = [sum(islice(own, count)) for _, count in fetched.micro_batches]
         if self._unchecked:
             self._unchecked -= 1
             self._check(fetched, tokens)
@@ -179,8 +178,12 @@ class TokenCounter:
     def _of_last(self, step: Step, tokens: int, samples: int) -> int:
         """Return how many of the `tokens` of a step its last `samples` have.
 
-        Counted if this rank has the whole step; otherwise their share, rounded down.
+        From their lengths; else counted if this rank has the whole step, or their share, rounded
+        down.
         """
+        if self._lengths is not None:
+            stop = self._timer.sample + step.num_samples
+            return self._lengths.tokens(stop - samples, stop)
         if self.each is None and step.local_num_samples == step.num_samples:
             try:
                 return self._counted(step.micro_batches, samples)
@@ -252,7 +255,8 @@ class StepLoader(Iterator[Step]):
             `"0tok:768 250Btok:1536"`, a function, or a policy. Or a run that `bind_run` has bound,
             without `max_duration`.
         max_duration: how long the run is, in any unit but `dur`.
-        micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
+        micro_batch_size: the most samples of one micro-batch, or a budget of tokens such as
+            `"8Ktok"`, padding included; None: a rank's whole share.
         loading: how samples are ordered and fetched: a `Loading`, or a mapping of its fields.
         rank: this process among those that share each batch; None: torch.distributed's.
         world_size: how many processes share each batch; None: torch.distributed's.
@@ -271,7 +275,7 @@ class StepLoader(Iterator[Step]):
         batch_size: PolicyLike | Prepared,
         *,
         max_duration: TimeLike | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = None,
         loading: Loading | Mapping[str, Any] = Loading(),
         rank: int | None = None,
         world_size: int | None = None,
@@ -309,12 +313,10 @@ class StepLoader(Iterator[Step]):
         self._read(micro_batch_size)
         check_holds_row(self.micro_batch_size, self.prepared.facts)
 
-    def _read(self, micro_batch_size: int | None) -> None:
-        """Read this rank's part of the data in micro-batches of so many samples."""
-        if micro_batch_size is not None:
-            micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
-        self.micro_batch_size = micro_batch_size
-        part = RankShare(self.ranks, micro_batch_size)
+    def _read(self, micro_batch_size: int | str | None) -> None:
+        """Read this rank's part of the data in micro-batches of so many samples or tokens."""
+        self.micro_batch_size = checked_micro_batch(micro_batch_size, self.prepared.facts)
+        part = RankShare(self.ranks, self.micro_batch_size)
         self._source: BatchSource = make_source(self.spec, self._from_start, self._loading, part)
         self._tokens = TokenCounter(self._source, self.prepared, self.timer)
         self._agreed, self._cross = self._tokens.agreed, self._tokens.cross
@@ -479,8 +481,8 @@ class StepLoader(Iterator[Step]):
         """
         return self._source.example_batch(indices)
 
-    def set_micro_batch_size(self, size: int | None) -> None:
-        """Cut later batches into micro-batches of at most `size` samples.
+    def set_micro_batch_size(self, size: int | str | None) -> None:
+        """Cut later batches into micro-batches of at most `size` samples, or so many tokens.
 
         The batches and their samples do not change.
 

@@ -171,7 +171,9 @@ class DataSpec:
 
     def ordered_lengths(self, loading: Loading) -> OrderedLengths | None:
         """Return the lengths in the order of a run; None if they are not known."""
-        return None if self.lengths is None else OrderedLengths(self.lengths, self.order(loading))
+        if self.lengths is None:
+            return None
+        return OrderedLengths(self.lengths, self.order(loading), packed=loading.packed)
 
     def horizon(
         self,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias, final
 
-from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
+from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy
+from stretto.batching.pack import num_passes
 from stretto.batching.policy import (
     NO_SIGNALS,
     Bound,
@@ -23,7 +24,6 @@ from stretto.batching.policy import (
     size_text,
     whole_size,
 )
-from stretto.batching.split import in_rows
 from stretto.batching.wrappers import InSamples
 from stretto.errors import (
     BatchSizeError,
@@ -62,7 +62,7 @@ class PlannedBatch(NamedTuple):
     """How many epochs end inside it or at its end."""
     state: PolicyState
     """The policy's state after deciding."""
-    accumulation: int = 1
+    accumulation: int | None = 1
     """Micro-batches of each rank; only in a plan."""
     values: Mapping[str, float] = _NO_VALUES
     """The hyper-parameters; only in a plan."""
@@ -343,9 +343,12 @@ class Stage:
         return fewest // self.world_size * self.row, -(-most // self.world_size) * self.row
 
     @property
-    def accumulation(self) -> int:
-        """Micro-batches per rank and batch, of the largest batch."""
-        return max(self.accumulations)
+    def accumulation(self) -> int | None:
+        """Micro-batches per rank and batch, of the largest batch.
+
+        With a budget of tokens, those of the first batch; None if lengths are not known.
+        """
+        return max(self.accumulations, default=None)
 
     @property
     def accumulations(self) -> list[int]:
@@ -355,8 +358,20 @@ class Stage:
         """
         whole = [] if self._is_cut else self.whole_sizes
         sizes = dict.fromkeys([*whole, *self.cut_sizes])
-        rows = [in_rows(one, self.micro_batch_size, self.row) for one in sizes]
-        return [split(one, self.world_size, micro).accumulation for one, micro in rows]
+        if isinstance(self.micro_batch_size, Tokens):
+            sizes = {self.equal.size_of(0): None}
+        passes = [
+            num_passes(
+                size,
+                self.first.sample,
+                self.world_size,
+                self.micro_batch_size,
+                lengths=self.equal.horizon.lengths,
+                row=self.row,
+            )
+            for size in sizes
+        ]
+        return [one for one in passes if one is not None]
 
     @property
     def _is_cut(self) -> bool:

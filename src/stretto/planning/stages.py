@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
-from stretto.batching import BatchSizePolicy, Bound, LearningRateRule
+from stretto.batching import BatchSizePolicy, Bound, LearningRateRule, Tokens
 from stretto.batching.split import even_unit, in_rows, is_learning_rate, not_even, split
 from stretto.errors import ConversionError, PlanError, samples_text
 from stretto.planning.bind import Prepared
@@ -315,6 +315,8 @@ def single_sample(stages: Sequence[Stage], world_size: int, micro: int | None) -
     >>> single_sample(plan(Horizon("1ep", dataset_num_samples=9), 4).stages, 1, None)
     1
     """
+    if isinstance(micro, Tokens):
+        return None  # a long sample may be alone in any batch
     sizes = dict.fromkeys(
         size for stage in stages for size in (*stage.whole_sizes, *stage.cut_sizes)
     )

@@ -157,8 +157,7 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
         shares = [[share for stage in row for share in stage.shares] for row in rows]
         columns.append(["per rank", *(span(min(row), max(row)) for row in shares), ""])
     if plan.micro_batch_size is not None:
-        steps = [[one for stage in row for one in stage.accumulations] for row in rows]
-        columns.append(["accumulation", *(span(min(row), max(row)) for row in steps), ""])
+        columns.append(["accumulation", *map(_passes, rows), ""])
     names = plan.stages[0].values
     return columns + [[name, *(_values(plan, name, row) for row in rows), ""] for name in names]
 
@@ -200,6 +199,15 @@ def _sizes(row: Sequence[Stage]) -> str:
 def _batches(row: Sequence[Stage]) -> str:
     counts = [stage.batches for stage in row]
     return "?" if None in counts else f"{sum(filter(None, counts)):,}"
+
+
+def _passes(row: Sequence[Stage]) -> str:
+    known = [stage.accumulation for stage in row if stage.accumulation is not None]
+    if len(known) < len(row):
+        return "?"
+    # A budget of tokens may take more or fewer passes for other batches than for the first.
+    about = "~" if isinstance(row[0].micro_batch_size, Tokens) else ""
+    return about + span(min(known), max(known))
 
 
 def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, Self, final
 
 from stretto.timing.grammar import TimeUnit
 from stretto.timing.timestamp import Axis, Timestamp
@@ -25,6 +25,10 @@ class Lengths(Protocol):
     """Tokens in an epoch."""
     longest: int
     """Tokens of the longest sample."""
+    longest_sample: int
+    """The index of that sample in the data set."""
+    packed: bool
+    """Whether micro-batches join samples without padding."""
 
     def of(self, start: int, stop: int, /) -> Sequence[int]:
         """Return the tokens of the samples at positions from `start` up to `stop`."""
@@ -84,6 +88,10 @@ class Batches(ABC):
 
         None: of the batches of an epoch.
         """
+
+    def later(self, number: int) -> Self:
+        """Return the batches from batch `number` on."""
+        return replace(self, first=self.timestamp(number))
 
     def sample_at_batch(self, batch: int, /) -> int:
         """Return where a batch begins in the run, whose end cuts the batch that it is inside.
@@ -222,45 +230,51 @@ class TokenBatches(Batches):
     """Batches of one amount in tokens, over samples of known lengths.
 
     Each is the longest interval of at most `size` tokens, and has at least one sample. Under `drop`
-    one that would run on into the next epoch is skipped. Starts are searched for as far as they are
-    asked for, and kept.
+    one that would run on into the next epoch is skipped. Batches are searched for as far as they
+    are asked for, and kept.
     """
 
-    _starts: array[int] = field(default_factory=lambda: array("q"), compare=False, repr=False)
-    _stops: array[int] = field(default_factory=lambda: array("q"), compare=False, repr=False)
-    _tokens: array[int] = field(default_factory=lambda: array("q"), compare=False, repr=False)
-    """The tokens before each of the starts, from the first one on."""
+    _found: tuple[array[int], array[int], array[int]] = field(
+        init=False,
+        default_factory=lambda: (array("q"), array("q"), array("q")),
+        compare=False,
+        repr=False,
+    )
+    """Where each batch begins and ends, and the tokens up to its start from the first one on."""
 
     def position(self, number: int) -> int:
         """Return the sample at which batch `number` (from 0) starts."""
-        while len(self._starts) <= number:
+        starts, _, _ = self._found
+        while len(starts) <= number:
             self._find()
-        return self._starts[number]
+        return starts[number]
 
     def count_before(self, sample: int) -> int:
         """Return how many batches start before `sample`."""
-        while not self._starts or self._starts[-1] < sample:
+        starts, _, _ = self._found
+        while not starts or starts[-1] < sample:
             self._find()
-        return bisect_left(self._starts, sample)
+        return bisect_left(starts, sample)
 
     def count_until(self, axis: Axis, tick: int) -> int | None:
         """Return how many batches start before `tick` of `axis`; None if only the run can tell."""
         if axis.unit is not TimeUnit.TOKEN:
             return Batches.count_until(self, axis, tick)  # slots: no super()
-        left = tick - self.first.token
-        while not self._tokens or self._tokens[-1] < left:
+        left, (_, _, tokens) = tick - self.first.token, self._found
+        while not tokens or tokens[-1] < left:
             self._find()
-        return bisect_left(self._tokens, left)
+        return bisect_left(tokens, left)
 
     def size_of(self, number: int) -> int:
         """Return the samples in batch `number`: fewer if `keep` cuts it at the end of an epoch."""
-        start = self.position(number)
-        return self._stops[number] - start
+        start, (_, stops, _) = self.position(number), self._found
+        return stops[number] - start
 
     def samples(self, count: int) -> int:
         """Return the samples of the first `count` batches."""
         self.position(count)
-        return sum(self._stops[:count]) - sum(self._starts[:count])
+        starts, stops, _ = self._found
+        return sum(stops[:count]) - sum(starts[:count])
 
     def spread(self, count: int | None) -> tuple[int, int]:
         """Return the fewest and the most samples of the first `count` batches that are not cut."""
@@ -269,24 +283,33 @@ class TokenBatches(Batches):
         if count is None:
             count = self.count_before(self.first.sample + num_samples)
         self.position(count)
-        pairs = list(zip(self._starts[:count], self._stops[:count], strict=True))
+        starts, stops, _ = self._found
+        pairs = [*zip(starts[:count], stops[:count], strict=True)]
         is_cut = self.horizon.last_batch == "keep"
         sizes = [stop - start for start, stop in pairs if not is_cut or stop % num_samples]
         sizes = sizes or [stop - start for start, stop in pairs]
         return min(sizes), max(sizes)
 
+    def later(self, number: int) -> TokenBatches:
+        """Return the batches from batch `number` on, as far as they are found."""
+        later = TokenBatches(self.horizon, self.timestamp(number), self.size)
+        starts, stops, tokens = self._found
+        later._found[0].extend(starts[number:])
+        later._found[1].extend(stops[number:])
+        later._found[2].extend(one - tokens[number] for one in tokens[number:])
+        return later
+
     def tokens(self, number: int) -> int:
         """Return the tokens from the first batch up to batch `number`."""
         self.position(number)
-        return self._tokens[number]
+        return self._found[2][number]
 
     def _find(self) -> None:
         """Find the next batch."""
         lengths, num_samples = self.horizon.lengths, self._epoch
+        starts, stops, tokens = self._found
         assert lengths is not None, "made for lengths"
-        start, tokens = self.first.sample, 0
-        if self._starts:
-            start = self._stops[-1]
+        start = stops[-1] if stops else self.first.sample
         stop = start + lengths.count(start, self.size)
         if num_samples is not None:
             end = start - start % num_samples + num_samples
@@ -294,8 +317,6 @@ class TokenBatches(Batches):
                 stop = end
             elif stop > end and start % num_samples:  # dropped
                 start, stop = end, end + lengths.count(end, self.size)
-        if self._starts:
-            tokens = self._tokens[-1] + lengths.tokens(self._starts[-1], start)
-        self._starts.append(start)
-        self._stops.append(stop)
-        self._tokens.append(tokens)
+        tokens.append(tokens[-1] + lengths.tokens(starts[-1], start) if tokens else 0)
+        starts.append(start)
+        stops.append(stop)

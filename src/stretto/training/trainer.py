@@ -60,7 +60,7 @@ from stretto.training.checkpointing.state import (
     share_random_state,
 )
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
-from stretto.training.describe import Setup, compare_ranks, describe_run
+from stretto.training.describe import Setup, compare_ranks, describe_run, plain
 from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
 from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.loggers import ConsoleLogger, has_terminal
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 
     from stretto.memory import Answer
 
-MicroBatchSize: TypeAlias = int | Literal["auto"] | None
+MicroBatchSize: TypeAlias = int | str | None
 """None: the whole share of a rank; `"auto"`: what fits into memory."""
 
 
@@ -123,9 +123,10 @@ class Trainer:
         batch_size: samples of one optimizer step over all ranks: a number, a text such as
             `"0tok:768 250Btok:1536"`, a function, a policy, or a pair such as `Seesaw`, which also
             sets the schedule of the learning rate.
-        micro_batch_size: the most samples of one forward pass on one rank; None: the whole share;
-            `"auto"`: as many as fit into memory, found before the run. With each of them, a step
-            that runs out of memory is repeated with smaller micro-batches.
+        micro_batch_size: the most samples of one forward pass on one rank, or the most tokens with
+            padding, such as `"8Ktok"`; None: the whole share; `"auto"`: as many samples as fit into
+            memory, found before the run. With each of them, a step that runs out of memory is
+            repeated with smaller micro-batches.
         schedules: by hyper-parameter (`"lr"`, `"weight_decay"`, `"lr@group"`), a schedule or
             several that multiply.
         values: numbers of your own on the clock, such as the weight of a loss: by name, a schedule
@@ -255,7 +256,7 @@ class Trainer:
             settings=(computing, stepping),
             ranks=ranks,
             max_duration=str(max_duration),
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=plain(micro_batch_size),
             mesh=self._strategy.mesh,
         )
         self._setup = Setup(self.optimizer, described)
