@@ -128,6 +128,7 @@ class Fetch:
 def joined(batch: Any, row: int, tokens: int) -> Any:
     """Return a batch of samples as one of rows: `row` samples each, joined along the sequence.
 
+    >>> import torch
     >>> joined({"x": torch.arange(8).view(4, 2)}, row=2, tokens=2)
     {'x': tensor([[0, 1, 2, 3],
             [4, 5, 6, 7]])}

@@ -125,6 +125,38 @@ def needs_label_shift(batch: Any) -> bool | None:
     return answers.pop() if len(answers) == 1 else None
 
 
+def not_cut_alike(batch: Any, length: int, *, looks_at_values: bool = True) -> str | None:
+    """Return why a batch whose sequences are cut to `length` would mean something else, or None.
+
+    >>> not_cut_alike((torch.zeros(2, 8), torch.zeros(2, 7)), 4)
+    'a tensor of the shape [2, 7] is not as long as sequences of 8'
+
+    Args:
+        batch: the batch.
+        length: tokens that are kept.
+        looks_at_values: whether masks, positions and labels are read, which waits for the device.
+    """
+    tensors = [one for one in nodes(batch) if isinstance(one, Tensor) and one.dim() > 1]
+    longest = longest_sequence(batch)
+    other = next((one for one in tensors if one.size(1) != longest), None)
+    if other is not None:
+        return f"a tensor of the shape {[*other.shape]} is not as long as sequences of {longest}"
+    for part in _named_parts(batch) if looks_at_values else ():
+        if "decoder_input_ids" in part:
+            return "source and target sequences would be cut alike"
+        mask, places = part.get("attention_mask"), part.get("position_ids")
+        if _is_tensor(mask) and (mask[:, 0] == 0).any():
+            return "it is padded on the left"
+        numbers_samples = _is_tensor(mask) and (mask > 1).any()
+        if numbers_samples or (_is_tensor(places) and (places[:, 1:] == 0).any()):
+            return "it is packed, so whole samples would be cut off"
+    for labels, _ in _labels_and_inputs(batch) if looks_at_values else ():
+        kept = labels != IGNORED_LABEL
+        if labels.dim() > 1 and (kept.any(1) & ~kept[:, :length].any(1)).any():
+            return f"all targets of a sample come after its first {length} tokens"
+    return None
+
+
 def longest_sequence(batch: Any) -> int | None:
     """Return the largest second dimension of the tensors in a batch; None if there is none.
 

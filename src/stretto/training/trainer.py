@@ -246,6 +246,7 @@ class Trainer:
         self.optimizer = joined(self.step.optimizers)
         """The optimizer; of several one that has the parameter groups of all, in order."""
         varies = any(one.changes_tokens for one in self.callbacks)
+        brought = ChainMap(*(dict(one.scheduled_values) for one in self.callbacks))
         listening = named_callbacks(self.callbacks, named)
         due: dict[str, Any] = {**named, **listening}
         described = partial(
@@ -265,7 +266,7 @@ class Trainer:
             DataSpec.of(train_data, tokens_vary=True if varies else None),
             max_duration=max_duration,
             schedules=schedules,
-            values=values,
+            values={**(values or {}), **brought} if brought else values,
             rule=rule,
             every={name: one.every for name, one in due.items()},
             micro_batch_size=None if micro_batch_size == "auto" else micro_batch_size,
