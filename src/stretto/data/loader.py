@@ -178,12 +178,8 @@ class TokenCounter:
     def _of_last(self, step: Step, tokens: int, samples: int) -> int:
         """Return how many of the `tokens` of a step its last `samples` have.
 
-        From their lengths; else counted if this rank has the whole step, or their share, rounded
-        down.
+        Counted if this rank has the whole step; otherwise their share, rounded down.
         """
-        if self._lengths is not None:
-            stop = self._timer.sample + step.num_samples
-            return self._lengths.tokens(stop - samples, stop)
         if self.each is None and step.local_num_samples == step.num_samples:
             try:
                 return self._counted(step.micro_batches, samples)
