@@ -66,7 +66,7 @@ def begun(schedule: ScheduleLike, run: str = "100ba") -> list[int]:
          [5, 20, 50, 80]),
         (Periods([("50%", Periods([("10ba", 1), ("rest", 2)])), ("rest", 3)]), [10, 50]),
     ],
-    ids=lambda value: "a function" if callable(value) and not hasattr(value, "bind") else repr(value),
+    ids=lambda value: repr(value).partition(" at 0x")[0],
 )  # fmt: skip
 def test_a_row_begins_where_the_formula_changes(schedule: ScheduleLike, batches: list[int]) -> None:
     assert begun(schedule) == batches

@@ -202,8 +202,8 @@ def _batches(row: Sequence[Stage]) -> str:
 
 
 def _passes(row: Sequence[Stage]) -> str:
-    known = [stage.accumulation for stage in row if stage.accumulation is not None]
-    if len(known) < len(row):
+    known = [passes for stage in row for passes in stage.accumulations]
+    if not all(stage.accumulations for stage in row):
         return "?"
     # A budget of tokens may take more or fewer passes for other batches than for the first.
     about = "~" if isinstance(row[0].micro_batch_size, Tokens) else ""
