@@ -14,9 +14,9 @@ from stretto.batching import (
     BatchSizePolicy,
     DoublingRamp,
     Fixed,
-    LearningRateRule,
     LinearRamp,
     NoiseScale,
+    Rule,
     Seesaw,
     SquareRootRule,
 )
@@ -57,7 +57,7 @@ class Parts(NamedTuple):
 
     policy: BatchSizePolicy
     schedule: Schedule
-    rule: LearningRateRule | None = None
+    rule: Rule | None = None
     micro_batch_size: int | None = None
 
 

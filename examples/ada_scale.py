@@ -72,7 +72,7 @@ class AdaScale(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Refuse other things that multiply the learning rate by the batch size."""
-        rule = run.hyperparameters.rule
+        rule = run.hyperparameters.rules.get("lr")
         first = next((one for one in run.callbacks if isinstance(one, AdaScale)), self)
         if rule is not None:
             raise _scaled_already(rule, "leave rule out")

@@ -74,10 +74,11 @@ def test_a_pair_sets_sizes_and_schedule() -> None:
     assert apart.plan is not None
     assert list(both.plan.batches()) == list(apart.plan.batches())
     assert both.run.hyperparameters.schedules == apart.run.hyperparameters.schedules
-    assert both.run.hyperparameters.rule == apart.run.hyperparameters.rule == pair.rule
+    rules = {"lr": pair.rule}
+    assert both.run.hyperparameters.rules == apart.run.hyperparameters.rules == rules
     run = prepare(DATA, pair, max_duration="2ep")
     assert run.prepared.schedules == schedules
-    assert run.prepared.rule == pair.rule
+    assert run.prepared.rules == rules
     for wrong in (
         {"batch_size": pair, "schedules": {"lr": Cosine()}},
         {"batch_size": pair, "rule": pair.rule},

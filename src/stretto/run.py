@@ -119,7 +119,7 @@ def prepare(
         schedules: by hyper-parameter, a schedule or several that multiply.
         values: numbers of your own on the clock, such as the weight of a loss: by name, a schedule
             or several that multiply. `step.values` has them for each step.
-        rule: how learning rates follow the batch size.
+        rule: how learning rates, or values by name, follow the batch size.
         every: by a name of yours, when `finish` returns that name.
         micro_batch_size: the most samples of one micro-batch, or the most tokens, such as
             `"8Ktok"`; None: a rank's whole share.
@@ -304,7 +304,7 @@ class Run:
             joined(each),
             self.prepared.schedules,
             self.horizon,
-            rule=self.prepared.rule,
+            rule=self.prepared.rules,
             bound=self.prepared.bound_schedules,
         )
         # A trainer sets the learning rate even if nothing moves it: else a resumed run would keep
@@ -350,7 +350,7 @@ class Run:
     @property
     def is_scheduled(self) -> bool:
         """Whether the run sets learning rates or other values; if not, it leaves them alone."""
-        return bool(self.prepared.schedules) or self.prepared.rule is not None
+        return bool(self.prepared.schedules)
 
     @property
     def is_bound(self) -> bool:
@@ -414,6 +414,7 @@ class Run:
                 world_size=self.loader.world_size,
                 micro_batch_size=self.loader.micro_batch_size,
                 values=self.hyperparameters.bound,
+                rules=self.hyperparameters.rules,
                 base=self.hyperparameters.base,
                 tracks_tokens=self.loader.tracks_tokens,
                 resume_at=self.timer.timestamp,

@@ -41,7 +41,7 @@ from stretto.batching.wrappers import InSamples
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import BatchSizeError, PlanError
 from stretto.planning import bind_run, plan
-from stretto.planning.sizes import PlannedSizes, bind_sizes, next_step
+from stretto.planning.sizes import PlannedSizes, bind_sizes, next_step, walk
 from stretto.schedules import Cosine, Linear
 from stretto.timing import Horizon, LastBatch, Timestamp, advance
 
@@ -239,10 +239,10 @@ def test_unknown_samples_are_refused_in_plan_and_run() -> None:
 def test_rules_convert_exactly(each: int, reference: int, size: int) -> None:
     facts = Horizon("1ep", dataset_num_samples=900, tokens_per_sample=each)
     for kind, expected in ((LinearRule, 1.0), (SquareRootRule, 0.5)):
-        rule = bind_run(facts, 8, rule=kind(Tokens(reference))).rule
+        rule = bind_run(facts, 8, rule=kind(Tokens(reference))).rules["lr"]
         assert rule is not None
         assert rule(size) == pytest.approx((size * each / reference) ** expected, rel=1e-15)
-    same = bind_run(facts, Fixed(Tokens(8 * each)), rule=LinearRule(256)).rule
+    same = bind_run(facts, Fixed(Tokens(8 * each)), rule=LinearRule(256)).rules["lr"]
     assert same == LinearRule(256)
 
 
@@ -270,3 +270,11 @@ def test_a_resume_in_another_unit_starts_the_policy_anew() -> None:
         again.load_state_dict(json.loads(json.dumps(saved)))
         assert next(again).batch_size == expected
         assert again.has_dropped_state == (expected == 8)
+
+
+def test_a_policy_that_is_bound_alone_says_its_unit() -> None:
+    horizon = Horizon("1ep", dataset_num_samples=900, tokens_per_sample=4096)
+    bound = AtMost(Fixed("64Ktok"), "32Ktok").bind(horizon)
+    assert bound.unit == "tok"
+    with pytest.raises(PlanError, match="in tokens"):
+        next(walk(horizon, bound))

@@ -14,6 +14,7 @@ from stretto.batching import (
     AtMost,
     DoublingRamp,
     Fixed,
+    HalfLifeRule,
     IncreaseFunction,
     LinearRule,
     Monotone,
@@ -36,11 +37,13 @@ from stretto.schedules import (
     WSD,
     Constant,
     Cosine,
+    Floor,
     Linear,
     MultiStep,
     Periods,
     Product,
     StepDecay,
+    Sum,
 )
 from stretto.timing import Horizon, Timestamp
 
@@ -97,6 +100,12 @@ SCHEDULES: list[tuple[Any, Any]] = [
     ({"WSD": {"decay": "20%", "shape": "1-sqrt"}}, WSD("20%", shape="1-sqrt")),
     ([0.5, {"Cosine": {}}], Product(0.5, Cosine())),
     ({"Product": [0.5, {"Cosine": {}}]}, Product(0.5, Cosine())),
+    ({"Sum": [0.5, {"Cosine": {}}]}, Sum(0.5, Cosine())),
+    ({"Floor": {"schedule": {"Cosine": {}}, "least": 0.1}}, Floor(Cosine(), 0.1)),
+    (
+        {"Periods": [["until 10%", 1], ["rest", {"Periods": [["until 1ep", 1], ["rest", 0.5]]}]]},
+        Periods([("until 10%", 1), ("rest", Periods([("until 1ep", 1), ("rest", 0.5)]))]),
+    ),
     (
         {"Periods": [["5%", {"Linear": {"start": 0.05, "end": 1}}], ["rest", {"Cosine": {}}]]},
         Periods([("5%", Linear(0.05, 1)), ("rest", Cosine())]),
@@ -107,6 +116,10 @@ RULES: list[tuple[Any, Any]] = [
     ({"linear": 256}, LinearRule(256)),
     ({"SquareRootRule": 256}, SquareRootRule(256)),
     ({"LinearRule": {"reference": 256}}, LinearRule(256)),
+    (
+        {"lr": {"SquareRootRule": 256}, "betas.1": {"half_life": 256}, "lr@a b": {"linear": 8}},
+        {"lr": SquareRootRule(256), "betas.1": HalfLifeRule(256), "lr@a b": LinearRule(8)},
+    ),
 ]
 WAYS = [
     *(({"batch_size": value}, "batch_size", expected) for value, expected in SIZES),

@@ -99,7 +99,9 @@ def test_a_rule_alone_is_enough() -> None:
 
 
 def test_a_rule_may_be_written_as_in_a_run_file() -> None:
-    assert Hyperparameters(adamw(), {}, HORIZON, rule={"sqrt": 8}).rule == SquareRootRule(8)
+    assert Hyperparameters(adamw(), {}, HORIZON, rule={"sqrt": 8}).rules == {
+        "lr": SquareRootRule(8)
+    }
 
 
 def test_a_rule_needs_the_size() -> None:

@@ -16,6 +16,15 @@ from stretto.batching.policy import (
     checked_size,
 )
 from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
+from stretto.batching.rules import (
+    HalfLifeRule,
+    LinearRule,
+    Rule,
+    RuleLike,
+    SquareRootRule,
+    as_rule,
+    as_rules,
+)
 from stretto.batching.seesaw import (
     DecayGrowth,
     IncreaseInsteadOfDecay,
@@ -23,15 +32,7 @@ from stretto.batching.seesaw import (
     Seesaw,
     Staircase,
 )
-from stretto.batching.split import (
-    LearningRateRule,
-    LinearRule,
-    RuleLike,
-    Split,
-    SquareRootRule,
-    as_rule,
-    split,
-)
+from stretto.batching.split import Split, split
 from stretto.batching.steps import Fixed, PiecewiseConstant, PolicyLike, as_policy
 from stretto.batching.wrappers import AtLeast, AtMost, Hysteresis, Monotone, MultipleOf, PowerOfTwo
 
@@ -43,11 +44,11 @@ __all__ = [
     "DecayGrowth",
     "DoublingRamp",
     "Fixed",
+    "HalfLifeRule",
     "Hold",
     "Hysteresis",
     "IncreaseFunction",
     "IncreaseInsteadOfDecay",
-    "LearningRateRule",
     "LinearRamp",
     "LinearRule",
     "Monotone",
@@ -61,6 +62,7 @@ __all__ = [
     "PolicyLike",
     "PolicyState",
     "PowerOfTwo",
+    "Rule",
     "RuleLike",
     "Seesaw",
     "Signals",
@@ -73,6 +75,7 @@ __all__ = [
     "PiecewiseConstant",
     "as_policy",
     "as_rule",
+    "as_rules",
     "awaits_maximum",
     "checked_size",
     "pack",

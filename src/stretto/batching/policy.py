@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Annotated, Any, Self, TypeAlias, final
 
 from stretto.errors import BatchSizeError, TimeError, samples_text, shown
@@ -102,6 +103,10 @@ class Tokens(int):
 
     def __repr__(self) -> str:
         return repr(str(self))
+
+    def __format__(self, spec: str, /) -> str:
+        # With the separators of a number, it is one for people: f"{size:,}".
+        return str(self) if spec in ("", ",") else int.__format__(self, spec)
 
 
 def whole_size(horizon: Horizon, position: int, size: int) -> int:
@@ -220,7 +225,7 @@ class Bound:
     bounds: tuple[int, int] | None = None
     """The smallest and the largest size that it may decide; None: unknown."""
     unit: TimeUnit = TimeUnit.SAMPLE
-    """The unit of its sizes: that of the policy, which a run fills in."""
+    """The unit of its sizes: that of the policy, which fills it in."""
     log_values: Callable[[PolicyState], Mapping[str, float]] = lambda _: {}
     """Returns the values behind the last decision, by name, for the log."""
     sizes: Callable[[PolicyState], tuple[object, ...]] = lambda _: ()
@@ -284,7 +289,10 @@ def wrapped(inner: Bound, own: PolicyState, **changes: Any) -> Bound:
 
 _SIZE = Check(lambda value, *_: checked_size(value))
 _PART = Check(lambda value, name, _: checked_size(value, name))
-_FOUND = Check(lambda value, name, _: value if value == "auto" else checked_size(value, name))
+_OR_AUTO = "write a number of samples such as 128, tokens such as '64Ktok', or 'auto'"
+_FOUND = Check(
+    lambda value, name, _: value if value == "auto" else checked_size(value, name, instead=_OR_AUTO)
+)
 SizeLike: TypeAlias = int | str | Time
 """A batch size as it is written: a number of samples, or tokens such as `"64Ktok"`."""
 # Any: given as a SizeLike, and an int from then on.
@@ -311,6 +319,18 @@ class BatchSizePolicy(Timed):
 
     __slots__ = ()
     error = BatchSizeError
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Let `bind` fill in the unit, so that no amount in tokens is taken for samples."""
+        super().__init_subclass__(**named)
+        bind: Callable[[Self, Horizon], Bound] | None = vars(cls).get("bind")
+        if bind is not None:
+
+            @wraps(bind)
+            def in_unit(self: Self, horizon: Horizon, /) -> Bound:
+                return replace(bind(self, horizon), unit=self.unit)
+
+            cls.bind = in_unit  # type: ignore[method-assign, assignment]
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -25,7 +25,14 @@ from stretto.batching.policy import (
     grain_of,
     timed,
 )
-from stretto.batching.split import LearningRateRule, LinearRule, SquareRootRule, is_learning_rate
+from stretto.batching.rules import (
+    LinearRule,
+    Rule,
+    RuleLike,
+    SquareRootRule,
+    as_rules,
+    is_learning_rate,
+)
 from stretto.batching.steps import PolicyLike, as_policy
 from stretto.batching.wrappers import AtMost, MultipleOf
 from stretto.errors import BatchSizeError, ScheduleError
@@ -278,7 +285,7 @@ class Pair(Timed):
 
     @property
     @final
-    def rule(self) -> LearningRateRule:
+    def rule(self) -> Rule:
         """The rule by which the learning rate follows the size."""
         reference = self.reference or as_policy(self.size).end_size()
         assert reference is not None  # checked at construction
@@ -378,23 +385,25 @@ class IncreaseInsteadOfDecay(Pair):
 
 
 def paired(
-    sizes: PolicyLike | Pair, schedules: Mapping[str, Any], rule: Any = None
-) -> tuple[BatchSizePolicy, dict[str, Any], Any]:
-    """Return batch sizes, schedules and the rule; a pair such as `Seesaw` is all three.
+    sizes: PolicyLike | Pair, schedules: Mapping[str, Any], rule: RuleLike | None = None
+) -> tuple[BatchSizePolicy, dict[str, Any], dict[str, Rule]]:
+    """Return batch sizes, schedules and rules; a pair such as `Seesaw` is all of the first.
 
     >>> from stretto.schedules import Cosine
-    >>> policy, schedules, rule = paired(Seesaw(Cosine(), 16, maximum=64), {})
-    >>> list(schedules), rule
-    (['lr'], SquareRootRule(reference=16))
+    >>> policy, schedules, rules = paired(Seesaw(Cosine(), 16, maximum=64), {})
+    >>> list(schedules), rules
+    (['lr'], {'lr': SquareRootRule(reference=16)})
 
     Raises:
-        BatchSizeError: beside a pair there is a rule, or a schedule of the learning rate.
+        BatchSizeError: beside a pair there is a rule or a schedule of the learning rate.
     """
+    rules = as_rules(rule)
     if not isinstance(sizes, Pair):
-        return as_policy(sizes), dict(schedules), rule
+        return as_policy(sizes), dict(schedules), rules
     rates = [name for name in schedules if is_learning_rate(name)]
-    if rates or rule is not None:
-        other = f"the schedule of {rates[0]!r}" if rates else f"the rule {rule!r}"
+    ruled = [name for name in rules if is_learning_rate(name)]
+    if rates or ruled:
+        other = f"the schedule of {rates[0]!r}" if rates else f"the rule {rules[ruled[0]]!r}"
         why, instead = "the pair has its own", "leave the other out"
         raise BatchSizeError.cannot(f"use {other} with {sizes!r}", why=why, instead=instead)
-    return sizes.policy, {**schedules, "lr": sizes.schedule}, sizes.rule
+    return sizes.policy, {**schedules, "lr": sizes.schedule}, {**rules, "lr": sizes.rule}

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeAlias, final
+from typing import final
 
-from stretto.batching.policy import Size, Tokens, checked_size, checked_world_size, has_tokens
+from stretto.batching.policy import Tokens, checked_size, checked_world_size
 from stretto.errors import BatchSizeError
 from stretto.ordering import evenly, stream_start
-from stretto.schedules.fields import fill
-from stretto.timing.grammar import NAMES, TimeUnit, whole
+from stretto.timing.grammar import whole
 
 
 @final
@@ -135,135 +130,3 @@ def not_even(size: int, world_size: int, micro_batch_size: int | None) -> BatchS
     micro = "" if micro_batch_size is None else f" with micro-batches of {micro_batch_size}"
     what = f"split {size} samples evenly over {world_size} ranks{micro}"
     return BatchSizeError.cannot(what, why=f"it is not a multiple of {unit}", instead=instead)
-
-
-def is_learning_rate(name: str) -> bool:
-    """Return whether a hyper-parameter is a learning rate: `lr`, or `lr@group`.
-
-    >>> is_learning_rate("lr@head"), is_learning_rate("weight_decay")
-    (True, False)
-    """
-    return name.partition("@")[0] == "lr"
-
-
-LearningRateRule: TypeAlias = Callable[[int], float]
-"""Returns the factor of the learning rate for the batch size that the policy decided.
-
-A batch that is cut at the end of an epoch has the factor of a full one. The factor is computed anew
-for each batch, never accumulated.
-"""
-RuleLike: TypeAlias = Mapping[str, Any] | LearningRateRule
-"""A rule, or its form in a run file: `{"sqrt": 256}`."""
-
-
-@dataclass(frozen=True)
-class Referenced(ABC):
-    """A rule relative to the batch size for which a value was chosen, in samples or tokens."""
-
-    reference: Size
-    _each: ClassVar[int] = 1
-    """The tokens of a sample, if sizes are in samples and the reference is in tokens."""
-
-    def __post_init__(self) -> None:
-        fill(self, reference=checked_size(self.reference, "the reference of a learning rate rule"))
-
-    @abstractmethod
-    def __call__(self, size: int, /) -> float:
-        """Return the factor for a decided size."""
-
-    def ratio(self, size: int) -> float:
-        """Return a size over the reference, correctly rounded."""
-        return float(size * self._each / self.reference)
-
-    def bind(self, unit: TimeUnit, each: int | None) -> Self:
-        """Return the rule for sizes in a unit.
-
-        Args:
-            unit: the unit of the sizes: samples or tokens.
-            each: the tokens of a sample, if all have equally many.
-
-        Raises:
-            BatchSizeError: the reference is in the other unit, and samples differ.
-        """
-        own = TimeUnit.TOKEN if has_tokens(self.reference) else TimeUnit.SAMPLE
-        if own is unit:
-            return self
-        if unit is TimeUnit.TOKEN or each is None:
-            raise BatchSizeError.cannot(
-                f"use {self!r} with batch sizes in {NAMES[unit]}",
-                why=f"its reference is in {NAMES[own]}, and samples are not known to have equally "
-                "many tokens",
-                instead="write both in samples, or both in tokens",
-            )
-        bound = copy.copy(self)
-        fill(bound, _each=each)
-        return bound
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class LinearRule(Referenced):
-    """`size / reference`: usual with SGD (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
-
-    >>> LinearRule(256)(1024)
-    4.0
-
-    Args:
-        reference: the batch size for which the learning rate was chosen: 256, or `"4Mtok"`.
-
-    Raises:
-        BatchSizeError: the reference is neither an integer of at least 1 nor tokens.
-    """
-
-    def __call__(self, size: int, /) -> float:
-        """Return `size / reference`."""
-        return self.ratio(size)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class SquareRootRule(Referenced):
-    """`sqrt(size / reference)`: usual with Adam (Malladi et al. 2022, arXiv 2205.10287).
-
-    >>> SquareRootRule(256)(1024)
-    2.0
-
-    Args:
-        reference: the batch size for which the learning rate was chosen: 256, or `"4Mtok"`.
-
-    Raises:
-        BatchSizeError: the reference is neither an integer of at least 1 nor tokens.
-    """
-
-    def __call__(self, size: int, /) -> float:
-        """Return `sqrt(size / reference)`."""
-        return math.sqrt(self.ratio(size))
-
-
-RULES: Mapping[str, Callable[[Any], LearningRateRule]] = {
-    "linear": LinearRule,
-    "sqrt": SquareRootRule,
-}
-"""The rules that a mapping can name."""
-
-
-def as_rule(rule: RuleLike) -> LearningRateRule:
-    """Return the learning rate rule that `rule` describes, as in a run file or as a function.
-
-    The factors that a function returns are checked when they are used: finite, and at least 0.
-
-    >>> as_rule({"sqrt": 256}), as_rule({"linear": 256})
-    (SquareRootRule(reference=256), LinearRule(reference=256))
-
-    Raises:
-        BatchSizeError: it describes no rule.
-    """
-    value: object = rule
-    if isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in RULES:
-        [(name, argument)] = value.items()
-        return RULES[name](argument)
-    if callable(value):
-        return value
-    why = "it is not exactly one of 'linear' and 'sqrt', with the size that the rate is meant for"
-    instead = "write {'linear': 256}, {'sqrt': 256} or a function size -> factor"
-    raise BatchSizeError.bad("rule", value, why, instead)

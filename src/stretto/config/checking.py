@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stretto._optional import missing
+from stretto.batching import as_rules
 from stretto.config.plans import with_targets
 from stretto.config.run import Optimizer, RunConfig
 from stretto.config.targets import Function, Target, called, import_target, tuples
@@ -106,13 +107,17 @@ def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
         given = defaults | arguments
         groups = [{**given, **group} for group in groups] if section.groups else [given]
     else:
-        others = {parse_name(text).key for text in config.schedules} - {*section.arguments, "lr"}
+        names = (*config.schedules, *as_rules(config.rule))
+        others = {parse_name(text).key for text in names} - {*section.arguments, "lr"}
         if others:
             yield f"not checked: whether {section.target} has {', '.join(sorted(others))}"
     with config.source.at("values"):
         check_value_names(config.values, groups[0])
-    for text in config.schedules:
-        with config.source.at("schedules", text):
+    for key, text in (
+        *(("schedules", name) for name in config.schedules),
+        *(("rule", name) for name in as_rules(config.rule) if name != "lr"),
+    ):
+        with config.source.at(key, text):
             if is_torchs:
                 find_name(text, groups[0])
             if is_torchs or section.groups:  # another makes groups of its own

@@ -29,9 +29,10 @@ from typing import (
 
 from stretto import batching, schedules
 from stretto._foreign import FOREIGN, OLD_WORDS
-from stretto.batching import BatchSizePolicy, LearningRateRule, Pair, as_policy, as_rule
+from stretto.batching import BatchSizePolicy, Pair, Rule, as_policy, as_rule
 from stretto.batching.noise_scale import NormTest
-from stretto.batching.split import RULES
+from stretto.batching.policy import FoundSize
+from stretto.batching.rules import RULES
 from stretto.config.targets import Function, Target
 from stretto.config.yaml import Path, Source
 from stretto.errors import ConfigError, Message, StrettoError, nearest, shown
@@ -418,6 +419,7 @@ _SIZES: Mapping[str, Callable[..., Any]] = {
 }
 _TEXT = {"type": "string", "pattern": r"^\s*[0-9][0-9_.eE+-]*([KMBT]?(sp|tok))?\s*$"}
 _SIZE = {"anyOf": [{"type": "integer", "minimum": 1}, _TEXT]}
+_FOUND = {"anyOf": [{"const": "auto"}, _SIZE]}
 _AMOUNT = Kind(
     "a whole number, or tokens such as 64Ktok",
     lambda value: type(value) in (int, str),
@@ -447,15 +449,31 @@ SIZES = _named(
         "minProperties": 1,
     },
 )
-RULE = _named(
+_RULE_NAMES = {**RULES, **{rule.__name__: rule for rule in RULES.values()}}
+_ONE_RULE = _named(
     "Rule",
     "{sqrt: 256} or {linear: 4Mtok}, with the size that the rate is meant for",
-    {**RULES, **{rule.__name__: rule for rule in RULES.values()}},
+    _RULE_NAMES,
     as_rule,
     lambda _: False,
 )
+RULE = _either(
+    [
+        # A rule is a mapping of one of these names, or a target.
+        replace(
+            _entries(_PLAIN[str], _ONE_RULE),
+            fits=lambda value: (
+                isinstance(value, dict)
+                and bool(value)
+                and {"target", *_RULE_NAMES}.isdisjoint(value)
+                and all(one is None or isinstance(one, dict) for one in value.values())
+            ),
+        ),
+        _ONE_RULE,
+    ]
+)
 _TIMES = {Time, str, timedelta, Trigger, Literal["rest"]}
-_NAMED = {Schedule: SCHEDULE, BatchSizePolicy: SIZES, LearningRateRule: RULE}
+_NAMED = {Schedule: SCHEDULE, BatchSizePolicy: SIZES, Rule: RULE}
 
 
 @cache
@@ -497,7 +515,8 @@ def _annotated(hint: Any, marks: Sequence[Any]) -> Kind:
     if check is None:
         return kind_of(hint)
     if hint is Any:
-        return _checked(_AMOUNT, check)
+        is_found = check in get_args(FoundSize)
+        return _checked(replace(_AMOUNT, schema=lambda _: _FOUND) if is_found else _AMOUNT, check)
     return _time(check) if hint == TimeLike else _checked(kind_of(hint), check)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.batching import BatchSizePolicy, RuleLike
+from stretto.batching import BatchSizePolicy, Rule, as_rules
 from stretto.batching.metrics import check_monitored, followed_metric, metrics_of
 from stretto.batching.rows import as_lengths
 from stretto.batching.seesaw import paired
@@ -98,7 +98,7 @@ def with_targets(value: Any, path: Path, make: Callable[[Target, Path], Any]) ->
     if isinstance(value, list):
         return [with_targets(one, (*path, number), make) for number, one in enumerate(value)]
     if is_dataclass(value) and not isinstance(value, (Timed, Target)):
-        own = {one.name: getattr(value, one.name) for one in fields(value)}
+        own = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
         return replace(value, **with_targets(own, path, make))  # type: ignore[type-var]
     return change(value)
 
@@ -112,7 +112,7 @@ class TimesAndSizes:
     policy: BatchSizePolicy
     schedules: Mapping[str, Schedule]
     values: Mapping[str, Schedule]
-    rule: RuleLike | None
+    rules: Mapping[str, Rule]
 
 
 def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
@@ -137,15 +137,16 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
         counts, lengths = spec.counts, spec.ordered_lengths(make_loading(config))
     schedules = imported(config, config.schedules, "schedules")
     sizes = imported(config, config.batch_size, "batch_size")
-    rule = imported(config, config.rule, "rule")
+    with source.at("rule"):
+        rules = as_rules(imported(config, config.rule, "rule"))
     with source.at("batch_size"):
-        sizes, schedules, rule = paired(sizes, schedules, rule)
+        sizes, schedules, rules = paired(sizes, schedules, rules)
     if data.is_endless and sizes.unit is TimeUnit.TOKEN and counts["tokens_per_sample"] is None:
         counts["tokens_per_sample"] = 1  # all is said in tokens, so samples do not matter
     with source.at("max_duration"):
         run = Horizon(config.max_duration, **counts, last_batch=ends, lengths=lengths)
     values = imported(config, config.values, "values")
-    return TimesAndSizes(run, sizes, schedules, values, rule)
+    return TimesAndSizes(run, sizes, schedules, values, rules)
 
 
 def _triggers(config: RunConfig) -> dict[str, tuple[Path, TimeLike | Trigger]]:
@@ -165,7 +166,7 @@ def base_values(config: RunConfig) -> dict[str, float]:
     Of several values, such as `betas`, the first counts, as in a run's ledger.
     """
     found = {}
-    for text in dict.fromkeys(("lr", *config.schedules)):
+    for text in dict.fromkeys(("lr", *as_rules(config.rule), *config.schedules)):
         name, value = _stated(config, text)
         if isinstance(value, list):
             value = dict(enumerate(value)).get(name.index or 0)
@@ -191,8 +192,8 @@ def effective(schedules: Mapping[str, Schedule], config: RunConfig) -> dict[str,
 
     An optimizer has a learning rate even if nothing changes it.
     """
-    if config.optimizer is not None or config.rule is not None:
-        schedules = {"lr": Constant(), **schedules}
+    unscheduled = [*(["lr"] if config.optimizer is not None else []), *as_rules(config.rule)]
+    schedules = {**dict.fromkeys(unscheduled, Constant()), **schedules}
     names = {text: _stated(config, text)[0] for text in schedules}
     found = {}
     for text, schedule in schedules.items():
@@ -310,7 +311,7 @@ def prepare_run(config: RunConfig, run: TimesAndSizes, *, resumes: bool = False)
             name: scaled(parse_trigger(every), "triggers", name)
             for name, (_, every) in triggers.items()
         },
-        rule=run.rule,
+        rule=run.rules,
         sequence_length=lengths and scaled(as_lengths(lengths), "sequence_length"),
         most_stages=MAX_STAGES,
         at=at,

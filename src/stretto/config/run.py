@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, final
 import yaml
 
 from stretto._location import local_path, open_plain, public
-from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareRootRule, Tokens
-from stretto.batching.policy import PositiveInt, Size
+from stretto.batching import Fixed, Pair, PiecewiseConstant, Tokens
+from stretto.batching.policy import FoundSize, PositiveInt
 from stretto.batching.rows import as_lengths
-from stretto.batching.split import RuleLike
+from stretto.batching.rules import Referenced, RuleLike
 from stretto.batching.steps import PolicyLike
 from stretto.config.kinds import Mistakes, parameters_of, section
 from stretto.config.targets import TARGET_PATTERN, Function, Target, TargetText
@@ -182,7 +182,7 @@ class RunConfig:
     step: Target | None = None
     """Makes a `stretto.TrainStep` of yours: called with `model`, with `optimizer` if the file has
     one, and with `loss` if it takes one."""
-    micro_batch_size: Size | Literal["auto"] | None = None
+    micro_batch_size: FoundSize | None = None
     """Most samples of one forward and backward pass on one rank, or most tokens, such as `8Ktok`;
     `auto`: as many samples as fit into memory; by default all its share."""
     world_size: PositiveInt | None = None
@@ -195,8 +195,8 @@ class RunConfig:
     values: dict[str, ScheduleLike] = field(default_factory=dict)
     """Numbers of your own on the clock, by name, for your loss or callbacks: `mtp_weight`."""
     rule: RuleLike | None = None
-    """How the learning rate follows the batch size, a rule or a function of yours; by default not
-    at all."""
+    """How the learning rate follows the batch size, a rule or a function of yours; or values by
+    name, `{betas.1: {half_life: 256}}`; by default not at all."""
     sequence_length: SequenceLength | None = None
     """Tokens of a sequence, which consecutive samples are joined to; by default those of a
     sample."""
@@ -380,7 +380,7 @@ def written(value: Any) -> Any:
         return written(value.schedules)
     if isinstance(value, Custom):
         return written(value.function)
-    if isinstance(value, (Timed, LinearRule, SquareRootRule)):
+    if isinstance(value, (Timed, Referenced)):
         kind: Any = type(value)
         own = {
             name: getattr(value, name)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from stretto._location import public
-from stretto.batching import Tokens, with_maximum
+from stretto.batching import Tokens, as_rules, with_maximum
 from stretto.config.plans import (
     TimesAndSizes,
     build_run,
@@ -39,6 +39,7 @@ from stretto.memory.examples import example_batches, resizable, unequal_samples
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.ranks import Ranks, find_device
 from stretto.runtime.sharded import is_fully_sharded
+from stretto.schedules.names import parse_name
 from stretto.timing import TimeUnit
 from stretto.training import (
     Callback,
@@ -115,7 +116,7 @@ def build_trainer(
         batch_size=run.policy,
         schedules=run.schedules,
         values=run.values,
-        rule=run.rule,
+        rule=run.rules,
         precision="fp32" if casts else config.precision,
         loading=make_loading(config),
         evaluate=[make_evaluation(config, number) for number in range(len(config.evaluate))],
@@ -156,9 +157,14 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
     if optimizer is not None:
         defaults: dict[str, Any] = getattr(trainer.optimizer, "defaults", {})
         target = import_target(optimizer.target)
-        scheduled = [name for name in ("lr", *config.schedules) if accepts(target, name)]
-        stated = {name: defaults.get(name) for name in scheduled}
-        numbers = {key: value for key, value in stated.items() if isinstance(value, (int, float))}
+        moved = map(parse_name, ("lr", *config.schedules, *as_rules(config.rule)))
+        keys = [key for key in dict.fromkeys(name.key for name in moved) if accepts(target, key)]
+        stated = {key: defaults.get(key) for key in keys}
+        numbers = {
+            key: [*value] if isinstance(value, tuple) else value
+            for key, value in stated.items()
+            if isinstance(value, (int, float, tuple))
+        }
         optimizer = replace(optimizer, arguments={**numbers, **optimizer.arguments})
     return replace(
         config,
@@ -413,7 +419,9 @@ def _examples(config: RunConfig, spec: DataSpec, amount: type[int]) -> Any:
     if spec.is_map_style:
         loading = make_loading(config)
         loader = StepLoader(spec, 1, max_duration="1ba", loading=loading, rank=0, world_size=1)
-        return unequal_samples(loader) if amount is Tokens else example_batches(loader)
+        if amount is Tokens:
+            return unequal_samples(loader, packed=loading.packed)
+        return example_batches(loader)
     for batch in spec.data:
         return resizable(spec, batch)
     raise ConfigError.cannot(

@@ -17,6 +17,7 @@ from stretto.data.containers import nodes
 from stretto.data.fetch import RankShare
 from stretto.data.indices import sample_seed, seeded_generators
 from stretto.data.spec import DataSpec, is_one_shot, sampler_of
+from stretto.data.tokens import tokens_of_rows, used_columns
 from stretto.errors import CheckpointError, DataError
 from stretto.runtime.packing import packed, unpack
 
@@ -32,6 +33,8 @@ class Chunk(NamedTuple):
     num_samples: int
     state: Any
     """The source's own state before the read; None if it has none."""
+    start: int
+    """Samples of the epoch before it."""
 
 
 class Position(NamedTuple):
@@ -123,6 +126,8 @@ class ChunkSource:
         self.epoch = 0
         self.example: Chunk | None = None
         """The last chunk that was read; None before the first one."""
+        self.is_compared = False
+        """Whether micro-batches are compared, to measure the noise: then samples are not sorted."""
         self._lengths: tuple[Chunk | None, list[int]] = None, []
         """A chunk, and the tokens of each of its samples."""
         self._kept = Position(0, None, 0, 0)
@@ -172,6 +177,20 @@ class ChunkSource:
         if self._lengths[0] is not chunk:
             self._lengths = chunk, self.spec.tokens_of_samples(chunk.batch, chunk.num_samples)
         return self._lengths[1]
+
+    def prices(self, chunk: Chunk) -> tuple[list[int], bool]:
+        """Return the tokens that each sample costs a micro-batch, and whether padding is cut off.
+
+        All cost as much as the longest one if padding is not cut off, or if samples are not sorted.
+        """
+        batch, number, spec = chunk.batch, chunk.num_samples, self.spec
+        counts_alike = spec.split_batch is None and spec.get_num_tokens_in_batch is None
+        found = used_columns(batch, number) if counts_alike else None
+        prices = found or tokens_of_rows(batch, number, is_padded=True) or [0]
+        if found is None:
+            prices += self._lengths_of(chunk)
+        is_sorted = found is not None and not self.is_compared
+        return prices if is_sorted else [max(prices)] * number, found is not None
 
     def start_epoch(self, epoch: int, *, state: Any = None, skip: int = 0, passed: int = 0) -> None:
         """Go to the start of an epoch or to the source's own `state`, then `skip` samples.
@@ -333,7 +352,7 @@ class ChunkSource:
                 raise
             num_samples = self.spec.count_samples(batch)
             if num_samples:
-                self.example = Chunk(batch, num_samples, state)
+                self.example = Chunk(batch, num_samples, state, self._passed)
                 return self.example
             first = False
 

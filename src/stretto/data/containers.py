@@ -164,8 +164,8 @@ def may_hold(batch: Any, num_samples: int) -> bool:
     return False
 
 
-def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any:
-    """Return some samples of a batch as a batch of the same kind; tensors are views.
+def take_samples(batch: Any, part: slice | list[int], num_samples: int | None = None) -> Any:
+    """Return some samples of a batch as a batch of the same kind; of a slice, tensors are views.
 
     >>> batch = {"x": torch.arange(4), "names": ["a", "b", "c", "d"], "scale": 0.5}
     >>> take_samples(batch, slice(1, None, 2))
@@ -173,7 +173,7 @@ def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any
 
     Args:
         batch: the batch; it is not changed.
-        part: which samples, as a slice with positive step.
+        part: which samples, as a slice with positive step or by their places.
         num_samples: the number of samples; by default, counted.
 
     Raises:
@@ -235,7 +235,12 @@ def join_samples(batches: Sequence[Any], counts: Sequence[int]) -> Any:
 
 
 def _cut(
-    node: Any, part: slice, num_samples: int, found: list[Any], *, is_root: bool = False
+    node: Any,
+    part: slice | list[int],
+    num_samples: int,
+    found: list[Any],
+    *,
+    is_root: bool = False,
 ) -> Any:
     """Return `part` of what is per sample in a batch, which is also added to `found`."""
     length, kind = _length(node), type(node)
@@ -248,7 +253,9 @@ def _cut(
         return node
     if _is_per_sample(node, num_samples, is_root=is_root):
         found.append(node)
-        return _sequence_like(node, list(node)[part])
+        items = list(node)
+        places = range(num_samples)[part] if isinstance(part, slice) else part
+        return _sequence_like(node, [items[place] for place in places])
     if kind is dict:
         return {key: _cut(item, part, num_samples, found) for key, item in node.items()}
     if kind is list or kind is tuple:
@@ -263,7 +270,7 @@ def _cut(
     return node
 
 
-def _rows(node: Any, part: slice, num_samples: int) -> Any:
+def _rows(node: Any, part: slice | list[int], num_samples: int) -> Any:
     """Return some samples of a tensor or array; not all kinds of them can be cut."""
     if isinstance(node, PackedSequence):
         raise not_cut(num_samples, "a PackedSequence in it holds steps, not samples")

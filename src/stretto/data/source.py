@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, final
 
 from stretto.batching import PolicyLike, Tokens
+from stretto.batching.metrics import NOISE
 from stretto.batching.rows import LengthsLike
 from stretto.data.chunks import (
     ChunkSource,
@@ -155,6 +156,7 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
         check_workers(spec, loading.num_workers)
         batches, own_rank = batched(spec, loading, chunk_size), part.rank if spec.sharded else 0
         chunks = ChunkSource(spec, batches, seed=loading.seed, rank=own_rank)
+        chunks.is_compared = NOISE in run.bound_policy.reads
         stream: Stream = SameStream(chunks, part)
         if spec.sharded:
             stream = OwnStreams(chunks, part, part.ranks.gather_dp)

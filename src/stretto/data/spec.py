@@ -244,15 +244,22 @@ class DataSpec:
             raise uncountable()
         return [int(count) for count in each if count is not None]
 
-    def take_samples(self, batch: Any, part: slice, num_samples: int) -> Any:
+    def take_samples(self, batch: Any, part: slice | list[int], num_samples: int) -> Any:
         """Return the samples of a batch of `num_samples` that `part` selects.
+
+        `split_batch` takes slices only.
 
         Raises:
             DataError: the batch cannot be cut; for example, it is packed.
         """
-        if self.split_batch is not None:
+        if self.split_batch is not None and isinstance(part, slice):
             return self.split_batch(batch, part)
-        if part.step in (None, 1) and part.start == 0 and part.stop >= num_samples:
+        if (
+            isinstance(part, slice)
+            and part.step in (None, 1)
+            and part.start == 0
+            and part.stop >= num_samples
+        ):
             return batch
         if self.get_num_samples_in_batch is not None:
             rows = count_samples(batch)

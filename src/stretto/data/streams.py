@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
-from stretto.batching import Split, Tokens
+from stretto.batching import Split, Tokens, pack
+from stretto.batching.pack import too_long
 from stretto.data.chunks import ChunkSource, Range, Room
 from stretto.data.fetch import (
     CountedBatch,
@@ -15,6 +16,7 @@ from stretto.data.fetch import (
     RankShare,
     share_sizes,
 )
+from stretto.data.tokens import narrowed
 from stretto.errors import DataError
 from stretto.ordering import evenly
 from stretto.planning import PlannedBatch
@@ -63,7 +65,25 @@ class Stream(ABC):
         """End the epoch."""
         self._source.next_epoch()
 
-    def _rows(self, one: Range, part: slice) -> Any:
+    def _packed(self, one: Range, world_size: int = 1, rank: int = 0) -> Iterator[CountedBatch]:
+        """Yield the micro-batches of a rank that shares some samples, within its token budget.
+
+        Raises:
+            BatchSizeError: a sample alone exceeds it.
+        """
+        budget, (prices, is_narrow) = self._part.micro_batch_size, self._source.prices(one.chunk)
+        assert budget is not None, "a budget"
+        longest = max(range(one.start, one.stop), key=prices.__getitem__)
+        if prices[longest] > budget:
+            raise too_long(one.chunk.start + longest, prices[longest], budget)
+        for places in pack(prices[one.start : one.stop], budget, world_size)[rank]:
+            rows = sorted(one.start + place for place in places) or [one.start]
+            is_run = rows[-1] - rows[0] < len(rows)
+            batch = self._rows(one, slice(rows[0], rows[-1] + 1) if is_run else rows)
+            columns = max(prices[row] for row in rows)
+            yield narrowed(batch, columns) if is_narrow else batch, len(places)
+
+    def _rows(self, one: Range, part: slice | list[int]) -> Any:
         return self._source.spec.take_samples(one.chunk.batch, part, one.chunk.num_samples)
 
 
@@ -85,8 +105,11 @@ class SameStream(Stream):
         return position - start
 
     def _cut(self, one: Range, position: int) -> Iterator[CountedBatch]:
-        """Yield strided views of this rank's samples."""
+        """Yield this rank's samples: strided views, or as the token budget has it."""
         world = self._part.world_size
+        if isinstance(self._part.micro_batch_size, Tokens):
+            yield from self._packed(one, world, self._part.rank)
+            return
         first = one.start + (self._part.rank - position) % world
         for count in share_sizes(self._part, one.size, position):
             if count == 0:
@@ -175,6 +198,9 @@ class OwnStreams(Stream):
         taken, tokens = 0, room.left if room else 0
         for one in self._source.take(count, room):
             start, taken = one.start, taken + one.size
+            if isinstance(most, Tokens):
+                self._micro_batches += self._packed(one)
+                continue
             for size in evenly(one.size, most=most):
                 part = slice(start, start + size)
                 self._micro_batches.append((self._rows(one, part), size))
@@ -217,43 +243,18 @@ def cut_steps(stream: Stream, kind: str, horizon: Horizon, plans: Plans) -> Iter
         if is_sized and plan.skipped:
             stream.next_epoch()
         room = Room(plan.decided) if isinstance(plan.decided, Tokens) else None
-        crossings: tuple[int, ...] = ()
-        if is_sized and room is None:
-            size = _sized(stream, kind, horizon, plan, start)
-        else:
-            size, crossings = _unsized(stream, kind, horizon, plan, start, room=room)
+        size, crossings = _taken(stream, kind, horizon, plan, start, room=room)
         micro_batches = stream.micro_batches()
         is_full = room.left <= 0 or not crossings if room else size == plan.size
         if horizon.last_batch == "drop" and not is_full:
             micro_batches = []
+        if is_sized and plan.ends_epochs > len(crossings):
+            stream.next_epoch()  # what is left of this one is dropped
         read = plan._replace(size=size, ends_epochs=len(crossings)) if room else plan
         yield FetchedStep(read, micro_batches, size, () if is_sized else crossings)
 
 
-def _sized(stream: Stream, kind: str, horizon: Horizon, plan: PlannedBatch, start: int) -> int:
-    """Take exactly the samples of the plan, from as many epochs as it spans."""
-    num_samples = horizon.dataset_num_samples
-    assert num_samples is not None
-    within, taken = plan.timestamp.sample_in_epoch + start - plan.timestamp.sample, 0
-    while taken < plan.size:
-        wanted = min(plan.size - taken, num_samples - within)
-        found = stream.take(wanted, start + taken)
-        if not found and not within:
-            raise _empty(kind)
-        if found < wanted:
-            raise _wrong_length(num_samples, f"they end after {within + found}")
-        taken, within = taken + wanted, within + wanted
-        if within == num_samples:
-            if not stream.is_at_end:
-                raise _wrong_length(num_samples, "they have more")
-            stream.next_epoch()
-            within = 0
-    if horizon.last_batch == "drop" and plan.ends_epochs and within:
-        stream.next_epoch()
-    return taken
-
-
-def _unsized(
+def _taken(
     stream: Stream,
     kind: str,
     horizon: Horizon,
@@ -262,7 +263,11 @@ def _unsized(
     *,
     room: Room | None,
 ) -> tuple[int, tuple[int, ...]]:
-    """Take up to the samples of the plan, and up to its tokens; an epoch ends with the data."""
+    """Take up to the samples of the plan, and up to its tokens; an epoch ends with the data.
+
+    Returns:
+        The samples, and how many of them come after each end of an epoch.
+    """
     taken, ends_at = 0, list[int]()
     while taken < plan.size:
         found = stream.take(plan.size - taken, start + taken, room)
@@ -276,8 +281,9 @@ def _unsized(
         after = plan.timestamp._replace(epoch=plan.timestamp.epoch + len(ends_at))
         if horizon.last_batch != "carry" or horizon.is_done(after):
             break
-    num_samples, within = horizon.dataset_num_samples, plan.timestamp.sample_in_epoch
+    num_samples = horizon.dataset_num_samples
     if num_samples is not None:
+        within = plan.timestamp.sample_in_epoch + start - plan.timestamp.sample
         ends = [within + end for end in ends_at]
         if ends != [*range(num_samples, within + taken + 1, num_samples)]:
             why = f"they end after {ends[0]}" if ends else "they have more"

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from stretto.data.containers import named, nodes
+from stretto.data.containers import mapped, named, nodes
 from stretto.errors import DataError
 
 IGNORED_LABEL = -100
@@ -41,8 +41,15 @@ def counts_padding(batch: Any) -> bool:
     return any("input_ids" in part and "attention_mask" not in part for part in _named_parts(batch))
 
 
-def tokens_of_rows(batch: Any, num_rows: int) -> list[int] | None:
-    """Return the tokens of each row of a batch, as `count_tokens` counts them.
+_COLUMNS = (
+    *("input_ids", "attention_mask", "labels"),
+    *("position_ids", "token_type_ids", "special_tokens_mask"),
+)
+"""Tensors of a batch with one column for each token."""
+
+
+def tokens_of_rows(batch: Any, num_rows: int, *, is_padded: bool = False) -> list[int] | None:
+    """Return the tokens of each row of a batch, as `count_tokens` counts them, or with padding.
 
     None: the batch must be cut to tell.
 
@@ -59,9 +66,46 @@ def tokens_of_rows(batch: Any, num_rows: int) -> list[int] | None:
         rows: Any = mask if is_mask else part["input_ids"]
         if rows.is_nested or rows.dim() != 2 or len(rows) != num_rows:
             return None
-        counts = (rows != 0 if is_mask else torch.ones_like(rows)).sum(1)
+        counts = (rows != 0 if is_mask and not is_padded else torch.ones_like(rows)).sum(1)
         total = counts if total is None else total + counts
     return None if total is None else total.tolist()
+
+
+def used_columns(batch: Any, num_rows: int) -> list[int] | None:
+    """Return how many columns of each row hold more than padding; None: none can be cut off.
+
+    None may be if there is no `attention_mask`, or something unknown has as many columns.
+
+    >>> mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    >>> used_columns({"attention_mask": mask, "input_ids": mask}, 2)
+    [2, 1]
+    >>> used_columns({"attention_mask": mask, "images": torch.zeros(2, 4)}, 2)
+    """
+    part = named(batch)
+    mask, labels = part.get("attention_mask"), part.get("labels")
+    if not _is_tensor(mask) or mask.is_nested or mask.dim() != 2 or len(mask) != num_rows:
+        return None
+    known, width = {id(part.get(name)) for name in _COLUMNS}, mask.size(1)
+    if not width or any(_has_columns(one, width) and id(one) not in known for one in nodes(batch)):
+        return None
+    used = mask != 0
+    if _is_tensor(labels) and labels.shape == mask.shape:
+        used = used | (labels != IGNORED_LABEL)
+    return (used * torch.arange(1, width + 1, device=mask.device)).amax(1).clamp(min=1).tolist()
+
+
+def narrowed(batch: Any, columns: int) -> Any:
+    """Return a batch with its first columns, of which `used_columns` says how many it needs.
+
+    >>> narrowed({"attention_mask": torch.tensor([[1, 1, 0, 0]])}, 2)
+    {'attention_mask': tensor([[1, 1]])}
+    """
+    width = named(batch)["attention_mask"].size(1)
+    return mapped(lambda one: one[:, :columns] if _has_columns(one, width) else one, batch)
+
+
+def _has_columns(node: Any, width: int) -> bool:
+    return _is_tensor(node) and not node.is_nested and node.dim() > 1 and node.size(1) == width
 
 
 def count_target_tokens(batch: Any, *, shifts_labels: bool | None = None) -> int:

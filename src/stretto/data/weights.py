@@ -23,9 +23,14 @@ UnitCounter: TypeAlias = Callable[[Any], int] | None
 
 
 def unit_counter(units: Units, *, shifts_labels: bool | None = None) -> UnitCounter:
-    """Return what counts these units; for `shifts_labels`, see `Stepping.shifts_labels`."""
+    """Return what counts these units; for `shifts_labels`, see `Stepping.shifts_labels`.
+
+    Raises:
+        TrainingError: there are no such units.
+    """
     if callable(units):
         return partial(_counted, units)
+    one_of(units, "units", ("samples", "tokens"), TrainingError)
     return TargetTokens(shifts_labels=shifts_labels) if units == "tokens" else None
 
 
@@ -84,16 +89,6 @@ def nothing_to_learn(step: Step) -> TrainingError:
         why="its batch has no units, such as target tokens, to weight the loss by",
         instead="give labels other than -100, or weight the loss by samples",
     )
-
-
-def check_units(units: Units) -> None:
-    """Refuse what is no unit of a loss.
-
-    Raises:
-        TrainingError: it is none.
-    """
-    if not callable(units):
-        one_of(units, "units", ("samples", "tokens"), TrainingError)
 
 
 class MicroBatchView(NamedTuple):

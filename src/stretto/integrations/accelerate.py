@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import Step, count_target_tokens, move_batch
-from stretto.data.weights import Units, check_units
+from stretto.data.weights import Units, unit_counter
 from stretto.errors import DataError
 from stretto.integrations.counts import micro_batches_in_epoch
 from stretto.integrations.loss_checks import WEIGH, FirstStep, has_gradient, warn_of_batch_norm
@@ -94,7 +94,7 @@ def attach(
         (is_own, f"use gradient_accumulation_steps={steps}", BY_SIZE, "leave it out"),
         (prepared, f"read {type(data).__name__}", "it is cut for ranks", "do not prepare the data"),
     )
-    check_units("samples" if units is None else units)
+    unit_counter("samples" if units is None else units)  # checks them
     if micro_batch_size is None and isinstance(data, DataLoader):
         micro_batch_size = data.batch_size
     run = prepare(

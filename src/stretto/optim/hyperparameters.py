@@ -8,11 +8,18 @@ from typing import Any, NamedTuple, TypeAlias, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.batching import RuleLike, as_rule
+from stretto.batching import Rule, RuleLike, as_rules
+from stretto.batching.rules import moved
 from stretto.errors import ScheduleError
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
-from stretto.schedules.fields import checked_factor
-from stretto.schedules.names import check_group, find_name, group_name, parse_name
+from stretto.schedules.names import (
+    Name,
+    check_group,
+    find_name,
+    group_name,
+    most_specific,
+    parse_name,
+)
 from stretto.schedules.schedule import Base, Column, product_of
 from stretto.timing import Horizon, Timestamp
 
@@ -163,7 +170,7 @@ _Factor: TypeAlias = tuple[Schedule, BoundSchedule]
 
 
 class _Value(NamedTuple):
-    """One number in one parameter group: its base, times its factor, times the rule's."""
+    """One number in one parameter group: its base, times its factor, as its rule moves that."""
 
     number: int
     key: str
@@ -171,11 +178,11 @@ class _Value(NamedTuple):
     """Its index if the key has several values, such as `betas`."""
     base: float
     factor: _Factor
+    rule: Rule | None
 
-    def at(self, timestamp: Timestamp, rule: float) -> float:
-        """Return the value at a time."""
-        value = self.base * self.factor[1](timestamp)
-        return value * rule if self.key == "lr" else value
+    def at(self, timestamp: Timestamp, size: int) -> float:
+        """Return the value at a time, for batches of a size."""
+        return moved(self.rule, self.base * self.factor[1](timestamp), size)
 
 
 @final
@@ -209,7 +216,8 @@ class Hyperparameters:
             says for all.
         horizon: the run.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a
-            function `size -> factor`; None: not at all.
+            function `size -> factor`; or values by name, of which the one that says most counts:
+            `{"lr": LinearRule(256), "lr@head": SquareRootRule(256)}`; None: not at all.
         bound: those schedules that `prepare` has bound to the run; the others are bound here.
 
     Raises:
@@ -220,7 +228,7 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
-    __slots__ = ("_named", "_only", "_schedules", "_values", "base", "optimizer", "rule")
+    __slots__ = ("_named", "_only", "_rules", "_schedules", "_values", "base", "optimizer")
 
     def __init__(
         self,
@@ -231,9 +239,9 @@ class Hyperparameters:
         rule: RuleLike | None = None,
         bound: Mapping[str, BoundSchedule] | None = None,
     ) -> None:
-        self._schedules = read_schedules(optimizer, schedules)
-        self.rule = None if rule is None else as_rule(rule)
-        """How learning rates follow the batch size; None: not at all."""
+        self._rules = as_rules(rule)
+        followed = {**dict.fromkeys(self._rules, 1.0), **check_names(schedules)}
+        self._schedules = read_schedules(optimizer, followed)
         # Its groups are looked up each time: loading a state puts new ones in their place.
         self.optimizer = optimizer
         """What is written to."""
@@ -266,13 +274,15 @@ class Hyperparameters:
                 if initial is None:
                     initial = plain(group.setdefault(f"{INITIAL}{key}", plain(group[key])))
                     initial = initial if index is None else initial[index]
-                by_key.setdefault(key, []).append(_Value(number, key, index, initial, factor))
+                name = Name(key, index, group_name(number, group))
+                rule = most_specific(self._rules, name, group)
+                by_key.setdefault(key, []).append(_Value(number, key, index, initial, factor, rule))
             self._values += by_key.values()
         self._named = {name: self._value_of(name) for name in each}
         # Setting it is one multiplication: the common case, twice as fast by itself.
         first = self._values[0][0] if sum(map(len, self._values)) == 1 else None
         is_plain = first is not None and isinstance(groups[first.number][first.key], (int, float))
-        self._only = first if is_plain and self.rule is None else None
+        self._only = first if is_plain and not self._rules else None
 
     def _value_of(self, text: str) -> _Value:
         """Return the value that a name stands for: the first of several."""
@@ -297,12 +307,18 @@ class Hyperparameters:
         """The same, each with what it is when bound to the run."""
         return {name: value.factor for name, value in self._named.items()}
 
+    @property
+    def rules(self) -> dict[str, Rule]:
+        """How values follow the batch size, by the names of those that do: for a plan."""
+        each = {name: value.rule for name, value in self._named.items()}
+        return {name: rule for name, rule in each.items() if rule is not None}
+
     def apply(self, timestamp: Timestamp, batch_size: int | None = None) -> None:
         """Set every scheduled value for the batch that starts at `timestamp`.
 
         Args:
             timestamp: the clock before the batch.
-            batch_size: the size that the policy decided for it; a learning rate rule needs it.
+            batch_size: the size that the policy decided for it; a rule needs it.
 
         Raises:
             ScheduleError: there is a rule and no batch size.
@@ -312,15 +328,12 @@ class Hyperparameters:
             value = only.base * only.factor[1](timestamp)
             self.optimizer.param_groups[only.number][only.key] = value
             return
-        rule = 1.0
-        if self.rule is not None:
-            if batch_size is None:
-                why, instead = "a learning rate rule needs it", "pass step.batch_size"
-                raise ScheduleError.bad("batch_size", None, why, instead)
-            rule = checked_factor(self.rule(batch_size), self.rule)
+        if batch_size is None and self._rules:
+            why, instead = "a rule needs it", "pass step.batch_size"
+            raise ScheduleError.bad("batch_size", None, why, instead)
         for values in self._values:
             first, *_ = values
-            found = [one.at(timestamp, rule) for one in values]
+            found = [one.at(timestamp, batch_size or 0) for one in values]
             group = self.optimizer.param_groups[first.number]
             write(group, first.key, found[0] if first.item is None else tuple(found))
 

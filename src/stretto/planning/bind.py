@@ -10,14 +10,14 @@ from typing import NoReturn, TypeAlias, final
 from stretto.batching import (
     BatchSizePolicy,
     Bound,
-    LearningRateRule,
     PolicyLike,
+    Rule,
     RuleLike,
     as_policy,
-    as_rule,
+    as_rules,
 )
 from stretto.batching.rows import LENGTH, LengthsLike, as_rows, in_rows, length_of
-from stretto.batching.split import Referenced
+from stretto.batching.rules import Referenced
 from stretto.errors import PlanError, StrettoError
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, bind_sizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
@@ -56,7 +56,8 @@ class Prepared:
     schedules: Mapping[str, Schedule]
     bound_schedules: Mapping[str, BoundSchedule]
     bound_triggers: Mapping[str, BoundTrigger]
-    rule: LearningRateRule | None
+    rules: Mapping[str, Rule]
+    """How values follow the batch size, by hyper-parameter."""
     values: Mapping[str, Schedule]
     """What values of the user's own follow, by their names."""
     bound_values: Mapping[str, BoundSchedule]
@@ -150,7 +151,7 @@ def bind_run(
         schedules: by hyper-parameter.
         values: by a name of the user's own.
         triggers: by name.
-        rule: how learning rates follow the batch size.
+        rule: how learning rates, or values by name, follow the batch size.
         sequence_length: the tokens of a row, which joins consecutive samples of equal length;
             None: each sample is on its own.
         most_stages: refuse sizes that change more often.
@@ -163,11 +164,12 @@ def bind_run(
         ConversionError: a time needs a fact that is not known.
         ScheduleError: a schedule does not fit into the run.
     """
-    read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
+    rules = as_rules(rule)
+    given = {**dict.fromkeys(rules, 1.0), **(schedules or {})}
+    read = {name: as_schedule(schedule) for name, schedule in given.items()}
     own = {name: as_schedule(schedule) for name, schedule in (values or {}).items()}
     check_value_names(own, read if sequence_length is None else [*read, LENGTH])
     fires = {name: parse_trigger(trigger) for name, trigger in (triggers or {}).items()}
-    learning_rate_rule = None if rule is None else as_rule(rule)
     facts, sizes, refusal, rows = horizon.with_batch_sizes(None), None, None, None
     with at("sequence_length"):
         if sequence_length is not None:
@@ -180,8 +182,9 @@ def bind_run(
         if rows is not None:
             bound_policy = in_rows(bound_policy, rows, facts)
             own[LENGTH] = length_of(bound_policy, facts)
-        if isinstance(learning_rate_rule, Referenced):
-            learning_rate_rule = learning_rate_rule.bind(bound_policy.unit, facts.tokens_per_sample)
+        unit, each = bound_policy.unit, facts.tokens_per_sample
+        for name, follows in rules.items():
+            rules[name] = follows.bind(unit, each) if isinstance(follows, Referenced) else follows
         try:
             sizes = PlannedSizes(facts, policy, bound=bound_policy, most_stages=most_stages)
             horizon = horizon_of(sizes)
@@ -217,7 +220,7 @@ def bind_run(
         read,
         bound["schedules"],
         due,
-        learning_rate_rule,
+        rules,
         own,
         bound["values"],
         left_out,

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, final
 
-from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike
+from stretto.batching import BatchSizePolicy, PolicyLike, Rule, RuleLike
 from stretto.batching.pack import checked_micro_batch, num_passes
 from stretto.batching.policy import Tokens, as_float, checked_world_size
 from stretto.batching.rows import LengthsLike, check_holds_row
-from stretto.batching.split import is_learning_rate
+from stretto.batching.rules import is_learning_rate
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
 from stretto.planning.borders import Change, borders_of, changes_of, split_at
@@ -28,7 +28,9 @@ from stretto.planning.stages import (
     make_event,
     on_base,
     rows_text,
+    rules_of,
     warnings_of,
+    without_base,
 )
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
 from stretto.timing import Horizon, Time, TimeLike, Timestamp, Trigger
@@ -257,7 +259,8 @@ def plan(
         schedules: a schedule for each hyper-parameter: `lr`, `weight_decay`, `lr@group`, ...
         values: a schedule for each value of your own, by its name.
         base: what the schedules' factors multiply; by default, 1.
-        rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, ...
+        rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, ...; or
+            values by name: `{"betas.1": HalfLifeRule(256)}`.
         triggers: names and times of repeated events: `{"evaluate": "10%"}`.
         sequence_length: tokens of a row of samples of equal length: `"0tok:4096 252Mtok:8192"`.
         tracks_tokens: whether the data can count the tokens of a batch.
@@ -297,6 +300,7 @@ def plan_prepared(
     micro_batch_size: int | str | None = None,
     even: bool = False,
     values: Mapping[str, tuple[Schedule, BoundSchedule]] | None = None,
+    rules: Mapping[str, Rule] | None = None,
     base: Mapping[str, float] | None = None,
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
@@ -311,6 +315,7 @@ def plan_prepared(
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         values: by hyper-parameter, its schedule and the same bound, as an optimizer combines them;
             None: the schedules of the run.
+        rules: by hyper-parameter, its rule, as an optimizer has it; None: the rules of the run.
         base: what the schedules' factors multiply; by default, 1.
         tracks_tokens: whether the data can count the tokens of a batch.
         resume_at: where a run resumes; earlier stages are not checked.
@@ -330,8 +335,12 @@ def plan_prepared(
         check_tokens(run)
     sizes = run.planned_sizes()
     known, unknown = known_schedules(run.facts, values)
+    rules = rules_of(run) if rules is None else rules
+    for name, line in without_base(rules, base).items():
+        known.pop(name, None)
+        unknown.append(line)
     horizon = run.horizon if sizes.is_exact else run.facts.with_batch_sizes(sizes)
-    at = hyperparameters(run.facts, known, base, run.rule)
+    at = hyperparameters(run.facts, known, base, rules)
     schedules = {name: one for name, (one, _) in values.items() if name in known}
     stages = tuple(
         replace(

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
-from stretto.batching import BatchSizePolicy, Bound, LearningRateRule, Tokens
-from stretto.batching.split import even_unit, in_rows, is_learning_rate, not_even, split
+from stretto.batching import BatchSizePolicy, Bound, Rule, Tokens
+from stretto.batching.rules import Referenced, moved
+from stretto.batching.split import even_unit, in_rows, not_even, split
 from stretto.errors import ConversionError, PlanError, samples_text
 from stretto.planning.bind import Prepared
 from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, on_data, unknown_count
 from stretto.schedules import BoundSchedule, Schedule
-from stretto.schedules.fields import checked_factor
-from stretto.schedules.names import parse_name
+from stretto.schedules.names import most_specific, parse_name
 from stretto.schedules.schedule import Base
 from stretto.timing import Axis, BoundTrigger, Horizon, Timestamp, TimeUnit
 from stretto.timing.epochs import UnknownCountError, known_counts, unknown_counters
@@ -183,8 +183,7 @@ def on_base(name: str, run: Prepared, base: Mapping[str, float]) -> tuple[Schedu
     if name not in base:
         return schedule, known
     value, names = base[name], [parse_name(text) for text in (name, *run.schedules)]
-    has_betas = any(one.key == "betas" for one in names)
-    settings: dict[str, Any] = {"betas": (0.9, 0.999)} if has_betas else {"momentum": 0.9}
+    settings = _settings(run)
     names = [one.of(settings) for one in names]
     columns = [(one.key, one.index or (0 if one.key == "betas" else None)) for one in names]
     key, index = columns[0]
@@ -193,15 +192,40 @@ def on_base(name: str, run: Prepared, base: Mapping[str, float]) -> tuple[Schedu
     return found, known if found is schedule else found.bind(run.horizon)
 
 
+def _settings(run: Prepared) -> dict[str, Any]:
+    """Return settings of the kind of optimizer whose values are scheduled, as far as is known."""
+    has_betas = any(parse_name(text).key == "betas" for text in run.schedules)
+    return {"betas": (0.9, 0.999)} if has_betas else {"momentum": 0.9}
+
+
+def rules_of(run: Prepared) -> dict[str, Rule]:
+    """Return the rule of each value that follows one, by the name that it is shown by."""
+    settings = _settings(run)
+    each = {
+        text: most_specific(run.rules, parse_name(text).of(settings), settings)
+        for text in run.schedules
+    }
+    return {text: rule for text, rule in each.items() if rule is not None}
+
+
+def without_base(rules: Mapping[str, Rule], base: Mapping[str, float]) -> dict[str, str]:
+    """Return a line for each value that a rule gives nothing of, because its base is not known."""
+    return {
+        name: f"{name} follows {rule!r} from a value that is not stated, so it is not shown"
+        for name, rule in rules.items()
+        if isinstance(rule, Referenced) and rule.is_of_averages and name not in base
+    }
+
+
 def hyperparameters(
     horizon: Horizon,
     bound: Mapping[str, BoundSchedule],
     base: Mapping[str, float],
-    rule: LearningRateRule | None,
+    rules: Mapping[str, Rule],
 ) -> Values:
     """Return every hyper-parameter as a function of the clock and the decided batch size.
 
-    A value is its base times the schedule's factor. Learning rates are also multiplied by the rule.
+    A value is its base times the schedule's factor, as its rule moves that.
     """
     hidden = unknown_counters(horizon)
 
@@ -217,9 +241,7 @@ def hyperparameters(
                     why=f"its function reads {error.name!r}, which only the run knows",
                     instead=f"declare it: Custom(function, reads='{error.unit}')",
                 ) from None
-            if rule is not None and is_learning_rate(name):
-                value *= checked_factor(rule(size), rule)
-            found[name] = value
+            found[name] = moved(rules.get(name), value, size)
         return found
 
     return values

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsFloat, final
+from typing import Any, SupportsFloat, TypeVar, final
 
 from stretto.errors import ScheduleError, nearest
 
+Found = TypeVar("Found")
 _FORM = re.compile(r"([^\W\d]\w*)(?:\.([0-9]{1,4}))?(?:@(.+))?", re.DOTALL)
 
 
@@ -73,6 +74,31 @@ def find_name(text: str, settings: Mapping[str, Any]) -> Name:
         raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead=instead)
     check_index(text, name, settings[name.key])
     return name
+
+
+def most_specific(
+    found: Mapping[str, Found], name: Name, settings: Mapping[str, Any]
+) -> Found | None:
+    """Return what is said of one value, by the name that says most; a group counts before an index.
+
+    >>> most_specific({"lr": 1, "lr@head": 2}, Name("lr", group="head"), {"lr": 0.1})
+    2
+
+    Raises:
+        ScheduleError: two names say it alike, such as `momentum` and `betas.0`.
+    """
+    reach: dict[tuple[bool, bool], str] = {}
+    for text in found:
+        other = parse_name(text).of(settings)
+        is_of_value = other.index in (None, name.index or 0) and other.group in (None, name.group)
+        if other.key == name.key and is_of_value:
+            place = other.group is not None, other.index is not None
+            if place in reach:
+                why, instead = "both are of one value", "leave one out"
+                what = f"follow {reach[place]!r} and {text!r}"
+                raise ScheduleError.cannot(what, why=why, instead=instead)
+            reach[place] = text
+    return found[reach[max(reach)]] if reach else None
 
 
 def check_group(text: str, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -132,7 +132,8 @@ class Trainer:
         values: numbers of your own on the clock, such as the weight of a loss: by name, a schedule
             or several that multiply. `run.values` and `step.values` have them.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a
-            function `size -> factor`; None: not at all.
+            function `size -> factor`; or values by name, `{"betas.1": HalfLifeRule(256)}`; None:
+            not at all.
         precision: what autocast computes in: `"fp32"`, `"bf16"` or `"fp16"`.
         clip_norm: the largest norm of the whole step's gradient.
         compile: whether the model runs through `torch.compile`.

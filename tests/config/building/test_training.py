@@ -114,7 +114,7 @@ def test_everything_is_handed_over(tmp_path: Path) -> None:
         ),
         folder=tmp_path,
     )
-    assert trainer.run.hyperparameters.rule == SquareRootRule(8)
+    assert trainer.run.hyperparameters.rules == {"lr": SquareRootRule(8)}
     assert trainer.plan is not None
     assert trainer.plan.micro_batch_size == 3
     trainer.fit()

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from stretto import plan
-from stretto.batching import SizeFunction, Tokens
+from stretto.batching import NoiseScale, SizeFunction, Tokens
 from stretto.batching.policy import BatchSizePolicy
 from stretto.data import DataSpec, Step, StepLoader
-from stretto.errors import DataError, PlanError
+from stretto.errors import BatchSizeError, DataError, PlanError
 from stretto.timing import Horizon, LastBatch, TimeUnit
 
 
@@ -387,3 +387,126 @@ def test_a_step_that_is_taken_back_comes_again() -> None:
 def test_learning_rates_follow_the_tokens_that_were_decided() -> None:
     loader = StepLoader(Texts(MIXED, [4]), "0tok:8tok 8tok:16tok", max_duration="1ep")
     assert [repr(step.batch_size) for step in loader] == ["'8tok'", "'16tok'"]
+
+
+# --- micro-batches with a budget of tokens
+
+
+def budgeted(spec: Any, budget: int, **settings: Any) -> list[StepLoader]:
+    world = settings.pop("world", 1)
+    return [
+        StepLoader(
+            spec,
+            settings.get("batch_size", "40tok"),
+            max_duration="1ep",
+            micro_batch_size=Tokens(budget),
+            rank=rank,
+            world_size=world,
+        )
+        for rank in range(world)
+    ]
+
+
+@settings(max_examples=40)
+@given(LENGTHS, CHUNKS, st.integers(9, 40), st.sampled_from([1, 2, 4]), st.integers(1, 60))
+def test_no_micro_batch_exceeds_the_budget_with_its_padding(
+    lengths: list[int], chunks: list[int], budget: int, world: int, tokens: int
+) -> None:
+    loaders = budgeted(
+        Texts(lengths, chunks), budget, world=world, batch_size=Tokens(max(world, tokens))
+    )
+    seen = []
+    for steps in zip(*loaders, strict=True):
+        assert len({len(step) for step in steps}) == 1
+        for step in steps:
+            for micro in step:
+                ids, mask = micro.batch["input_ids"], micro.batch["attention_mask"]
+                assert ids.numel() <= budget
+                assert ids.shape == mask.shape
+                assert torch.equal(ids, mask * 7)
+                assert mask.sum(1).max() == mask.size(1), "padded to its longest row alone"
+                assert not micro.num_samples or micro.num_tokens == int(mask.sum())
+                assert micro.weight == micro.num_samples * world / step.num_samples
+            seen += own(step)
+        for loader in loaders:
+            loader.finish(tokens=0, seconds=0.0)
+    assert sorted(seen) == [*range(len(lengths))]
+
+
+def test_ranks_with_their_own_streams_run_equally_many_micro_batches() -> None:
+    make = ranks_of([[8, 8, 8, 8], [2] * 20])
+
+    def work(rank: int) -> list[list[list[int]]]:
+        loader = StepLoader(make(rank), "32tok", max_duration="1ep", micro_batch_size=Tokens(8))
+        for step in loader:
+            assert all(micro.batch["input_ids"].numel() <= 8 for micro in step)
+        loader = StepLoader(make(rank), "32tok", max_duration="1ep", micro_batch_size=Tokens(8))
+        return [[numbers(one.batch) if one.num_samples else [] for one in step] for step in loader]
+
+    first, second = on_ranks(2, work)
+    assert list(map(len, first)) == list(map(len, second))
+    assert [one for step in first for micro in step for one in micro] == [0, 1, 2, 3]
+    assert sorted(one for step in second for micro in step for one in micro) == [*range(1000, 1020)]
+
+
+def test_samples_of_like_length_are_together() -> None:
+    (loader,) = budgeted(Texts([8, 1, 8, 1, 1, 1], [6]), 16)
+    assert [numbers(micro.batch) for micro in next(loader)] == [[0, 2], [1, 3, 4, 5]]
+
+
+def test_they_are_not_sorted_where_the_noise_is_measured() -> None:
+    sizes = NoiseScale(Tokens(20), Tokens(40))
+    (loader,) = budgeted(Texts([8, 1, 8, 1, 1, 1], [6]), 16, batch_size=sizes)
+    assert [numbers(micro.batch) for micro in next(loader)] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("data", [Texts([3, 2, 30, 4], [2]), Texts([3, 2, 30], [9])])
+def test_a_sample_above_the_budget_is_refused_with_its_place_and_length(data: Texts) -> None:
+    (loader,) = budgeted(data, 16)
+    with pytest.raises(BatchSizeError, match=r"sample 2 of 30 tokens.* 16 tokens"):
+        list(loader)
+
+
+def unlike(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return batch | {"scores": torch.zeros(batch["input_ids"].shape)}
+
+
+def ids_alone(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one for name, one in batch.items() if name != "attention_mask"}
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        padded([2, 4, 1, 1], 0, side="left"),
+        unlike(padded([2, 4, 1, 1], 0)),
+        ids_alone(padded([2, 4, 1, 1], 0)),
+        padded([2, 4, 1, 1], 0) | {"labels": torch.zeros(4, 4, dtype=torch.int64)},
+    ],
+    ids=["left padding", "something unknown", "no mask", "targets in the padding"],
+)
+def test_only_what_is_padding_is_cut_off(batch: Any) -> None:
+    """The others cost their whole width."""
+    (loader,) = budgeted(iter([batch]), 8)
+    micros = [micro for step in loader for micro in step]
+    assert [micro.batch["input_ids"].shape for micro in micros] == [(2, 4), (2, 4)]
+
+
+def test_labels_are_cut_like_their_inputs() -> None:
+    labels = torch.where(padded([2, 4, 1, 1], 0)["attention_mask"] > 0, 5, -100)
+    (loader,) = budgeted(iter([padded([2, 4, 1, 1], 0) | {"labels": labels}]), 4)
+    shapes = [micro.batch["labels"].shape for micro in next(loader)]
+    assert shapes == [(1, 4), (2, 2), (1, 1)]
+
+
+def test_a_function_of_yours_prices_all_like_the_longest() -> None:
+    batches = iter([{"x": torch.arange(8.0).view(4, 2), "frames": torch.tensor([3, 5, 2, 4])}])
+    spec = DataSpec(batches, get_num_tokens_in_batch=lambda batch: int(batch["frames"].sum()))
+    (loader,) = budgeted(spec, 10)
+    assert [micro.batch["frames"].tolist() for micro in next(loader)] == [[3, 5], [2, 4]]
+
+
+def test_names_go_with_their_samples() -> None:
+    batch: dict[str, Any] = {**padded([1, 4, 1, 4], 0), "names": ["a", "b", "c", "d"]}
+    (loader,) = budgeted(iter([Row(batch)]), 8)
+    assert [micro.batch["names"] for micro in next(loader)] == [["b", "d"], ["a", "c"]]

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.data import DataSpec
-from stretto.data.weights import Units, check_units
+from stretto.data.weights import Units, unit_counter
 from stretto.errors import DataError
 from stretto.integrations.lightning.callback import (
     LightningCallback,
@@ -85,7 +85,7 @@ def attach(
     """
     when = {} if every is None else every
     check_lightning(trainer, when)
-    check_units(units)
+    unit_counter(units)  # checks them
     LightningCallback.leave(trainer)  # one that was attached before
     module = data if isinstance(data, LightningDataModule) else None
     if module is not None:
