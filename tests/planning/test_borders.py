@@ -29,6 +29,7 @@ from stretto.schedules import (
     ScheduleLike,
     StepDecay,
 )
+from stretto.schedules.fields import name_of
 from stretto.schedules.scope import MOST_BORDERS
 from stretto.timing import Horizon, LastBatch
 
@@ -66,7 +67,7 @@ def begun(schedule: ScheduleLike, run: str = "100ba") -> list[int]:
          [5, 20, 50, 80]),
         (Periods([("50%", Periods([("10ba", 1), ("rest", 2)])), ("rest", 3)]), [10, 50]),
     ],
-    ids=lambda value: repr(value).partition(" at 0x")[0],
+    ids=name_of,
 )  # fmt: skip
 def test_a_row_begins_where_the_formula_changes(schedule: ScheduleLike, batches: list[int]) -> None:
     assert begun(schedule) == batches
@@ -164,7 +165,7 @@ def said(schedule: ScheduleLike, **given: object) -> list[str]:
         (Periods([("30ba", 1), ("rest", 1)]), []),
         (Periods([("1ba", 0.5), ("rest", 1)]), ["1 changes to 0.2"]),
     ],
-    ids=repr,
+    ids=name_of,
 )  # fmt: skip
 def test_words_say_what_begins(schedule: ScheduleLike, words: list[str]) -> None:
     assert said(schedule) == words

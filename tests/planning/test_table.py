@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ from hypothesis import strategies as st
 from stretto.batching import DoublingRamp, LinearRamp, LinearRule
 from stretto.planning import Plan, plan
 from stretto.report import plan_table
-from stretto.schedules import Cosine, Linear, Periods, Schedule
-from stretto.timing import Horizon, Timer
+from stretto.schedules import Cosine, Custom, Linear, Periods, Schedule
+from stretto.timing import Horizon
 
 FOLDER = Path(__file__).parent / "tables"
 LR = Periods([("5%", Linear(0, 1)), ("rest", Cosine())])
@@ -84,10 +83,10 @@ def test_no_line_is_wider_than_100(n: int, size: int, values: int, rows: int, wo
     assert widest(planned, rows) <= 100
 
 
-def unknown_inside(shape: Schedule, horizon: Horizon) -> Callable[[Timer], float]:
+def unknown_inside(shape: Schedule, horizon: Horizon) -> Custom:
     """Return a schedule as a function, of which a plan knows no border."""
     factor = shape.bind(horizon)
-    return lambda timer: factor(timer.timestamp)
+    return Custom(lambda timer: factor(timer.timestamp), reads="ba")
 
 
 @given(

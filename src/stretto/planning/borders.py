@@ -90,11 +90,11 @@ def changes_of(stages: Sequence[Stage], sizes: PlannedSizes, values: Values) -> 
         trends = [_trend(at(first), at(after - 1)) for first, after in pairwise(edges)]
         for number, stage in enumerate(begun):
             batch, (before, after) = stage.first.batch, trends[number : number + 2]
-            last = [at(one) for one in range(max(edges[number], batch - 2), batch + 1)]
-            # At the end of a curve the last steps are alike.
-            slope = abs(last[0] - last[1]) if len(last) == 3 else 0.0
-            said, now = list[str](), f"{stage.values[name].first:.4g}"
-            if abs(last[-1] - last[-2]) > 4 * slope + 1e-9 * abs(last[-1]):
+            # A curve that begins or ends here has a step that is like those beside it.
+            near = range(max(edges[number], batch - 2), min(edges[number + 2], batch + 2))
+            steps = {one + 1: abs(at(one + 1) - at(one)) for one in near[:-1]}
+            step, said, now = steps.pop(batch), list[str](), f"{stage.values[name].first:.4g}"
+            if step > 4 * max(steps.values(), default=0.0) + 1e-9 * abs(at(batch)):
                 said.append(f"changes to {now}")
             elif before not in (0, after):
                 said.append("warm-up ends" if before > 0 and number == 0 else f"reaches {now}")

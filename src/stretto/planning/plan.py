@@ -175,8 +175,7 @@ class Plan:
         stage, now = self.stage_of(number), self.timestamp_at_batch(number)
         size = stage.equal.size_of(number - stage.first.batch)
         size = size if self.end is None else min(size, self.end.sample - now.sample)
-        batch = PlannedBatch(now, size, stage.size, 0, 0, {}, row=stage.row)
-        return self._shared(batch)
+        return self._shared(PlannedBatch(now, size, stage.size, 0, 0, {}, row=stage.row))
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values that JSON keeps exactly.
@@ -366,7 +365,7 @@ def plan_prepared(
         micro_batch_size=micro,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
-        changes=tuple(changes_of(stages, sizes, hyperparameters(run.facts, known, base, None))),
+        changes=tuple(changes_of(stages, sizes, hyperparameters(run.facts, known, base, {}))),
         warnings=(
             *warnings_of(horizon, sizes, stages, even=even),
             *rows_text(stages, run.left_out),

@@ -351,26 +351,26 @@ class Stage:
 
     @property
     def accumulations(self) -> list[int]:
-        """The same of each size that its batches have, cut ones included.
+        """The same for each size that its batches have, cut ones included.
 
-        Of unequal batches, the smallest and the largest that are not cut.
+        Of unequal batches, for the smallest and the largest that are not cut.
         """
-        whole = [] if self._is_cut else self.whole_sizes
-        sizes = dict.fromkeys([*whole, *self.cut_sizes])
         if isinstance(self.micro_batch_size, Tokens):
-            sizes = {self.equal.size_of(0): None}
-        passes = [
-            num_passes(
-                size,
-                self.first.sample,
-                self.world_size,
-                self.micro_batch_size,
-                lengths=self.equal.horizon.lengths,
-                row=self.row,
-            )
-            for size in sizes
-        ]
-        return [one for one in passes if one is not None]
+            found = [self._passes(self.equal.size_of(0))]
+        else:
+            whole = [] if self._is_cut else dict.fromkeys(self.whole_sizes)
+            found = [self._passes(one) for one in (*whole, *self.cut_sizes)]
+        return [one for one in found if one is not None]
+
+    def _passes(self, size: int) -> int | None:
+        return num_passes(
+            size,
+            self.first.sample,
+            self.world_size,
+            self.micro_batch_size,
+            lengths=self.equal.horizon.lengths,
+            row=self.row,
+        )
 
     @property
     def _is_cut(self) -> bool:

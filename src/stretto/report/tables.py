@@ -45,7 +45,8 @@ def plan_table(plan: Plan, *, max_rows: int = 24) -> str:
     """
     size = "as many batches as that takes,"
     if plan.num_batches is not None and plan.num_samples is not None:
-        size = f"{plan.num_batches:,} batches, {plan.num_samples:,} samples"
+        unit = "tokens" if plan.horizon.tokens_per_sample == 1 else "samples"
+        size = f"{plan.num_batches:,} batches, {plan.num_samples:,} {unit}"
         bound = bound_of(plan.sizes)
         if bound is not None:
             is_counted = plan.horizon.max_duration.unit is TimeUnit.BATCH
@@ -168,10 +169,9 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
 
 def _clock(horizon: Horizon, *, is_open: bool) -> dict[str, Callable[[Timestamp], str]]:
     """Return how the clock is shown, by heading."""
-    shown: dict[str, Callable[[Timestamp], str]] = {
-        "from batch": lambda now: f"{now.batch:,}",
-        "sample": lambda now: f"{now.sample:,}",
-    }
+    shown: dict[str, Callable[[Timestamp], str]] = {"from batch": lambda now: f"{now.batch:,}"}
+    if horizon.tokens_per_sample != 1:
+        shown["sample"] = lambda now: f"{now.sample:,}"
     if horizon.tokens_per_sample is not None or horizon.lengths is not None:
         shown["token"] = lambda now: f"{now.token:,}"
     if horizon.dataset_num_samples is not None:
@@ -206,9 +206,10 @@ def _batches(row: Sequence[Stage]) -> str:
 
 
 def _passes(row: Sequence[Stage]) -> str:
-    known = [passes for stage in row for passes in stage.accumulations]
-    if not all(stage.accumulations for stage in row):
+    passes = [stage.accumulations for stage in row]
+    if not all(passes):
         return "?"
+    known = [one for each in passes for one in each]
     # A budget of tokens may take more or fewer passes for other batches than for the first.
     about = "~" if isinstance(row[0].micro_batch_size, Tokens) else ""
     return about + span(min(known), max(known))
