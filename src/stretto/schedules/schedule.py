@@ -395,8 +395,8 @@ class WarmedUp(Schedule):
             return self.over_rest(scope, scope)
         cut = scope.after(Time(self.warmup))
         own = scope.on(cut.axis)
-        if own.end is not None and cut.tick > own.end:
-            why = f"the run or period is only '{own.show(own.end - own.start)}' long"
+        if scope.is_over(cut):
+            why = f"the run or period is only '{own.show((own.end or 0) - own.start)}' long"
             instead = "write a shorter one, or a fraction such as '5%'"
             raise ScheduleError.bad("warmup", str(self.warmup), why, instead)
         main = self.over_rest(scope.part(cut, scope.last), scope)
