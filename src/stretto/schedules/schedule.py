@@ -65,9 +65,8 @@ def curve_ticks(scope: Scope, to: Fraction) -> tuple[int, int, int, int]:
 
     The last tick is its end, or the end of the scope if that comes first.
     """
-    scale, first, last, stop = over_common_denominator(
-        scope.start, to, to if scope.end is None else min(to, scope.end)
-    )
+    end = scope.end if scope.is_over(Mark(scope.axis, to)) else to
+    scale, first, last, stop = over_common_denominator(scope.start, to, to if end is None else end)
     return scale, first, last - first, stop - first
 
 

@@ -157,13 +157,12 @@ class Scope:
 
     def is_over(self, mark: Mark) -> bool:
         """Return whether `mark` is after the end of the scope."""
-        here, there = self, mark
-        if mark.axis.unit is not TimeUnit.BATCH or self.horizon.lengths is None:
-            here = self.on(mark.axis)
-        elif self.axis.unit is not TimeUnit.SECOND:
+        last = self.last
+        if self.horizon.lengths is not None and last.axis.unit is not TimeUnit.SECOND:
             # To count all batches of unequal samples takes a look at each of them.
-            there = Mark(self.axis, self.place(mark))
-        return here.end is not None and there.tick > here.end
+            return self.on(last.axis).place(mark) > last.tick
+        end = self.on(mark.axis).end
+        return end is not None and mark.tick > end
 
     def smooth(self) -> Scope:
         """Return this scope for a curve that changes with every batch.
