@@ -179,9 +179,9 @@ def bind_run(
     with at("batch_size"):
         policy = as_policy(policy)
         bound_policy = bind_sizes(facts, policy)
-        if rows is not None:
-            bound_policy = in_rows(bound_policy, rows, facts)
-            own[LENGTH] = length_of(bound_policy, facts)
+        if sequence_length is not None and rows is not None:
+            bound_policy, each = in_rows(bound_policy, rows, facts), facts.tokens_per_sample
+            own[LENGTH] = length_of(bound_policy, sequence_length, each)
         unit, each = bound_policy.unit, facts.tokens_per_sample
         for name, follows in rules.items():
             rules[name] = follows.bind(unit, each) if isinstance(follows, Referenced) else follows
