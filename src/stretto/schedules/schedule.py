@@ -18,7 +18,7 @@ from stretto.schedules.fields import (
     checked_factor,
     fill,
 )
-from stretto.schedules.scope import BoundSchedule, Scope, over_common_denominator
+from stretto.schedules.scope import BoundSchedule, Mark, Scope, over_common_denominator
 from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
 from stretto.timing.grammar import is_number, parse_unit
 
@@ -65,9 +65,8 @@ def curve_ticks(scope: Scope, to: Fraction) -> tuple[int, int, int, int]:
 
     The last tick is its end, or the end of the scope if that comes first.
     """
-    scale, first, last, stop = over_common_denominator(
-        scope.start, to, to if scope.end is None else min(to, scope.end)
-    )
+    end = scope.end if scope.is_over(Mark(scope.axis, to)) else to
+    scale, first, last, stop = over_common_denominator(scope.start, to, to if end is None else end)
     return scale, first, last - first, stop - first
 
 
@@ -157,6 +156,20 @@ class Schedule(Timed):
         A plan leaves out schedules that read counts known only during the run.
         """
         return frozenset(horizon.axis(time.unit).unit for time in self.times())
+
+    def borders(self, scope: Scope) -> list[Mark]:
+        """Return where its formula changes inside `scope`, as far as known: a plan has rows there.
+
+        By default, where those of the schedules inside it change.
+        """
+        found: list[Mark] = []
+
+        def visit(one: object) -> object:
+            found.extend(one.borders(scope) if isinstance(one, Schedule) else ())
+            return one
+
+        self.replaced(visit)
+        return found
 
     def __mul__(self, other: ScheduleLike) -> Schedule:
         return Product(self, other)
@@ -359,6 +372,17 @@ class WarmedUp(Schedule):
     def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:
         """Return the schedule after the warm-up, over the `rest` of `scope`."""
 
+    def borders_after(self, rest: Scope, scope: Scope) -> list[Mark]:  # noqa: ARG002
+        """Return where its formula changes after the warm-up; by default, nowhere."""
+        return []
+
+    def borders(self, scope: Scope) -> list[Mark]:
+        """Return the end of the warm-up, and where the formula changes after it."""
+        if self.warmup is None:
+            return self.borders_after(scope, scope)
+        cut = scope.after(Time(self.warmup))
+        return [cut, *self.borders_after(scope.part(cut, scope.last), scope)]
+
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor over `scope` as a function of the timestamp.
 
@@ -370,8 +394,8 @@ class WarmedUp(Schedule):
             return self.over_rest(scope, scope)
         cut = scope.after(Time(self.warmup))
         own = scope.on(cut.axis)
-        if own.end is not None and cut.tick > own.end:
-            why = f"the run or period is only '{own.show(own.end - own.start)}' long"
+        if scope.is_over(cut):
+            why = f"the run or period is only '{own.show((own.end or 0) - own.start)}' long"
             instead = "write a shorter one, or a fraction such as '5%'"
             raise ScheduleError.bad("warmup", str(self.warmup), why, instead)
         main = self.over_rest(scope.part(cut, scope.last), scope)
