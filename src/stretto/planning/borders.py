@@ -62,7 +62,7 @@ def split_at(stages: Sequence[Stage], borders: Borders) -> Iterator[Stage]:
             yield replace(
                 stage,
                 number=number,
-                equal=equal if is_first else replace(equal, first=equal.timestamp(first - start)),
+                equal=equal if is_first else equal.later(first - start),
                 batches=None if after is None else after - first,
                 end=stage.end if after in (None, stop) else equal.timestamp(after - start),
                 skipped=stage.skipped if is_first else 0,
