@@ -129,8 +129,9 @@ def moments_table(plan: Plan, times: Sequence[str]) -> str:
         columns.append(["in tokens", *(f"{one:,}" for one in tokens)])
     for name, show in _clock(plan.horizon, is_open=plan.end is None).items():
         columns.append([name, *(show(batch.timestamp) for batch in batches)])
-    for name in batches[0].values:
-        columns.append([name, *(value_text(batch.values[name]) for batch in batches)])
+    columns += [
+        [name, *(value_text(batch.values[name]) for batch in batches)] for name in batches[0].values
+    ]
     return "\n\n".join("\n".join(block) for block in blocks(columns))
 
 
