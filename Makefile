@@ -94,6 +94,7 @@ bench: $(VENV)/.develop  ## the shortest form of every benchmark
 	$(BIN)/python bench/import_time.py --quick
 	$(BIN)/python bench/schedules.py --quick
 	$(BIN)/python bench/plan.py --quick
+	$(BIN)/python bench/lengths.py --quick
 	$(BIN)/python bench/order.py --quick
 	$(BIN)/python bench/resume.py --quick
 	$(BIN)/python bench/saving.py --quick

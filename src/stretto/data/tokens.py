@@ -32,6 +32,15 @@ def count_tokens(batch: Any) -> int | None:
     return sum(known) if known else None
 
 
+def counts_padding(batch: Any) -> bool:
+    """Return whether `count_tokens` counts padding, too: a part of the batch has no mask.
+
+    >>> counts_padding({"input_ids": torch.tensor([[5, 0]])})
+    True
+    """
+    return any("input_ids" in part and "attention_mask" not in part for part in _named_parts(batch))
+
+
 _COLUMNS = (
     *("input_ids", "attention_mask", "labels"),
     *("position_ids", "token_type_ids", "special_tokens_mask"),
@@ -82,7 +91,8 @@ def used_columns(batch: Any, num_rows: int) -> list[int] | None:
     used = mask != 0
     if _is_tensor(labels) and labels.shape == mask.shape:
         used = used | (labels != IGNORED_LABEL)
-    return (used * torch.arange(1, width + 1, device=mask.device)).amax(1).clamp(min=1).tolist()
+    places = torch.arange(1, width + 1, dtype=torch.int32, device=mask.device)
+    return (used * places).amax(1).clamp(min=1).tolist()
 
 
 def narrowed(batch: Any, columns: int) -> Any:

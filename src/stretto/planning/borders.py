@@ -52,7 +52,7 @@ def split_at_borders(
             one = replace(
                 stage,
                 number=len(found) + 1,
-                equal=equal if is_first else replace(equal, first=equal.timestamp(first - start)),
+                equal=equal if is_first else equal.later(first - start),
                 batches=None if after is None else after - first,
                 end=stage.end if after in (None, stop) else equal.timestamp(after - start),
                 skipped=stage.skipped if is_first else 0,

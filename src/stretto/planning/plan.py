@@ -10,7 +10,7 @@ from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, Rule, RuleLike
 from stretto.batching.pack import checked_micro_batch, num_passes
-from stretto.batching.policy import as_float, checked_world_size
+from stretto.batching.policy import Tokens, as_float, checked_world_size
 from stretto.batching.rows import LengthsLike
 from stretto.batching.rules import is_learning_rate
 from stretto.errors import PlanError
@@ -449,8 +449,12 @@ def moment_record(plan: Plan, time: str) -> dict[str, object]:
 
 def _stage(horizon: Horizon, stage: Stage) -> dict[str, object]:
     same = ("number", "size", "batches", "samples", "skipped", "accumulation")
+    of_tokens = {}
+    if isinstance(stage.size, Tokens):
+        of_tokens = {"unit": "tok", "tokens": stage.tokens, "whole_sizes": list(stage.whole_sizes)}
     return {
         **{name: getattr(stage, name) for name in same},
+        **of_tokens,
         "cut_sizes": list(stage.cut_sizes),
         "shares": list(stage.shares),
         "first": clock(horizon, stage.first),

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, final
 from stretto.batching import BatchSizePolicy, Bound, Rule, Tokens
 from stretto.batching.rules import Referenced, moved
 from stretto.batching.split import even_unit, in_rows, not_even, split
+from stretto.batching.wrappers import rounding
 from stretto.errors import ConversionError, PlanError, samples_text
 from stretto.planning.bind import Prepared
 from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, on_data, unknown_count
@@ -83,11 +84,16 @@ def batches_until(axis: Axis, tick: int, sizes: PlannedSizes) -> int:
     """Return the number of batches after which a counter has reached `tick`."""
     if axis.unit is TimeUnit.BATCH:
         return tick
-    if axis.unit is TimeUnit.TOKEN:
-        tick = -(-tick // (sizes.horizon.tokens_per_sample or 1))
-    batches = sizes.batch_at_sample(tick)
+    is_token = axis.unit is TimeUnit.TOKEN
+    if is_token and sizes.horizon.lengths is not None:
+        batches = sizes.batch_at_token(tick)
+    else:
+        if is_token:
+            tick = -(-tick // (sizes.horizon.tokens_per_sample or 1))
+        batches, is_token = sizes.batch_at_sample(tick), False
     # Samples that are skipped before a batch count when that batch is over.
-    return batches + (sizes.timestamp_at_batch(batches).sample < tick)
+    after = sizes.timestamp_at_batch(batches)
+    return batches + ((after.token if is_token else after.sample) < tick)
 
 
 Values: TypeAlias = Callable[[Timestamp, int], dict[str, float]]
@@ -107,12 +113,13 @@ def check_stage(stage: Stage, *, even: bool, least: int, idle: bool = False) -> 
         PlanError: a batch has fewer samples than there are ranks or, with `even`, does not give
             each rank the same full micro-batches.
     """
-    size, world_size, micro, row = stage.size, stage.world_size, stage.micro_batch_size, stage.row
+    world_size, micro, row = stage.world_size, stage.micro_batch_size, stage.row
+    fewest, size = stage.whole_sizes  # of equal batches, the same
     place = f"stage {stage.number}, from batch {stage.first.batch:,}, sample {stage.first.sample:,}"
     if stage.rows < world_size and not idle:
         raise _below(size, world_size, row=row, most=least, where=place)
     micro = micro if row == 1 else row * (in_rows(size, micro, row)[1] or 1)
-    if even and size % even_unit(world_size, micro):
+    if even and (fewest != size or size % even_unit(world_size, micro)):
         error = not_even(size, world_size, micro)
         raise error.recast(PlanError, where=place)
 
@@ -260,6 +267,11 @@ def warnings_of(
         measure = "wall time" if unit is TimeUnit.SECOND else "what the data turn out to hold"
         yield f"the run ends by {measure}, so the plan does not know when its last stage is over"
     yield from mistakes_of(horizon, sizes, stages)
+    each = horizon.tokens_per_sample
+    in_tokens = sizes.policy.unit is TimeUnit.TOKEN
+    line = rounding(sizes.policy, each) if in_tokens and each is not None else None
+    if line is not None:
+        yield line
     if not any(_large(horizon, stages)):
         yield from _cut(stages, even=even)
     if drops and sizes.end is not None:
@@ -333,7 +345,9 @@ def single_sample(stages: Sequence[Stage], world_size: int, micro: int | None) -
     """
     if isinstance(micro, Tokens):
         return None  # a long sample may be alone in any batch
-    sizes = dict.fromkeys(size for stage in stages for size in (stage.size, *stage.cut_sizes))
+    sizes = dict.fromkeys(
+        size for stage in stages for size in (*stage.whole_sizes, *stage.cut_sizes)
+    )
     for size in sizes:
         parts = split(size, world_size, micro).accumulation
         for share in (size // world_size, -(-size // world_size)):
@@ -369,7 +383,13 @@ def _cut(stages: Sequence[Stage], *, even: bool) -> Iterator[str]:
     """Warn of batches that are cut below the number of ranks, or unevenly."""
     cut = [size for stage in stages for size in stage.cut_sizes]
     small = [size for size in cut if size < stages[0].world_size]
-    if small:
+    few = [one.whole_sizes[0] for one in stages if one.whole_sizes[0] < one.world_size]
+    if few:
+        yield (
+            f"a batch of few long samples has {_range(few)} for {stages[0].world_size} ranks, so "
+            "some run a dummy of weight 0"
+        )
+    elif small:
         yield (
             f"the last batch of an epoch or of the run has {_range(small)} for "
             f"{stages[0].world_size} ranks, so some run a dummy of weight 0; {_CARRY} within the "
@@ -384,7 +404,8 @@ def _cut(stages: Sequence[Stage], *, even: bool) -> Iterator[str]:
 
 def _large(horizon: Horizon, stages: Sequence[Stage]) -> Iterator[str]:
     num_samples = horizon.dataset_num_samples
-    large = [one.size for one in stages if num_samples and one.size > num_samples]
+    most = [one.whole_sizes[1] for one in stages]
+    large = [size for size in most if num_samples and size > num_samples]
     if large and horizon.last_batch == "keep":
         yield f"batches of {large[0]} are cut to the {num_samples} samples of an epoch; {_CARRY}"
 

@@ -151,6 +151,8 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
         ["batch size", *map(_sizes, rows), ""],
         ["batches", *map(_batches, rows), ""],
     ]
+    if plan.sizes.bound.unit is TimeUnit.TOKEN:
+        columns.append(["samples each", *map(_samples_each, rows), ""])
     clocks = [row[0].first for row in rows] + ([plan.end] if plan.end else [])
     for heading, show in _clock(plan.horizon, is_open=plan.end is None).items():
         columns.append([heading, *map(show, clocks), *([] if plan.end else ["?"])])
@@ -172,7 +174,7 @@ def _clock(horizon: Horizon, *, is_open: bool) -> dict[str, Callable[[Timestamp]
     shown: dict[str, Callable[[Timestamp], str]] = {"from batch": lambda now: f"{now.batch:,}"}
     if horizon.tokens_per_sample != 1:
         shown["sample"] = lambda now: f"{now.sample:,}"
-    if horizon.tokens_per_sample is not None:
+    if horizon.tokens_per_sample is not None or horizon.lengths is not None:
         shown["token"] = lambda now: f"{now.token:,}"
     if horizon.dataset_num_samples is not None:
         shown["epoch"] = lambda now: f"{float(horizon.position(now, 'ep').amount):.4g}"
@@ -181,10 +183,23 @@ def _clock(horizon: Horizon, *, is_open: bool) -> dict[str, Callable[[Timestamp]
     return shown
 
 
+def _samples_each(row: Sequence[Stage]) -> str:
+    """Return the fewest, the mean and the most samples of batches of so many tokens."""
+    counts = [(stage.samples, stage.batches) for stage in row]
+    fewest = min(stage.whole_sizes[0] for stage in row)
+    most = max(stage.whole_sizes[1] for stage in row)
+    if any(None in pair for pair in counts):
+        return span(fewest, most)
+    samples, batches = (sum(filter(None, each)) for each in zip(*counts, strict=True))
+    return f"{span(fewest, most)}, mean {samples / max(1, batches):,.1f}"
+
+
 def _sizes(row: Sequence[Stage]) -> str:
-    if row[0].size > row[-1].size:
-        return f"{row[0].size:,}-{row[-1].size:,}"
-    return span(min(stage.size for stage in row), max(stage.size for stage in row))
+    ends = (row[0].size, row[-1].size)
+    if ends[0] <= ends[1]:
+        ends = (min(stage.size for stage in row), max(stage.size for stage in row))
+    texts = [str(size) if isinstance(size, Tokens) else f"{size:,}" for size in ends]
+    return "-".join(dict.fromkeys(texts))
 
 
 def _batches(row: Sequence[Stage]) -> str:
