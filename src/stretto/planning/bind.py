@@ -210,10 +210,8 @@ def bind_run(
         if sizes is not None and facts.lengths is None:
             _check_length(sizes)
     bound: dict[str, dict[str, BoundSchedule]] = {"schedules": {}, "values": {}}
-    for kind, name, one in (
-        *(("schedules", *each) for each in read.items()),
-        *(("values", *each) for each in own.items()),
-    ):
+    every = [("schedules", *pair) for pair in read.items()]
+    for kind, name, one in [*every, *(("values", *pair) for pair in own.items())]:
         try:
             with at(kind, name):
                 bound[kind][name] = one.bind(horizon)
