@@ -198,8 +198,7 @@ def _sizes(row: Sequence[Stage]) -> str:
     ends = (row[0].size, row[-1].size)
     if ends[0] <= ends[1]:
         ends = (min(stage.size for stage in row), max(stage.size for stage in row))
-    texts = [str(size) if isinstance(size, Tokens) else f"{size:,}" for size in ends]
-    return "-".join(dict.fromkeys(texts))
+    return span(*ends)
 
 
 def _batches(row: Sequence[Stage]) -> str:
@@ -379,8 +378,7 @@ def answers_table(rows: Sequence[tuple[Mapping[str, object], Answer | None]]) ->
         if answer is not None:
             peak = "" if answer.peak is None else show_bytes(answer.peak)
             batch = answer.size * int(str(asked.get("ranks", 1)))
-            size, whole = (_sized(one, answer) for one in (answer.size, batch))
-            cells = (size, whole, peak, answer.certainty)
+            cells = (f"{answer.size:,}", _sized(batch, answer), peak, answer.certainty)
         table.append((*shown, *cells))
     notes = dict.fromkeys(note for _, answer in rows if answer for note in answer.notes)
     return "\n".join([_with_remarks(table), *notes])
@@ -388,8 +386,7 @@ def answers_table(rows: Sequence[tuple[Mapping[str, object], Answer | None]]) ->
 
 def _sized(size: int, answer: Answer) -> str:
     """Return a size in the unit of an answer."""
-    amount = in_unit_of(answer.size, size)
-    return str(amount) if isinstance(amount, Tokens) else f"{size:,}"
+    return f"{in_unit_of(answer.size, size):,}"
 
 
 def _with_remarks(rows: Sequence[Sequence[str]]) -> str:
