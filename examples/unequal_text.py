@@ -67,10 +67,10 @@ def main() -> None:
     run = stretto.prepare(
         make_data(),
         "0tok:4Ktok 40%:16Ktok",
-        max_duration="2ep",
+        max_duration="1ep",
         optimizer=optimizer,
         schedules={"lr": stretto.Cosine(end=0.1, warmup="10%")},
-        micro_batch_size="4Ktok",
+        micro_batch_size="1Ktok",
         loading={"collate_fn": collate},
         loss_weight="tokens",
         every={"log": "20%"},
