@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
+from stretto.batching.pack import checked_micro_batch
+from stretto.batching.rows import LengthsLike
 from stretto.batching.seesaw import Pair, paired
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.data.mistakes import LoopMistakes
@@ -73,13 +75,14 @@ def prepare(
     values: Mapping[str, Any] | None = None,
     rule: RuleLike | None = None,
     every: Mapping[str, Trigger | TimeLike] | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | str | None = None,
     loading: Loading | Mapping[str, Any] | None = None,
     model: nn.Module | None = None,
     callbacks: Sequence[object] = (),
     folder: Path | None = None,
     mesh: DeviceMesh | Mesh | None = None,
     idle_ranks: bool = False,
+    sequence_length: LengthsLike | None = None,
     loss_weight: Units = "samples",
     shifts_labels: bool | None = None,
 ) -> Run:
@@ -118,13 +121,17 @@ def prepare(
             or several that multiply. `step.values` has them for each step.
         rule: how learning rates follow the batch size.
         every: by a name of yours, when `finish` returns that name.
-        micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
+        micro_batch_size: the most samples of one micro-batch, or the most tokens, such as
+            `"8Ktok"`; None: a rank's whole share.
         loading: how samples are ordered and fetched: a `Loading`, or a mapping of its fields.
         model: the model, for callbacks; dummies then leave its buffers alone.
         callbacks: the callbacks of the run, for each other.
         folder: the run folder, for callbacks.
         mesh: as in `Trainer`: the mesh of all ranks if they share the model, too.
         idle_ranks: as in `Trainer`: whether a batch may have fewer samples than there are ranks.
+        sequence_length: tokens of a sequence, which may change: `"0tok:4096 252Mtok:8192"`. For
+            map-style data of equal samples: consecutive ones are joined to rows of that length.
+            Each length is a multiple of the shorter ones and of `DataSpec.tokens_per_sample`.
         loss_weight: what your loss is a mean over: `"samples"`, target `"tokens"`, or what a
             function counts in a batch. The weights of micro-batches follow it, so that gradients
             summed over them and averaged over ranks are those of the mean over the whole batch.
@@ -145,6 +152,7 @@ def prepare(
         values={name: as_one_schedule(one) for name, one in check_names(values, "values").items()},
         triggers=every,
         rule=rule,
+        sequence_length=sequence_length,
     )
     run = Run(
         spec,
@@ -183,7 +191,7 @@ class Run:
         prepared: Prepared,
         loading: Loading,
         *,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = None,
         model: nn.Module | None = None,
         callbacks: Sequence[object] = (),
         folder: Path | None = None,
@@ -195,7 +203,7 @@ class Run:
         self.spec = spec
         self.prepared = self._from_start = prepared
         self.loading = loading
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size = checked_micro_batch(micro_batch_size, prepared.facts)
         self.horizon: Horizon = prepared.horizon
         """The static facts of the run: its length, and the size of an epoch."""
         self.callbacks = tuple(callbacks)
@@ -248,7 +256,7 @@ class Run:
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = None,
         base: Mapping[str, float] | None = None,
         strategy: Strategy | None = None,
     ) -> Self:
@@ -275,7 +283,7 @@ class Run:
         for one, values in zip(each, self._base, strict=True):
             set_base_values(one, values, self.prepared.schedules)
         if micro_batch_size is not None:
-            self.micro_batch_size = micro_batch_size
+            self.micro_batch_size = checked_micro_batch(micro_batch_size, self.prepared.facts)
         ranks = Ranks.of(rank, world_size) if strategy is None else strategy.ranks
         if strategy is None and rank is None and self._mesh is not None:
             self._mesh.tell(ranks)
@@ -413,10 +421,10 @@ class Run:
             )
         return self._plan
 
-    def set_micro_batch_size(self, size: int) -> None:
-        """Cut later batches into micro-batches of at most `size` samples."""
+    def set_micro_batch_size(self, size: int | str) -> None:
+        """Cut later batches into micro-batches of at most `size` samples, or so many tokens."""
         self.loader.set_micro_batch_size(size)
-        self.micro_batch_size, self._plan = size, None
+        self.micro_batch_size, self._plan = self.loader.micro_batch_size, None
 
     def begin(self) -> Step | None:
         """Draw the next step and set everything that is scheduled; None: the run is over.

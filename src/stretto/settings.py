@@ -57,6 +57,9 @@ class Loading:
     no, or as a given `DataLoader`."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; by default as torch does."""
+    packed: bool = False
+    """Whether `collate_fn` joins samples without padding. A micro-batch with a budget of tokens
+    then costs the sum of its lengths, else its rows times its longest sample."""
     keyed_randomness: bool = False
     """Whether chance inside the data set depends on (seed, epoch, sample) alone."""
 

@@ -3,15 +3,18 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from stretto import batching, schedules
 from stretto.batching import (
+    NO_SIGNALS,
     AtMost,
     BatchSizePolicy,
     DoublingRamp,
     Fixed,
+    IncreaseFunction,
     LinearRamp,
     MultipleOf,
     NoiseScale,
@@ -19,13 +22,15 @@ from stretto.batching import (
     PiecewiseConstant,
     Plateau,
     Seesaw,
+    SizeFunction,
     StagedRamp,
     Tokens,
     as_policy,
     checked_size,
+    rampup,
 )
 from stretto.errors import BatchSizeError
-from stretto.timing import Time, TimeUnit
+from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 
 WRITTEN = [
     ("64Ktok", Fixed(Tokens(64_000))),
@@ -80,8 +85,8 @@ IN_TOKENS = [
     DoublingRamp("16Ktok", "64Ktok", "1ep"),
     StagedRamp(["16Ktok", "64Ktok"], "1ep"),
     PeriodSizes([("1ep", "16Ktok"), ("rest", "64Ktok")]),
-    AtMost("64Ktok", "16Ktok"),
-    MultipleOf("64Ktok", "4Ktok"),
+    AtMost(Fixed("64Ktok"), "16Ktok"),
+    MultipleOf(Fixed("64Ktok"), "4Ktok"),
     NoiseScale("16Ktok", "64Ktok"),
     Plateau("a/b", start="16Ktok", maximum="64Ktok"),
     Seesaw(1.0, "16Ktok", maximum="64Ktok", multiple_of="4Ktok").policy,
@@ -104,11 +109,13 @@ MIXED: list[Callable[[], object]] = [
     lambda: DoublingRamp("8Ktok", 64, "1ep"),
     lambda: StagedRamp([8, "64Ktok"], "1ep"),
     lambda: PeriodSizes([("1ep", 8), ("rest", "64Ktok")]),
-    lambda: AtMost(8, "64Ktok"),
-    lambda: MultipleOf("64Ktok", 8),
+    lambda: AtMost(Fixed(8), "64Ktok"),
+    lambda: MultipleOf(Fixed("64Ktok"), 8),
     lambda: NoiseScale(8, "64Ktok"),
     lambda: NoiseScale("8Ktok", "64Ktok", minimum=8),
     lambda: Plateau("a/b", start=8, maximum="64Ktok"),
+    lambda: AtMost(SizeFunction(lambda *_: 8), "64Ktok"),
+    lambda: IncreaseFunction(lambda *_: 8, "8Ktok", 64),
     lambda: Seesaw(1.0, "16Ktok", maximum=64),
     lambda: Seesaw(1.0, "16Ktok", reference=64),
     lambda: Seesaw(1.0, "16Ktok", multiple_of=8),
@@ -121,6 +128,47 @@ def test_mixed_units_are_refused_when_it_is_made(make: Callable[[], object]) -> 
         make()
 
 
+def decided(policy: BatchSizePolicy, **at: int) -> int:
+    bound = policy.bind(Horizon("9ep"))
+    return bound.decide(Timestamp(**at), bound.start, NO_SIGNALS)[0]
+
+
+def test_a_function_states_its_unit() -> None:
+    seen: list[object] = []
+
+    def asked(timestamp: Timestamp, current: int | None) -> object:
+        seen.append(current)
+        return ["64Ktok", Tokens(5), 7][timestamp.batch]
+
+    function: Any = asked
+    for policy in (SizeFunction(function, in_tokens=True), SizeFunction(function, "8Ktok")):
+        assert policy.unit is TimeUnit.TOKEN
+        assert [decided(policy, batch=batch) for batch in range(3)] == [64_000, 5, 7]
+    assert type(seen[-1]) is Tokens
+    with pytest.raises(BatchSizeError, match="in_tokens=True"):
+        decided(SizeFunction(function))
+    assert decided(SizeFunction(function), batch=2) == 7
+    samples: Any = lambda *_: "8sp"  # noqa: E731
+    with pytest.raises(BatchSizeError, match="in tokens"):
+        decided(SizeFunction(samples, in_tokens=True))
+
+
+def test_increments_have_the_unit_of_the_start() -> None:
+    grow: Any = lambda epoch, current: "8Ktok" if epoch else None  # noqa: E731
+    assert decided(IncreaseFunction(grow, "8Ktok", "64Ktok"), epoch=2) == 24_000
+    with pytest.raises(BatchSizeError, match="write the start in tokens"):
+        decided(IncreaseFunction(grow, 8, 64), epoch=2)
+
+
+def test_a_rampup_by_accumulation_has_one_unit() -> None:
+    ramp = rampup("64Ktok", "10%", world_size=4, micro_batch_size="4Ktok")
+    assert ramp == DoublingRamp("16Ktok", "64Ktok", "10%")
+    with pytest.raises(BatchSizeError, match="multiple"):
+        rampup("64Ktok", "10%", world_size=4, micro_batch_size=8)
+    with pytest.raises(BatchSizeError, match="write 48Ktok or 64Ktok"):
+        rampup("50Ktok", "10%", world_size=4, micro_batch_size="4Ktok")
+
+
 def test_the_number_of_evaluations_is_no_amount() -> None:
     with pytest.raises(BatchSizeError, match="patience"):
-        Plateau("a/b", start=8, maximum=64, patience="8tok")
+        Plateau("a/b", start=8, maximum=64, patience="8tok")  # type: ignore[arg-type]

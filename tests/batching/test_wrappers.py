@@ -203,7 +203,7 @@ def test_values(policy: BatchSizePolicy) -> None:
     ("make", "match"),
     [
         (lambda: AtMost(RAMP, 0), "use 0 as a batch size"),
-        (lambda: AtLeast(RAMP, 1.5), "use 1.5 as a batch size"),  # type: ignore[arg-type]
+        (lambda: AtLeast(RAMP, 1.5), "use 1.5 as a batch size"),
         (lambda: MultipleOf(RAMP, 0), "use 0"),
         (lambda: MultipleOf(RAMP, 8, "nearest"), "use rounding='nearest'"),  # type: ignore[arg-type]
         (lambda: PowerOfTwo(RAMP, "no"), "use rounding='no'"),  # type: ignore[arg-type]

@@ -67,9 +67,16 @@ _COMBINED = st.one_of(
     _made("Floor", {"schedule": _CURVES | _PERIODS, "least": FACTORS}),
 )
 SCHEDULES = st.one_of(FACTORS, _CURVES, _PERIODS, _SEVERAL, _COMBINED)
+_TOKENS = st.sampled_from(["64Ktok", "1_000tok", "2e4tok", "4Mtok"])
 _POLICIES = st.one_of(
     SIZES,
+    _TOKENS,
     st.just("0tok:768 250Btok:1536"),
+    st.just("0tok:16Ktok 2Mtok:64Ktok"),
+    st.just({"0ep": "16Ktok", "10%": "64Ktok"}),
+    _made("LinearRamp", {"start": _TOKENS, "end": st.just("4Mtok"), "over": TIMES}),
+    _made("NoiseScale", {"start": _TOKENS, "maximum": st.just("4Mtok")}),
+    _made("StagedRamp", {"sizes": st.just(["8Ktok", "64Ktok"]), "over": TIMES}),
     st.just({"0ep": 8, "10%": 16}),
     _made(
         "DoublingRamp",
@@ -77,10 +84,18 @@ _POLICIES = st.one_of(
     ),
     st.fixed_dictionaries({"target": st.just("my.module:grow")}, optional={"every": TIMES}),
 )
+
+
+def is_of_one_unit(value: object) -> bool:
+    """Return whether no size is in tokens."""
+    return "Ktok" not in str(value) and "000tok" not in str(value) and "4tok" not in str(value)
+
+
 BATCH_SIZES = st.recursive(
     _POLICIES,
     lambda inner: st.one_of(
-        _made("AtMost", {"policy": inner, "size": st.just(16_384)}),
+        _made("AtMost", {"policy": inner, "size": st.just(16_384)}).filter(is_of_one_unit),
+        _made("AtMost", {"policy": _TOKENS, "size": st.just("16Ktok")}),
         _made("Monotone", {"policy": inner}),
         st.fixed_dictionaries({"PowerOfTwo": inner}),
     ),
@@ -103,7 +118,7 @@ CONFIGS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "schedules": st.dictionaries(st.sampled_from(["lr", "lr@head", "momentum"]), SCHEDULES),
         "micro_batch_size": st.sampled_from([1, 2, 8, 64]),
         "last_batch": st.sampled_from(["keep", "drop", "carry"]),
-        "rule": st.sampled_from([{"linear": 8}, {"sqrt": 64}]),
+        "rule": st.sampled_from([{"linear": 8}, {"sqrt": 64}, {"sqrt": "4Mtok"}]),
         "evaluate": st.fixed_dictionaries({}, optional={"every": TIMES, "name": st.just("v-1")}),
         "checkpoint": st.fixed_dictionaries({}, optional={"every": TIMES, "keep": SIZES}),
         "log": st.fixed_dictionaries({}, optional={"every": TIMES, "loggers": st.just(["wandb"])}),

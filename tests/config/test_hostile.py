@@ -153,6 +153,17 @@ OVERRIDES = {
     "deep value": ("data.x=" + "[" * 20_000, "deeper"),
     "tag": ("model=!!python/name:os.system", "object"),
     "long": ("folder=" + "x" * 200_000, "bytes"),
+    "size in batches": ("batch_size=64Kba", "a time in batches; write .*'64Ktok'"),
+    "size in epochs": ("batch_size=1ep", "a time in epochs; write .*'64Ktok'"),
+    "size of no unit": ("batch_size=64K", "not a number of samples or tokens; write"),
+    "steps in batches": ("batch_size='0tok:64Kba'", "a time in batches"),
+    "two units": ("batch_size='0tok:64Ktok 1Btok:64'", "in tokens and 64 in samples"),
+    "bound in another unit": (
+        "batch_size={AtMost: {policy: 64Ktok, size: 8}}",
+        "in tokens and 8 in samples",
+    ),
+    "long size": ("batch_size=" + "9" * 195 + "Ttok", "samples or tokens"),
+    "rule in batches": ("rule={sqrt: 4Mba}", "a time in batches"),
 }
 
 
@@ -168,6 +179,17 @@ ABSURD = {
     "long": ("max_duration=1e150ep", "log.every=1sp"),
     "long in batches": ("max_duration=1e150ba", "batch_size=" + NINES),
     "large batches": ("batch_size=" + NINES, "micro_batch_size=1"),
+    "large batches in tokens": ("batch_size=" + NINES + "tok", "data.tokens_per_sample=4096"),
+    "tiny increments in tokens": (
+        "batch_size={LinearRamp: {start: 4096tok, end: 2Mtok, over: 50%, increment: 2tok}}",
+        "data.tokens_per_sample=4096",
+        "data.num_samples=1_000_000_000_000",
+    ),
+    "continuous growth in tokens": (
+        "batch_size={DecayGrowth: {decay: {Cosine: {}}, size: 64Ktok, factor: continuous}}",
+        "data.tokens_per_sample=4096",
+        "data.num_samples=1_000_000_000_000",
+    ),
     "many samples": ("data.num_samples=" + NINES, "evaluate.every=1e-190dur"),
     "steep ramp": (RAMP.replace("100000000", NINES) + "1ep}}", "data.num_samples=" + NINES),
     "steep ramp of equal batches": (
@@ -201,6 +223,12 @@ REFUSED = {
     "scaled interval": (
         ("scale_schedule=1e150", "log.every=1e150sp"),
         r"more than 200 digits; .* \(log\.every on the command line\)",
+    ),
+    "tokens of unknown samples": (("batch_size=64Ktok",), "set data.tokens_per_sample|lengths"),
+    "rule of unknown samples": (("rule={sqrt: 64Ktok}",), "reference is in tokens"),
+    "less than a sample": (
+        ("batch_size=64tok", "data.tokens_per_sample=4096"),
+        "less than one sample of 4,096 tokens",
     ),
     "ranks": (("world_size=" + NINES,), "each rank needs at least one sample"),
     "growth": (("schedules.lr={Exponential: {gamma: 1e308, every: 1ba}}",), "beyond all floats"),

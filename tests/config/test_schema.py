@@ -44,6 +44,10 @@ def test_accepts_the_packaged_files(name: str) -> None:
         {"optimizer": {"target": "a:b", "groups": {"g": {"parameters": "x", "lr": 1}}}},
         {"evaluate": {"metrics": {"m": {"target": "a:b", "k": 1}}}},
         {"loading": {"collate_fn": {"target": "a:b"}}, "stepping": {"rank_timeout": "10m"}},
+        {"batch_size": "64Ktok", "rule": {"sqrt": "4Mtok"}},
+        {"batch_size": {"0ep": "16Ktok", "1ep": "64Ktok"}},
+        {"batch_size": {"AtMost": {"policy": "64Ktok", "size": "32Ktok"}}},
+        {"batch_size": {"StagedRamp": {"sizes": ["16Ktok", "64Ktok"], "over": "10%"}}},
         {"mesh": {"dp": 2}, "log": {"loggers": ["wandb", {"target": "a:b"}]}, "callbacks": []},
     ],
 )
@@ -62,6 +66,7 @@ def test_accepts_what_the_reader_does(change: dict[str, Any]) -> None:
         {"data": {"target": "a.b"}},
         {"batch_size": 0},
         {"batch_size": {"DoublingRamp": {"start": 8}}},
+        {"batch_size": {"DoublingRamp": {"start": "8Kba", "end": "64Ktok", "over": "1ep"}}},
         {"batch_size": {"CubicRamp": {"start": 8, "end": 64, "over": "1ep"}}},
         {"batch_size": {"tomorrow": 8}},
         {"schedules": {"lr": {"Cosin": {}}}},

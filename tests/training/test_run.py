@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from stretto.errors import TrainingError
-from stretto.schedules import Cosine
+from stretto.schedules import Cosine, Linear
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, prepare
 from stretto.training.algorithms import SequenceLengthWarmup
 from stretto.training.callback import EVENTS, Events
@@ -299,7 +299,7 @@ def test_callbacks_work_in_a_loop_of_your_own() -> None:
     """Two of stretto's own, with everything that a loop must do for them."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    callbacks: list[Callback] = [SequenceLengthWarmup(8, 16, over="50%"), AdaScale(4)]
+    callbacks: list[Callback] = [SequenceLengthWarmup(Linear(8, 16, over="50%")), AdaScale(4)]
     run = prepare(
         sequences(),
         "0sp:4 12sp:6",

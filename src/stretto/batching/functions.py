@@ -6,26 +6,30 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, cast, final
+from typing import Any, TypeAlias, cast, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
     Decision,
+    FoundSize,
     Hold,
     PolicyState,
     Signals,
     Size,
+    SizeLike,
+    Tokens,
     checked_size,
+    has_tokens,
     in_unit_of,
 )
 from stretto.errors import BatchSizeError, shown
 from stretto.schedules.fields import Interval, Timed, fill, name_of
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.epochs import UnknownCountError, known_counts, unknown_counters
-from stretto.timing.grammar import whole
+from stretto.timing.grammar import NAMES, whole
 
-SizeCallable: TypeAlias = Callable[[Timestamp, int | None], int]
+SizeCallable: TypeAlias = Callable[[Timestamp, Any], SizeLike]
 """`(timestamp, current) -> size`; before the first batch `current` is the given start, or None."""
 
 
@@ -51,6 +55,7 @@ class SizeFunction(BatchSizePolicy):
             batch.
         planned: whether the sizes follow from the counts of epochs, batches and samples (and
             tokens if all samples have equally many), so that they are known before the run.
+        in_tokens: whether the sizes are in tokens, as they are if `start` is.
 
     Raises:
         BatchSizeError: `function` cannot be called, `start` is not an integer of at least 1, or
@@ -61,6 +66,7 @@ class SizeFunction(BatchSizePolicy):
     start: Size | None = None
     every: Interval | None = field(default=None, kw_only=True)
     planned: bool = field(default=True, kw_only=True)
+    in_tokens: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_callable(self.function, "(timestamp, current) -> size")
@@ -74,6 +80,12 @@ class SizeFunction(BatchSizePolicy):
                 instead="write IncreaseFunction(function, start, max_batch_size)",
             )
         BatchSizePolicy.__post_init__(self)
+        fill(self, in_tokens=self.in_tokens or has_tokens(self.start))
+
+    @property
+    def unit(self) -> TimeUnit:
+        """The unit of all its sizes: samples or tokens."""
+        return TimeUnit.TOKEN if self.in_tokens else TimeUnit.SAMPLE
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve `every` for one run."""
@@ -127,8 +139,12 @@ class SizeFunction(BatchSizePolicy):
         name = name_of(self.function)
         known = known_counts(timestamp, hidden) if hidden else timestamp
         try:
-            size = self.function(known, state["size"])
-            return checked_size(size, f"the batch size that {name} returned")
+            current = state["size"]
+            if self.in_tokens and current is not None:
+                current = Tokens(current)
+            size = self.function(known, current)
+            what = f"the batch size that {name} returned"
+            return _in_unit(size, self.unit, what, f"write SizeFunction({name}, in_tokens=True)")
         except UnknownCountError as error:
             raise BatchSizeError.cannot(
                 f"ask {name} for a batch size before the run",
@@ -137,13 +153,24 @@ class SizeFunction(BatchSizePolicy):
             ) from None
 
 
+def _in_unit(value: object, unit: TimeUnit, what: str, instead: str) -> int:
+    """Return a size of a user's function; one that states a unit must be in that of the policy."""
+    size = checked_size(value, what)
+    states = isinstance(value, (str, Time, Tokens))
+    if states and has_tokens(size) != (unit is TimeUnit.TOKEN):
+        why = f"the sizes of the policy are in {NAMES[unit]}"
+        instead = "return tokens such as '64Ktok'" if unit is TimeUnit.TOKEN else instead
+        raise BatchSizeError.cannot(f"use {shown(value)} as {what}", why=why, instead=instead)
+    return int(size)
+
+
 def check_callable(function: object, form: str) -> None:
     """Refuse what cannot be called."""
     if not callable(function):
         raise BatchSizeError.bad("function", function, "it is not a function", f"pass one: {form}")
 
 
-IncreaseCallable: TypeAlias = Callable[[int, int], int | None]
+IncreaseCallable: TypeAlias = Callable[[int, Any], SizeLike | None]
 """`(epoch, current_batch_size) -> increment`; 0 or None for no increase."""
 
 
@@ -177,16 +204,13 @@ class IncreaseFunction(BatchSizePolicy):
 
     function: IncreaseCallable
     start: Size
-    max_batch_size: int | Literal["auto"]
+    max_batch_size: FoundSize
 
     def __post_init__(self) -> None:
         check_callable(self.function, "(epoch, current_batch_size) -> increment")
         BatchSizePolicy.__post_init__(self)
-        if self.max_batch_size == "auto":
-            return
-        largest = checked_size(self.max_batch_size, "max_batch_size")
-        fill(self, max_batch_size=largest)
-        if self.start > largest:
+        largest = self.max_batch_size
+        if largest != "auto" and self.start > largest:
             why, instead = f"it is above max_batch_size={largest}", "write a smaller start"
             raise BatchSizeError.bad("start", self.start, why, instead)
 
@@ -224,13 +248,17 @@ class IncreaseFunction(BatchSizePolicy):
         )
 
     def _grown(self, epoch: int, size: int, most: int) -> int:
-        increment = self.function(epoch, size)
+        increment = self.function(epoch, in_unit_of(self.start, size))
         added = 0 if increment is None else whole(increment)
+        if added != 0 and isinstance(increment, (str, Time, Tokens)):
+            what = f"the increment that {name_of(self.function)} returned"
+            instead = "write the start in tokens, too, such as '64Ktok'"
+            added = _in_unit(increment, self.unit, what, instead)
         if added is None or added < 0:
             raise BatchSizeError.cannot(
                 f"increase the batch size of {size} by {shown(increment)}",
                 why="it is not an integer of at least 0",
-                instead="return how many samples to add, 0 for none",
+                instead="return how much to add, 0 for nothing",
                 where=f"{name_of(self.function)}({epoch}, {size})",
             )
         return size + added if size + added <= most else size
@@ -243,7 +271,7 @@ def awaits_maximum(value: object) -> bool:
     True
     """
     if isinstance(value, IncreaseFunction):
-        return value.max_batch_size == "auto"
+        return bool(value.max_batch_size == "auto")
     if isinstance(value, Timed):
         value = tuple(getattr(value, name) for name in getattr(value, "__dataclass_fields__", ()))
     return isinstance(value, tuple) and any(map(awaits_maximum, value))

@@ -14,13 +14,15 @@ from stretto.batching.policy import (
     Decision,
     Signals,
     Size,
-    Tokens,
+    SizeLike,
     check_start,
+    grain_of,
+    in_unit_of,
     rounded_size,
 )
 from stretto.errors import BatchSizeError
 from stretto.schedules.fields import Check, Positive, check_fields, fill, number_field
-from stretto.timing import Horizon, TimeUnit
+from stretto.timing import Horizon
 from stretto.timing.grammar import whole
 
 LARGEST = 1e100
@@ -329,9 +331,9 @@ class NoiseScale(BatchSizePolicy):
 
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size and the averages."""
-        least, each = self.minimum or self.start, horizon.tokens_per_sample or 0
-        if self.unit is TimeUnit.TOKEN and least < 2 * each:
-            raise _single("minimum", least, f"{Tokens(2 * each)} or more")
+        least, two = self.minimum or self.start, 2 * grain_of(self, horizon)
+        if least < two:
+            raise _single("minimum", least, f"{in_unit_of(least, two)} or more")
         empty = GradientNoise(self.window, self.confidence)
         return Bound(
             decide=lambda _, state, signals: self._decide(
@@ -383,11 +385,11 @@ def _log_values(noise: GradientNoise) -> dict[str, float]:
 
 
 def NormTest(  # noqa: N802  a kind of policy
-    start: int,
-    maximum: int,
+    start: SizeLike,
+    maximum: SizeLike,
     *,
     eta: float = 0.9,
-    minimum: int | None = None,
+    minimum: SizeLike | None = None,
     window: int = 100,
     confidence: float = 0.9,
 ) -> NoiseScale:

@@ -8,8 +8,11 @@ from heapq import heapreplace
 from itertools import pairwise
 from operator import index
 
-from stretto.batching.policy import checked_size, checked_world_size
+from stretto.batching.policy import Tokens, checked_size, checked_world_size
+from stretto.batching.split import Split, in_rows
 from stretto.errors import BatchSizeError, shown
+from stretto.timing import Horizon
+from stretto.timing.horizon import Lengths
 
 Piece = tuple[int, list[int]]
 """The tokens of a micro-batch as it is run, and the indices of its samples."""
@@ -55,6 +58,64 @@ def too_long(sample: int, length: int, budget: int) -> BatchSizeError:
     what = f"run sample {sample} of {length:,} tokens in a micro-batch of {budget:,} tokens"
     instead = f"write a budget of at least {length}, or cut or leave out longer samples"
     return BatchSizeError.cannot(what, why="it exceeds the budget alone", instead=instead)
+
+
+def checked_micro_batch(value: object, facts: Horizon) -> int | None:
+    """Return the most samples of a micro-batch, or its budget of tokens, for one run.
+
+    A budget for samples of equally many tokens becomes a number of samples.
+
+    >>> checked_micro_batch("4_096tok", Horizon("1ep", tokens_per_sample=1000))
+    4
+
+    Raises:
+        BatchSizeError: it is neither, or the longest sample alone exceeds the budget.
+    """
+    if value is None:
+        return None
+    size, each, lengths = (
+        checked_size(value, "a micro-batch size"),
+        facts.tokens_per_sample,
+        facts.lengths,
+    )
+    if not isinstance(size, Tokens):
+        return size
+    if lengths is not None and lengths.longest > size:
+        raise too_long(lengths.longest_sample, lengths.longest, size)
+    if each is not None and each > size:
+        raise too_long(0, each, size)
+    return size if each is None else size // each
+
+
+def num_passes(
+    size: int,
+    start: int,
+    world_size: int,
+    micro_batch_size: int | None,
+    *,
+    lengths: Lengths | None = None,
+    row: int = 1,
+) -> int | None:
+    """Return the micro-batches of each rank in a batch; None if they follow unknown lengths.
+
+    >>> num_passes(13, 0, world_size=4, micro_batch_size=2)
+    2
+
+    Args:
+        size: the samples of the batch.
+        start: the position of its first sample.
+        world_size: how many ranks share it.
+        micro_batch_size: the most samples that a rank takes at once, or a budget of tokens.
+        lengths: the tokens of each sample.
+        row: how many samples are joined to a row.
+    """
+    if not isinstance(micro_batch_size, Tokens):
+        size, micro_batch_size = in_rows(size, micro_batch_size, row)
+        return Split(size, world_size, micro_batch_size).accumulation
+    if lengths is None:
+        return None
+    found = lengths.of(start, start + size)
+    return len(pack(found, micro_batch_size, world_size, packed=lengths.packed)[0])
 
 
 def _sorted(lengths: Sequence[int]) -> tuple[list[int], list[int]]:

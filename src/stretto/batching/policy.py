@@ -253,10 +253,16 @@ def wrapped(inner: Bound, own: PolicyState, **changes: Any) -> Bound:
 
 _SIZE = Check(lambda value, *_: checked_size(value))
 _PART = Check(lambda value, name, _: checked_size(value, name))
-Size: TypeAlias = Annotated[int, _SIZE]
+_FOUND = Check(lambda value, name, _: value if value == "auto" else checked_size(value, name))
+SizeLike: TypeAlias = int | str | Time
+"""A batch size as it is written: a number of samples, or tokens such as `"64Ktok"`."""
+# Any: given as a SizeLike, and an int from then on.
+Size: TypeAlias = Annotated[Any, _SIZE]
 """A field that is a batch size, in samples or tokens."""
-SizePart: TypeAlias = Annotated[int, _PART]
+SizePart: TypeAlias = Annotated[Any, _PART]
 """A field that sizes grow by or are multiples of; 1 is that of either unit."""
+FoundSize: TypeAlias = Annotated[Any, _FOUND]
+"""A field that is a batch size, or `"auto"`."""
 PositiveInt: TypeAlias = Annotated[int, Check(lambda value, name, _: checked_number(value, name))]
 """A field that is an integer of at least 1."""
 ABOVE_1 = number_field("a finite number above 1", lambda value: 1 < value < math.inf)
@@ -328,6 +334,17 @@ class BatchSizePolicy(Timed):
         return ()
 
 
+def grain_of(policy: BatchSizePolicy, horizon: Horizon) -> int:
+    """Return the least amount by which batches can differ, in the unit of a policy.
+
+    >>> from stretto.batching import as_policy
+    >>> data = Horizon("1ep", tokens_per_sample=4096)
+    >>> grain_of(as_policy("64Ktok"), data), grain_of(as_policy(16), data)
+    (4096, 1)
+    """
+    return (horizon.tokens_per_sample or 1) if policy.unit is TimeUnit.TOKEN else 1
+
+
 def has_tokens(value: object) -> bool:
     """Return whether a value is an amount in tokens, or has one inside, or decides in tokens.
 
@@ -372,8 +389,8 @@ def _sizes_in(policy: Timed) -> Iterator[object]:
     checks = checks_of(type(policy))
     for name, value in values_of(policy).items():
         check = checks[name][0] if name in checks else None
-        is_size = check is _SIZE or (check is _PART and value != 1)
-        if isinstance(value, BatchSizePolicy) or (is_size and value is not None):
+        is_size = check in (_SIZE, _FOUND) or (check is _PART and value != 1)
+        if isinstance(value, BatchSizePolicy) or (is_size and isinstance(value, int)):
             yield value
         elif isinstance(value, tuple):  # of sizes, or of pairs of a time and one
             items = (item[-1] if isinstance(item, tuple) else item for item in value)

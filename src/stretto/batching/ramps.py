@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, final
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, TypeAlias, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
+    Decision,
     Hold,
+    PolicyState,
+    Signals,
     Size,
+    SizeLike,
     SizePart,
-    check_units,
     checked_size,
     checked_world_size,
+    grain_of,
+    has_tokens,
     in_unit_of,
     timed,
 )
 from stretto.batching.steps import Fixed, sample_axis
 from stretto.errors import BatchSizeError
-from stretto.schedules.fields import Interval, check_fields, fill
+from stretto.schedules.fields import Check, Interval
 from stretto.timing import Horizon, Time, TimeLike, Timestamp, TimeUnit
 
+Sizes: TypeAlias = Annotated[
+    Sequence[Size], Check(lambda value, *_: tuple(map(checked_size, value)))
+]
 Equal: TypeAlias = Literal["time", "batches"]
 """The quantity that is the same for all sizes of a ramp."""
 
@@ -109,7 +117,7 @@ class _Ramp(BatchSizePolicy):
 
     def end_size(self) -> int:
         """Return the end of the ramp."""
-        return self.end
+        return int(self.end)
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return a line if the ramp has no stages."""
@@ -138,7 +146,8 @@ class LinearRamp(_Ramp):
         start: the size of the first batch.
         end: the size from `over` on, at least `start`.
         over: the length of the ramp from the start of the run, in any unit.
-        increment: the samples added at once.
+        increment: what is added at once; by default one sample, or one token if samples are not
+            known to have equally many.
         equal: what is the same for all sizes: `time`, in the unit of `over`, or `batches`.
 
     Raises:
@@ -158,13 +167,21 @@ class LinearRamp(_Ramp):
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
-        start, step = self.start, self.increment
-        sizes = range(start, self.end + 1, step)
+        start, step = self.start, max(self.increment, grain_of(self, horizon))
+        # The end, or the first step beyond it: an increment may be less than a sample.
+        sizes = range(start, self.end + step, step)
 
         def sum_before(level: int) -> int:
-            return level * start + step * level * (level - 1) // 2
+            return int(level * start + step * level * (level - 1) // 2)
 
-        return _bound_ramp(horizon, self, sizes, sum_before)
+        bound = _bound_ramp(horizon, self, sizes, sum_before)
+        if sizes[-1] == self.end:
+            return bound
+
+        def decide(timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
+            return min(bound.decide(timestamp, state, signals)[0], self.end), state
+
+        return replace(bound, decide=decide, bounds=(start, self.end))
 
 
 @final
@@ -220,20 +237,17 @@ class StagedRamp(BatchSizePolicy):
             no length, or `equal` is neither.
     """
 
-    sizes: Sequence[int]
+    sizes: Sizes
     over: Interval
     equal: Equal = field(default="time", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        checked = tuple(checked_size(size) for size in self.sizes)
-        ascending = all(a < b for a, b in itertools.pairwise(checked))
-        if len(checked) < 2 or not ascending:
+        BatchSizePolicy.__post_init__(self)
+        ascending = all(a < b for a, b in itertools.pairwise(self.sizes))
+        if len(self.sizes) < 2 or not ascending:
             why = "they are not two or more in ascending order"
             instead = "write such, or PiecewiseConstant"
-            raise BatchSizeError.bad("sizes", list(checked), why, instead)
-        fill(self, sizes=checked)
-        check_units(self)
+            raise BatchSizeError.bad("sizes", list(self.sizes), why, instead)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
@@ -241,16 +255,16 @@ class StagedRamp(BatchSizePolicy):
 
     def end_size(self) -> int:
         """Return the last size."""
-        return self.sizes[-1]
+        return int(self.sizes[-1])
 
 
 def rampup(
-    final: int,
+    final: SizeLike,
     over: TimeLike,
     *,
     world_size: int,
-    micro_batch_size: int,
-    initial_global_train_batch_size: int | None = None,
+    micro_batch_size: SizeLike,
+    initial_global_train_batch_size: SizeLike | None = None,
 ) -> BatchSizePolicy:
     """Return a ramp that only changes gradient accumulation, so the hardware is used evenly.
 
@@ -264,7 +278,8 @@ def rampup(
         final: the size from `over` on.
         over: the length of the ramp from the start of the run, in any unit.
         world_size: the number of ranks.
-        micro_batch_size: samples in one forward and backward pass of a rank.
+        micro_batch_size: samples in one forward and backward pass of a rank, or tokens if all
+            sizes are in tokens.
         initial_global_train_batch_size: the first size; by default, the smallest possible,
             `world_size * micro_batch_size`.
 
@@ -272,11 +287,14 @@ def rampup(
         BatchSizeError: a size is not a multiple of `world_size * micro_batch_size`, or the final
             size is below the initial one.
     """
-    unit = checked_world_size(world_size) * checked_size(micro_batch_size, "a micro-batch size")
-    initial = unit if initial_global_train_batch_size is None else initial_global_train_batch_size
-    for name, size in (("initial_global_train_batch_size", initial), ("final", final)):
-        if checked_size(size) % unit:
-            lower = max(unit, size - size % unit)
+    micro = checked_size(micro_batch_size, "a micro-batch size")
+    unit = in_unit_of(micro, checked_world_size(world_size) * micro)
+    given = initial_global_train_batch_size
+    initial, last = unit if given is None else checked_size(given), checked_size(final)
+    for name, size in (("initial_global_train_batch_size", initial), ("final", last)):
+        if size % unit or has_tokens(size) != has_tokens(unit):
+            lower = in_unit_of(unit, max(unit, size - size % unit))
             why = f"it is not a multiple of world_size * micro_batch_size = {unit}"
-            raise BatchSizeError.bad(name, size, why, f"write {lower} or {lower + unit}")
-    return DoublingRamp(initial, final, over)
+            instead = f"write {lower} or {in_unit_of(unit, lower + unit)}"
+            raise BatchSizeError.bad(name, size, why, instead)
+    return DoublingRamp(initial, last, over)

@@ -14,10 +14,29 @@ from typing import TypeAlias
 from stretto.batching.policy import NO_SIGNALS, Bound, Decision, Hold, PolicyState, Signals
 from stretto.batching.steps import PiecewiseConstant, StepsLike
 from stretto.errors import BatchSizeError
-from stretto.timing import Horizon, Timestamp
+from stretto.schedules import Custom, Schedule
+from stretto.timing import Horizon, Timer, Timestamp, TimeUnit
 
 LengthsLike: TypeAlias = PiecewiseConstant | int | StepsLike
 """Tokens of a sequence: a number, a text such as `"0tok:4096 252Mtok:8192"`, or a mapping."""
+LENGTH = "sequence_length"
+"""The name of the length among the values of a run."""
+
+
+def as_lengths(value: LengthsLike) -> PiecewiseConstant:
+    """Return sequence lengths as steps.
+
+    >>> as_lengths(8192)
+    PiecewiseConstant('0sp:8192')
+
+    Raises:
+        BatchSizeError: a length is not an integer of at least 1, or the times are out of order.
+        TimeError: a time cannot be read.
+    """
+    if isinstance(value, PiecewiseConstant):
+        return value
+    is_one = isinstance(value, int) or (isinstance(value, str) and ":" not in value)
+    return PiecewiseConstant(f"0sp:{value}" if is_one else value)  # type: ignore[arg-type]
 
 
 def as_rows(lengths: LengthsLike, tokens_per_sample: int | None) -> PiecewiseConstant:
@@ -34,10 +53,7 @@ def as_rows(lengths: LengthsLike, tokens_per_sample: int | None) -> PiecewiseCon
         BatchSizeError: samples differ, or a length is not a multiple of all shorter ones.
         TimeError: a time cannot be read.
     """
-    if isinstance(lengths, int) or (isinstance(lengths, str) and ":" not in lengths):
-        lengths = f"0sp:{lengths}"
-    steps = lengths if isinstance(lengths, PiecewiseConstant) else PiecewiseConstant(lengths)
-    each = tokens_per_sample
+    steps, each = as_lengths(lengths), tokens_per_sample
     if each is None:
         why = "samples are not known to have equally many tokens"
         instead = "pass DataSpec(data, tokens_per_sample=...) with the shortest length"
@@ -109,3 +125,13 @@ def in_rows(policy: Bound, rows: PiecewiseConstant, horizon: Horizon) -> Bound:
         row_at=lambda timestamp: rows_at(timestamp)[0],
         asked=policy.decide,
     )
+
+
+def length_of(policy: Bound, horizon: Horizon) -> Schedule:
+    """Return the sequence length of a policy in rows, as a value of the run."""
+
+    def length(timer: Timer) -> int:
+        assert policy.row_at is not None, "in rows"
+        return policy.row_at(timer.timestamp) * (horizon.tokens_per_sample or 0)
+
+    return Custom(length, reads=" ".join(policy.units | {TimeUnit.SAMPLE}))

@@ -22,6 +22,7 @@ from stretto.batching.policy import (
     Size,
     SizePart,
     check_units,
+    grain_of,
     timed,
 )
 from stretto.batching.split import LearningRateRule, LinearRule, SquareRootRule, is_learning_rate
@@ -166,8 +167,12 @@ class DecayGrowth(BatchSizePolicy):
             why = f"it falls by less than a factor of {self.factor:g} before the run ends"
             raise cannot_grow(self.decay, why, "write a smaller factor, or 'continuous'")
 
+        grain = grain_of(self, horizon)
+
         def grown(size: int, cut: float) -> int:
-            return size if cut >= 1 else math.floor(size * self._growth(cut, factor))
+            # Whole samples: otherwise a hold would end with each token that fits in.
+            fits = 0 if cut >= 1 else math.floor(size * self._growth(cut, factor) / grain) * grain
+            return max(size, fits)
 
         def plain(timestamp: Timestamp) -> int:
             return inner.decide(timestamp, {}, NO_SIGNALS)[0]

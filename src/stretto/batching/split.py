@@ -6,10 +6,10 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Self, TypeAlias, final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeAlias, final
 
-from stretto.batching.policy import checked_size, checked_world_size, has_tokens
+from stretto.batching.policy import Size, Tokens, checked_size, checked_world_size, has_tokens
 from stretto.errors import BatchSizeError
 from stretto.ordering import evenly, stream_start
 from stretto.schedules.fields import fill
@@ -98,6 +98,10 @@ def split(
     world_size = checked_world_size(world_size)
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
+    if isinstance(size, Tokens) or isinstance(micro_batch_size, Tokens):
+        why = "how many tokens each sample has is not known here"
+        instead = "write numbers of samples, or pack(lengths, budget, world_size)"
+        raise BatchSizeError.cannot("split by amounts in tokens", why=why, instead=instead)
     position = whole(start)
     if position is None or position < 0:
         why, instead = "it is not an integer of at least 0", "pass the number of samples before it"
@@ -120,7 +124,7 @@ def in_rows(size: int, micro_batch_size: int | None, row: int) -> tuple[int, int
 
 def even_unit(world_size: int, micro_batch_size: int | None) -> int:
     """Return the number that all evenly split sizes are multiples of."""
-    return world_size * (micro_batch_size or 1)
+    return world_size * (1 if isinstance(micro_batch_size, Tokens) else micro_batch_size or 1)
 
 
 def not_even(size: int, world_size: int, micro_batch_size: int | None) -> BatchSizeError:
@@ -152,12 +156,12 @@ RuleLike: TypeAlias = Mapping[str, Any] | LearningRateRule
 """A rule, or its form in a run file: `{"sqrt": 256}`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Referenced(ABC):
     """A rule relative to the batch size for which a value was chosen, in samples or tokens."""
 
-    reference: int
-    _each: int = field(default=1, init=False, repr=False)
+    reference: Size
+    _each: ClassVar[int] = 1
     """The tokens of a sample, if sizes are in samples and the reference is in tokens."""
 
     def __post_init__(self) -> None:
@@ -169,7 +173,7 @@ class Referenced(ABC):
 
     def ratio(self, size: int) -> float:
         """Return a size over the reference, correctly rounded."""
-        return size * self._each / self.reference
+        return float(size * self._each / self.reference)
 
     def bind(self, unit: TimeUnit, each: int | None) -> Self:
         """Return the rule for sizes in a unit.

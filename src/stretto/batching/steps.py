@@ -16,6 +16,7 @@ from stretto.batching.policy import (
     Bound,
     Hold,
     Size,
+    SizeLike,
     check_units,
     checked_size,
     timed,
@@ -93,7 +94,7 @@ def _is_after(
     return True
 
 
-StepsLike: TypeAlias = str | Mapping[str, int | str] | Mapping[Time, int | str]
+StepsLike: TypeAlias = str | Mapping[str, SizeLike] | Mapping[Time, SizeLike]
 """The written form of steps: text, or times and sizes."""
 
 
@@ -118,7 +119,7 @@ class Fixed(BatchSizePolicy):
 
     def end_size(self) -> int:
         """Return the constant."""
-        return self.size
+        return int(self.size)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Return the constant."""
@@ -241,7 +242,7 @@ def _refused(steps: object, why: str) -> BatchSizeError:
     return BatchSizeError.bad("steps", steps, why, "write for example '0tok:768 250Btok:1536'")
 
 
-PolicyLike: TypeAlias = BatchSizePolicy | int | str | Time | Mapping[Any, int | str] | SizeCallable
+PolicyLike: TypeAlias = BatchSizePolicy | int | str | Time | Mapping[Any, SizeLike] | SizeCallable
 """Anything that `as_policy` reads as a batch size policy."""
 
 
@@ -279,4 +280,4 @@ def as_policy(value: object) -> BatchSizePolicy:
     if hasattr(value, "policy") and hasattr(value, "schedule"):
         why, instead = "it is a pair", "pass its policy, its schedule as 'lr', and its rule"
         raise BatchSizeError.bad("batch_size", value, why, instead)
-    return Fixed(value)  # type: ignore[arg-type]
+    return Fixed(value)

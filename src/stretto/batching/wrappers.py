@@ -172,7 +172,7 @@ class AtMost(_Bound):
 
     def changed(self, size: int) -> int:
         """Return the smaller of the two."""
-        return min(size, self.size)
+        return int(min(size, self.size))
 
 
 @final
@@ -193,7 +193,7 @@ class AtLeast(_Bound):
 
     def changed(self, size: int) -> int:
         """Return the larger of the two."""
-        return max(size, self.size)
+        return int(max(size, self.size))
 
 
 @final
@@ -237,7 +237,7 @@ class MultipleOf(SizeMap):
     def changed(self, size: int) -> int:
         """Return the nearest multiple that way."""
         add = self.factor - 1 if self.rounding == "up" else 0
-        return max(1, (size + add) // self.factor) * self.factor
+        return int(max(1, (size + add) // self.factor) * self.factor)
 
 
 @final

@@ -416,7 +416,13 @@ _SIZES: Mapping[str, Callable[..., Any]] = {
     "NormTest": NormTest,
     "rampup": batching.rampup,
 }
-_SIZE = {"type": "integer", "minimum": 1}
+_TEXT = {"type": "string", "pattern": r"^\s*[0-9][0-9_.eE+-]*([KMBT]?(sp|tok))?\s*$"}
+_SIZE = {"anyOf": [{"type": "integer", "minimum": 1}, _TEXT]}
+_AMOUNT = Kind(
+    "a whole number, or tokens such as 64Ktok",
+    lambda value: type(value) in (int, str),
+    lambda _: _SIZE,
+)
 SCHEDULE = _named(
     "Schedule",
     "for example {Cosine: {end: 0.1, warmup: 5%}}, or a number",
@@ -427,12 +433,12 @@ SCHEDULE = _named(
 )
 SIZES = _named(
     "BatchSize",
-    "a number, '0ep:8 1ep:16', or for example {DoublingRamp: {start: 8, end: 64, over: 40%}}",
+    "a number, 64Ktok, '0ep:8 1ep:16', or for example {LinearRamp: {start: 8, end: 64, over: 40%}}",
     _SIZES,
     as_policy,
     lambda value: type(value) in (int, str) or _is_steps(value),
-    _SIZE,
-    {"type": "string", "examples": ["0tok:768 250Btok:1536"]},
+    {"type": "integer", "minimum": 1},
+    {"type": "string", "examples": ["0tok:768 250Btok:1536", "64Ktok"]},
     {
         "type": "object",
         "description": "A size from each of some times on.",
@@ -443,7 +449,7 @@ SIZES = _named(
 )
 RULE = _named(
     "Rule",
-    "{sqrt: 256} or {linear: 256}, with the size that the rate is meant for",
+    "{sqrt: 256} or {linear: 4Mtok}, with the size that the rate is meant for",
     {**RULES, **{rule.__name__: rule for rule in RULES.values()}},
     as_rule,
     lambda _: False,
@@ -490,6 +496,8 @@ def _annotated(hint: Any, marks: Sequence[Any]) -> Kind:
     check = next((mark for mark in marks if isinstance(mark, Check)), None)
     if check is None:
         return kind_of(hint)
+    if hint is Any:
+        return _checked(_AMOUNT, check)
     return _time(check) if hint == TimeLike else _checked(kind_of(hint), check)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from stretto.batching import BatchSizePolicy, RuleLike
 from stretto.batching.metrics import check_monitored, followed_metric, metrics_of
+from stretto.batching.rows import as_lengths
 from stretto.batching.seesaw import paired
 from stretto.config.run import RunConfig
 from stretto.config.targets import Function, Target, bound_target, call_target
@@ -297,6 +298,7 @@ def prepare_run(config: RunConfig, run: TimesAndSizes, *, resumes: bool = False)
             return value.scaled(config.scale_schedule or 1)
 
     schedules = {name: scaled(one, "schedules", name) for name, one in run.schedules.items()}
+    lengths = config.sequence_length
     prepared = bind_run(
         scaled(run.horizon, "max_duration"),
         scaled(run.policy, "batch_size"),
@@ -307,6 +309,7 @@ def prepare_run(config: RunConfig, run: TimesAndSizes, *, resumes: bool = False)
             for name, (_, every) in triggers.items()
         },
         rule=run.rule,
+        sequence_length=lengths and scaled(as_lengths(lengths), "sequence_length"),
         most_stages=MAX_STAGES,
         at=at,
     )

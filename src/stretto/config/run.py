@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, final
 import yaml
 
 from stretto._location import local_path, open_plain, public
-from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareRootRule
-from stretto.batching.policy import PositiveInt
+from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareRootRule, Tokens
+from stretto.batching.policy import PositiveInt, Size
+from stretto.batching.rows import as_lengths
 from stretto.batching.split import RuleLike
 from stretto.batching.steps import PolicyLike
 from stretto.config.kinds import Mistakes, parameters_of, section
@@ -59,6 +60,8 @@ Seed: TypeAlias = Annotated[int, _valid(range(2**63).__contains__, "from 0 to 2^
 _WORD = _valid(re.compile(r"[\w.-]+").fullmatch, "one word, in which '.' and '-' may be", "test")
 _FOLDER = Check(lambda value, *_: str(local_path(value, "keep a run in", ConfigError)))
 Folder: TypeAlias = Annotated[str, _FOLDER]
+_LENGTHS = Check(lambda value, *_: str(as_lengths(value)))
+SequenceLength: TypeAlias = Annotated[int | str | dict[str, PositiveInt], _LENGTHS]
 HyperparameterName: TypeAlias = Annotated[str, Check(lambda value, *_: parse_name(value) and value)]
 
 
@@ -161,9 +164,9 @@ class RunConfig:
     step: Target | None = None
     """Makes a `stretto.TrainStep` of yours: called with `model`, with `optimizer` if the file has
     one, and with `loss` if it takes one."""
-    micro_batch_size: PositiveInt | Literal["auto"] | None = None
-    """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
-    memory; by default all its share."""
+    micro_batch_size: Size | Literal["auto"] | None = None
+    """Most samples of one forward and backward pass on one rank, or most tokens, such as `8Ktok`;
+    `auto`: as many samples as fit into memory; by default all its share."""
     world_size: PositiveInt | None = None
     """How many ranks a plan is for; by default one. Training has those that torchrun starts."""
     schedules: dict[HyperparameterName, ScheduleLike] = field(default_factory=dict)
@@ -176,6 +179,9 @@ class RunConfig:
     rule: RuleLike | None = None
     """How the learning rate follows the batch size, a rule or a function of yours; by default not
     at all."""
+    sequence_length: SequenceLength | None = None
+    """Tokens of a sequence, which consecutive samples are joined to; by default those of a
+    sample."""
     last_batch: LastBatch | None = None
     """What happens if an epoch ends inside a batch: `keep` a smaller one (the default), `drop` it,
     or `carry` on."""
@@ -344,14 +350,14 @@ def written(value: Any) -> Any:
     >>> written({"lr": Cosine(end=0.1, warmup="5%")})
     {'lr': {'Cosine': {'end': 0.1, 'warmup': '0.05dur'}}}
     """
-    if isinstance(value, (Time, Until, PiecewiseConstant)):
+    if isinstance(value, (Time, Tokens, Until, PiecewiseConstant)):
         return str(value)
     if isinstance(value, (list, tuple)):
         return [written(one) for one in value]
     if isinstance(value, dict):
         return {name: written(one) for name, one in value.items()}
     if isinstance(value, Fixed):
-        return value.size
+        return written(value.size)
     if isinstance(value, Product):
         return written(value.schedules)
     if isinstance(value, Custom):

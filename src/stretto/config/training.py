@@ -57,7 +57,7 @@ VALIDATION = "validation"
 """The `split` of an evaluation without other data."""
 _AS_THEY_ARE = (
     *("max_duration", "micro_batch_size", "clip_norm", "compile", "device"),
-    *("stepping", "checkpoint", "idle_ranks", "scale_schedule"),
+    *("stepping", "checkpoint", "idle_ranks", "sequence_length", "scale_schedule"),
 )
 """Keys of a run file that are arguments of a `Trainer` with the same name and value."""
 _NO_LIMIT = 2**31

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, final
 
@@ -60,6 +60,31 @@ class Range(NamedTuple):
 
 
 @final
+class Room:
+    """The tokens that a batch may still take.
+
+    >>> room = Room(8)
+    >>> room.fill([9, 1]), room.left
+    (1, -1)
+
+    Args:
+        left: how many these are.
+        is_empty: whether the next sample is taken however long it is.
+    """
+
+    def __init__(self, left: int, *, is_empty: bool = True) -> None:
+        self.left, self.is_empty = left, is_empty
+
+    def fill(self, lengths: Sequence[int]) -> int:
+        """Take as many of the next samples as there is room for; return how many."""
+        for count, length in enumerate(lengths):
+            if length > self.left and not self.is_empty:
+                return count
+            self.left, self.is_empty = self.left - length, False
+        return len(lengths)
+
+
+@final
 class ChunkSource:
     """Reads an iterable of collated batches one chunk ahead, to see the end of the epoch.
 
@@ -98,6 +123,8 @@ class ChunkSource:
         self.epoch = 0
         self.example: Chunk | None = None
         """The last chunk that was read; None before the first one."""
+        self._lengths: tuple[Chunk | None, list[int]] = None, []
+        """A chunk, and the tokens of each of its samples."""
         self._kept = Position(0, None, 0, 0)
         self._kept_next: list[str] | None = None
         """Fingerprints of the samples after it; None: not computed yet."""
@@ -118,8 +145,8 @@ class ChunkSource:
             self.start_epoch(self.epoch)
         return self._chunk and Range(self._chunk, self._offset, self._chunk.num_samples)
 
-    def take(self, count: int) -> list[Range]:
-        """Return the next `count` samples of the epoch; fewer if it ends before."""
+    def take(self, count: int, room: Room | None = None) -> list[Range]:
+        """Return the next `count` samples of the epoch; fewer if it ends before, or `room` does."""
         if self._failed:
             why, instead = "reading it has failed", "resume from a saved position, in a new loader"
             raise DataError.cannot(f"read data of type {self.kind}", why=why, instead=instead)
@@ -127,14 +154,24 @@ class ChunkSource:
             self.start_epoch(self.epoch)
         ranges = []
         while count and self._chunk is not None:
-            stop = min(self._chunk.num_samples, self._offset + count)
-            ranges.append(Range(self._chunk, self._offset, stop))
-            count -= stop - self._offset
-            self._passed += stop - self._offset
-            self._offset = stop
-            if stop == self._chunk.num_samples:
+            chunk, start = self._chunk, self._offset
+            here = taken = min(chunk.num_samples - start, count)
+            if room is not None:
+                taken = room.fill(self._lengths_of(chunk)[start : start + here])
+            ranges += [Range(chunk, start, start + taken)] if taken else []
+            count -= taken
+            self._passed += taken
+            self._offset += taken
+            if self._offset == chunk.num_samples:
                 self._chunk, self._offset = self._read(), 0
+            if taken < here:
+                break
         return ranges
+
+    def _lengths_of(self, chunk: Chunk) -> list[int]:
+        if self._lengths[0] is not chunk:
+            self._lengths = chunk, self.spec.tokens_of_samples(chunk.batch, chunk.num_samples)
+        return self._lengths[1]
 
     def start_epoch(self, epoch: int, *, state: Any = None, skip: int = 0, passed: int = 0) -> None:
         """Go to the start of an epoch or to the source's own `state`, then `skip` samples.

@@ -91,7 +91,12 @@ class Decisions:
         timestamp, size, horizon = plan.timestamp, plan.size, self._horizon
         hold = self._policy.holds_until(timestamp, plan.state) if self._policy.is_static else None
         last = repeats_before(horizon, timestamp, size)
-        is_whole = size == plan.decided and not plan.skipped and not plan.ends_epochs
+        is_whole = (
+            type(plan.decided) is int
+            and size == plan.decided
+            and not plan.skipped
+            and not plan.ends_epochs
+        )
         if hold is None or horizon.dataset_num_samples is None or last is None or not is_whole:
             return 1
         counts = [-(-(last - timestamp.sample) // size)]
@@ -156,7 +161,14 @@ class Decisions:
             },
             "size": self.size,
             "past": None if self.past is None else [list(pair) for pair in self.past],
+            **self._units,
         }
+
+    @property
+    def _units(self) -> dict[str, str]:
+        """The units of the sizes in a record: those of the state, and those of the past."""
+        units = {"unit": str(self._run.policy.unit), "past_unit": str(self._policy.unit)}
+        return {name: unit for name, unit in units.items() if unit != TimeUnit.SAMPLE}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> bool:
         """Continue from a record, without the check that noise is measured.
@@ -165,7 +177,8 @@ class Decisions:
             False if the record has the state of another policy, so this one starts anew.
         """
         policy, now, state = self._policy, self._timer.timestamp, saved["policy"]["state"]
-        is_own = policy.accepts(state)
+        own = self._units
+        is_own = policy.accepts(state) and saved.get("unit") == own.get("unit")
         if is_own:
             _check_state(policy, now, state)
         known = {one.name: saved["signals"].get(one.name) for one in fields(Signals)}
@@ -173,6 +186,8 @@ class Decisions:
         self._unmeasured = -1
         self.restart(state if is_own else policy.start, Signals(**signals))
         self.size, self.past = saved.get("size"), _past(saved.get("past"), now)
+        if saved.get("past_unit") != own.get("past_unit"):
+            self.past = _past(None, now)
         return is_own or not state
 
     def restart(self, state: PolicyState, signals: Signals) -> None:

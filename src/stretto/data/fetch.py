@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, final
@@ -63,7 +63,7 @@ class Fetch:
 
     def uncollated(self) -> Fetch:
         """Return a fetcher of bundles of samples."""
-        return self._like(collate=Bundle.of)
+        return self._like(collate=Bundle.of, tensors=None)
 
     def in_rows(self, row: int, tokens: int) -> Fetch:
         """Return a fetcher of rows by their number, each of `row` samples of so many tokens."""
@@ -128,6 +128,7 @@ class Fetch:
 def joined(batch: Any, row: int, tokens: int) -> Any:
     """Return a batch of samples as one of rows: `row` samples each, joined along the sequence.
 
+    >>> import torch
     >>> joined({"x": torch.arange(8).view(4, 2)}, row=2, tokens=2)
     {'x': tensor([[0, 1, 2, 3],
             [4, 5, 6, 7]])}
@@ -162,6 +163,20 @@ CountedBatch: TypeAlias = tuple[Any, int]
 """A collated batch and its number of samples; 0 for a dummy, which holds one sample."""
 
 
+class Piece(NamedTuple):
+    """A micro-batch whose samples are stated one by one."""
+
+    places: Sequence[int]
+    """Its samples, counted from the start of the batch; a dummy reads one of them."""
+    num_samples: int
+    """How many they are; 0 for a dummy."""
+    num_tokens: int
+
+
+Cut: TypeAlias = Callable[[int, int], list[Piece]]
+"""Returns this rank's micro-batches of a batch, from its size and start; all ranks have as many."""
+
+
 class FetchedStep(NamedTuple):
     """What one step reads. Under `drop`: the rest of an epoch that is too small for a batch."""
 
@@ -173,6 +188,8 @@ class FetchedStep(NamedTuple):
     """Samples over all ranks; fewer than planned if data of unknown size have ended."""
     crossings: tuple[int, ...] = ()
     """The batch's samples after each epoch end inside it; only for data of unknown size."""
+    tokens: Sequence[int] | None = None
+    """The tokens of each micro-batch; None: they are counted."""
 
 
 Steps: TypeAlias = Callable[[Plans], Iterator[FetchedStep]]

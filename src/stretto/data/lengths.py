@@ -79,15 +79,19 @@ class OrderedLengths:
     Args:
         lengths: by index of the sample; see `checked_lengths`.
         order: the sample at each position.
+        packed: whether micro-batches join samples without padding.
     """
 
-    def __init__(self, lengths: Tensor, order: SampleOrder) -> None:
+    def __init__(self, lengths: Tensor, order: SampleOrder, *, packed: bool = False) -> None:
         self._lengths, self._order = lengths, order
+        self.packed = packed
         self.num_samples = order.num_samples
         self.total = total_tokens(lengths)
         """Tokens of an epoch."""
-        self.longest = int(lengths.max())
-        """Tokens of the longest sample."""
+        self.longest_sample = int(lengths.argmax())
+        """The index of the longest sample."""
+        self.longest = int(lengths[self.longest_sample])
+        """Its tokens."""
         self._block = _Block(0, torch.empty(0, dtype=torch.int64))
         self._blocks: dict[int, _Block] = {}
         self._totals: dict[int, int] = {}

@@ -11,12 +11,13 @@ from functools import partial
 from itertools import chain
 from typing import Any, final
 
-from stretto.batching import NO_SIGNALS, PolicyLike, Signals, checked_size
+from stretto.batching import NO_SIGNALS, PolicyLike, Signals
+from stretto.batching.pack import checked_micro_batch
 from stretto.batching.rows import LengthsLike, check_holds_row
 from stretto.data.decisions import Decisions, other_order, reading_state
 from stretto.data.fetch import FetchedStep, RankShare, pinned
 from stretto.data.source import BatchSource, make_source, prepared_for
-from stretto.data.spec import DataSpec
+from stretto.data.spec import DataSpec, uncountable
 from stretto.data.step import MicroBatch, Step
 from stretto.errors import CheckpointError, DataError
 from stretto.planning import Prepared, resumed
@@ -52,12 +53,13 @@ class TokenCounter:
         counts = spec.counts
         self.each = counts["tokens_per_sample"]
         """The tokens of every sample, 0 if none are tracked; None: they must be counted."""
+        self._lengths = run.facts.lengths
         self._stated = counts["dataset_num_tokens"] if self.each is None else None
         self._tells: bool | None = None
         if self.each is not None or spec.get_num_tokens_in_batch is not None:
             self._tells = True
         if self._is_needed and not self.is_tracked:
-            raise _uncountable()
+            raise uncountable()
 
     @property
     def is_tracked(self) -> bool:
@@ -80,7 +82,7 @@ class TokenCounter:
         # A dummy is enough to find out: every rank must know after its first batch.
         self._note(tells=tokens is not None)
         if tokens is None and self._is_needed:
-            raise _uncountable()
+            raise uncountable()
         return tokens if tokens and num_samples else 0
 
     def _note(self, *, tells: bool) -> None:
@@ -132,8 +134,12 @@ class TokenCounter:
     def _of_last(self, step: Step, tokens: int, samples: int) -> int:
         """Return how many of the `tokens` of a step its last `samples` have.
 
-        Counted if this rank has the whole step; otherwise their share, rounded down.
+        From their lengths; else counted if this rank has the whole step, or their share, rounded
+        down.
         """
+        if self._lengths is not None:
+            stop = self._timer.sample + step.num_samples
+            return self._lengths.tokens(stop - samples, stop)
         if self.each is None and step.local_num_samples == step.num_samples:
             try:
                 return self._counted(step.micro_batches, samples)
@@ -151,12 +157,6 @@ class TokenCounter:
             total += micro.num_tokens
             samples -= micro.num_samples
         return total
-
-
-def _uncountable() -> DataError:
-    why = "a batch has neither attention_mask nor input_ids"
-    instead = "pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=..."
-    return DataError.cannot("count the tokens of these data", why=why, instead=instead)
 
 
 def agreed(ranks: Ranks, tokens: int, seconds: float, decision: object) -> tuple[int, float]:
@@ -211,7 +211,8 @@ class StepLoader(Iterator[Step]):
             `"0tok:768 250Btok:1536"`, a function, or a policy. Or a run that `bind_run` has bound,
             without `max_duration`.
         max_duration: how long the run is, in any unit but `dur`.
-        micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
+        micro_batch_size: the most samples of one micro-batch, or a budget of tokens such as
+            `"8Ktok"`, padding included; None: a rank's whole share.
         loading: how samples are ordered and fetched: a `Loading`, or a mapping of its fields.
         rank: this process among those that share each batch; None: torch.distributed's.
         world_size: how many processes share each batch; None: torch.distributed's.
@@ -230,7 +231,7 @@ class StepLoader(Iterator[Step]):
         batch_size: PolicyLike | Prepared,
         *,
         max_duration: TimeLike | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = None,
         loading: Loading | Mapping[str, Any] = Loading(),
         rank: int | None = None,
         world_size: int | None = None,
@@ -268,12 +269,10 @@ class StepLoader(Iterator[Step]):
         self._read(micro_batch_size)
         check_holds_row(self.micro_batch_size, self.prepared.facts)
 
-    def _read(self, micro_batch_size: int | None) -> None:
-        """Read this rank's part of the data in micro-batches of so many samples."""
-        if micro_batch_size is not None:
-            micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
-        self.micro_batch_size = micro_batch_size
-        part = RankShare(self.ranks, micro_batch_size)
+    def _read(self, micro_batch_size: int | str | None) -> None:
+        """Read this rank's part of the data in micro-batches of so many samples or tokens."""
+        self.micro_batch_size = checked_micro_batch(micro_batch_size, self.prepared.facts)
+        part = RankShare(self.ranks, self.micro_batch_size)
         self._source: BatchSource = make_source(self.spec, self._from_start, self._loading, part)
         self._tokens = TokenCounter(self._source, self.prepared, self.timer)
         self._agreed, self._cross = self._tokens.agreed, self._tokens.cross
@@ -335,8 +334,12 @@ class StepLoader(Iterator[Step]):
         size, world, each = fetched.size, self.ranks.dp_world_size, self._tokens.each
         row = fetched.plan.row
         micro_batches = []
+        count: Callable[[Any, int], int] = self._tokens
+        if fetched.tokens is not None:
+            known = iter(fetched.tokens)
+            count = lambda *_: next(known)  # noqa: E731
         for batch, samples in fetched.micro_batches:
-            tokens = self._tokens(batch, samples) if each is None else samples * each
+            tokens = count(batch, samples) if each is None else samples * each
             micro_batches.append(MicroBatch(batch, samples, tokens, samples * world / size, row))
         step = Step(self.timer.timestamp, size, fetched.plan.decided, micro_batches)
         self._pending = step, fetched
@@ -430,8 +433,8 @@ class StepLoader(Iterator[Step]):
         """
         return self._source.example_batch(indices)
 
-    def set_micro_batch_size(self, size: int | None) -> None:
-        """Cut later batches into micro-batches of at most `size` samples.
+    def set_micro_batch_size(self, size: int | str | None) -> None:
+        """Cut later batches into micro-batches of at most `size` samples, or so many tokens.
 
         The batches and their samples do not change.
 

@@ -15,8 +15,10 @@ from stretto.batching.split import in_rows
 from stretto.data.containers import count_samples, may_hold
 from stretto.data.fetch import (
     CountedBatch,
+    Cut,
     Fetch,
     FetchedStep,
+    Piece,
     Plans,
     RankShare,
     share_sizes,
@@ -54,6 +56,10 @@ class MapSource:
             with_epoch=self.loading.keyed_randomness,
         )
 
+    def order_stream(self) -> IndexStream:
+        """Return the indices that all ranks read, by position."""
+        return IndexStream(self.order, with_epoch=self.loading.keyed_randomness)
+
     def place(self, position: int) -> int:
         """Return the place of a position in this rank's stream."""
         return stream_start(position, self.part.rank, self.part.world_size)
@@ -79,22 +85,27 @@ class MapSource:
             instead = "keep all in collate_fn, or pass DataSpec(data, get_num_samples_in_batch=...)"
             raise DataError.cannot("use a batch", why=why, instead=instead)
 
+    def step(self, plan: PlannedBatch, pieces: list[Piece], batches: list[Any]) -> FetchedStep:
+        """Return a step whose micro-batches were stated sample by sample."""
+        if not self.loading.packed:
+            for batch, piece in zip(batches, pieces, strict=True):
+                self.check(batch, piece.num_samples or 1)
+        counted = [(batch, one.num_samples) for batch, one in zip(batches, pieces, strict=True)]
+        return FetchedStep(plan, counted, plan.size, tokens=[one.num_tokens for one in pieces])
+
 
 def by_rows(steps: Callable[..., Iterator[FetchedStep]]) -> Callable[..., Iterator[FetchedStep]]:
     """Let a reader of samples read rows too: anew for each length of them."""
 
-    def read(source: MapSource, *given: Any) -> Iterator[FetchedStep]:
+    def rows(source: MapSource, *given: Any) -> Iterator[FetchedStep]:
         *settings, plans = given
-        if source.order.group == 1:
-            yield from steps(source, *given)
         for row, alike in groupby(plans, key=lambda planned: planned[0].row):
-            own = source.in_rows(row)
-            rows = ((plan._replace(size=plan.size // row), start // row) for plan, start in alike)
-            for plan, micro_batches, size, _ in steps(own, *settings, rows):
+            own = ((plan._replace(size=plan.size // row), start // row) for plan, start in alike)
+            for plan, micro_batches, size, *_ in steps(source.in_rows(row), *settings, own):
                 counted = [(batch, count * row) for batch, count in micro_batches]
                 yield FetchedStep(plan._replace(size=size * row), counted, size * row)
 
-    return read
+    return lambda source, *given: (steps if source.order.group == 1 else rows)(source, *given)
 
 
 @by_rows
@@ -155,7 +166,7 @@ def planned_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
 
 @by_rows
 def sample_steps(
-    source: MapSource, bundle_size: int, end: int | None, plans: Plans
+    source: MapSource, bundle_size: int, end: int | None, cut: Cut | None, plans: Plans
 ) -> Iterator[FetchedStep]:
     """Let workers fetch samples ahead; the main process collates each micro-batch at the step.
 
@@ -166,6 +177,7 @@ def sample_steps(
         source: the data.
         bundle_size: the samples of a bundle.
         end: the position at which the run ends; None if unknown.
+        cut: states the micro-batches sample by sample; None: they have equally many.
         plans: the decided batches.
     """
     stream, part, unpinned = source.stream(), source.part, replace(source.loading, pin_memory=False)
@@ -195,6 +207,20 @@ def sample_steps(
             )
         taken(place - next_place)  # skipped, or before the position of a resumed run
         next_place = place
+        if cut is not None:
+            pieces, share = cut(plan.size, start), taken(source.place(start + plan.size) - place)
+            next_place += len(share)
+            yield source.step(
+                plan,
+                pieces,
+                [
+                    source.fetch.collate([share[one // part.world_size] for one in piece.places])
+                    if piece.num_samples
+                    else source.fetch([stream.at(start + piece.places[0])])
+                    for piece in pieces
+                ],
+            )
+            continue
         micro_batches: list[CountedBatch] = []
         for count in share_sizes(part, plan.size, start):
             batch = (

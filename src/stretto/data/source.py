@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
-from stretto.batching import PolicyLike
+from stretto.batching import PolicyLike, Tokens
 from stretto.batching.rows import LengthsLike
 from stretto.data.chunks import (
     ChunkSource,
@@ -17,6 +17,7 @@ from stretto.data.chunks import (
 )
 from stretto.data.fetch import Fetch, RankShare, Steps
 from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
+from stretto.data.pieces import cut_by_tokens, direct_pieces, planned_pieces
 from stretto.data.spec import DataSpec, check_workers, is_one_shot
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
 from stretto.data.workers import batched, pins_memory, with_own_settings
@@ -132,12 +133,15 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
 
     Raises:
         DataError: the data cannot be read in this way.
+        PlanError: batches of a map-style data set are in tokens, and its lengths are not known.
     """
     _check_whole(spec, loading)
     loading = with_own_settings(loading, spec.data)
     # At least 128 samples, in whole micro-batches.
     micro_batch = part.micro_batch_size or 1
-    chunk_size = -(-LEAST_CHUNK // micro_batch) * micro_batch
+    is_budget = isinstance(part.micro_batch_size, Tokens)
+    chunk_size = LEAST_CHUNK if is_budget else -(-LEAST_CHUNK // micro_batch) * micro_batch
+    steps: Steps
     group = run.facts.group or 1
     if not spec.is_map_style:
         if group > 1:
@@ -150,8 +154,11 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
         stream: Stream = SameStream(chunks, part)
         if spec.sharded:
             stream = OwnStreams(chunks, part, part.ranks.gather_dp)
-        steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon)
+        steps = partial(cut_steps, stream, chunks.kind, run.horizon)
         return BatchSource(steps, None, chunks, spec, part, pins=pins_memory(loading))
+    if run.is_read:
+        assert run.refusal is not None, "its sizes are not known"
+        raise run.refusal
     whole = len(spec.dataset) // group * group
     order = replace(spec.order(loading), num_samples=whole, group=group)
     keyed_seed = loading.seed if loading.keyed_randomness else None
@@ -162,13 +169,17 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
     source = MapSource(spec, order, part, fetch, loading)
     # Indexing tensors is faster than any worker; `get_batch` does not give single samples.
     is_direct = fetch.tensors is not None or (fetch.get_batch is not None and not run.is_planned)
+    cut = cut_by_tokens(source, run) if is_budget else None
     if run.is_planned and loading.num_workers and not is_direct:
-        return BatchSource(
-            partial(planned_steps, source), source, None, spec, part, looks_ahead=True
-        )
-    steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample)
+        steps = partial(planned_steps, source)
+        if cut is not None:
+            steps = partial(planned_pieces, source, cut)
+        return BatchSource(steps, source, None, spec, part, looks_ahead=True)
+    steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample, cut)
     if is_direct or not loading.num_workers:
         steps = partial(direct_steps, source)
+        if cut is not None:
+            steps = partial(direct_pieces, source, cut)
     return BatchSource(steps, source, None, spec, part, pins=pins_memory(loading))
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import (
 from stretto.data.containers import count_samples, not_cut, take_samples
 from stretto.data.lengths import OrderedLengths, checked_lengths, total_tokens
 from stretto.data.step import MicroBatch
-from stretto.data.tokens import count_tokens, longest_sequence
+from stretto.data.tokens import count_tokens, longest_sequence, tokens_of_rows
 from stretto.errors import DataError, shown
 from stretto.ordering import SampleOrder
 from stretto.settings import Loading
@@ -171,7 +171,9 @@ class DataSpec:
 
     def ordered_lengths(self, loading: Loading) -> OrderedLengths | None:
         """Return the lengths in the order of a run; None if they are not known."""
-        return None if self.lengths is None else OrderedLengths(self.lengths, self.order(loading))
+        if self.lengths is None:
+            return None
+        return OrderedLengths(self.lengths, self.order(loading), packed=loading.packed)
 
     def horizon(
         self,
@@ -222,6 +224,26 @@ class DataSpec:
             return None
         return self.count_samples(batch) * min(each, longest_sequence(batch) or each)
 
+    def tokens_of_samples(self, batch: Any, num_samples: int) -> list[int]:
+        """Return the tokens of each sample of a batch.
+
+        >>> import torch
+        >>> DataSpec(range(9)).tokens_of_samples({"input_ids": torch.zeros(2, 3)}, 2)
+        [3, 3]
+
+        Raises:
+            DataError: they are unknown, or the batch cannot be cut.
+        """
+        if self.get_num_tokens_in_batch is None:
+            found = tokens_of_rows(batch, num_samples)
+            if found is not None:
+                return found
+        parts = (slice(place, place + 1) for place in range(num_samples))
+        each = [self.count_tokens(self.take_samples(batch, part, num_samples)) for part in parts]
+        if None in each:
+            raise uncountable()
+        return [int(count) for count in each if count is not None]
+
     def take_samples(self, batch: Any, part: slice, num_samples: int) -> Any:
         """Return the samples of a batch of `num_samples` that `part` selects.
 
@@ -240,17 +262,26 @@ class DataSpec:
         return take_samples(batch, part, num_samples)
 
     def cut(self, micro: MicroBatch, part: slice) -> MicroBatch:
-        """Return the samples of a micro-batch that `part` selects, with their share of its weight.
+        """Return the rows of a micro-batch that `part` selects, with their share of its weight.
 
         >>> import torch
         >>> whole = MicroBatch(torch.arange(4), 4, 0, 1.0)
         >>> DataSpec(range(9)).cut(whole, slice(0, 1)).weight
         0.25
         """
-        size = part.stop - part.start
-        batch = self.take_samples(micro.batch, part, micro.num_samples)
-        tokens = self.count_tokens(batch) if micro.num_tokens else 0
-        return MicroBatch(batch, size, tokens or 0, micro.weight * size / micro.num_samples)
+        rows, whole, row = part.stop - part.start, micro.num_rows, micro.row
+        batch = self.take_samples(micro.batch, part, whole)
+        tokens = micro.num_tokens * rows // whole  # rows of several samples are equal
+        if row == 1:
+            tokens = self.count_tokens(batch) or 0 if micro.num_tokens else 0
+        return MicroBatch(batch, rows * row, tokens, micro.weight * rows / whole, row)
+
+
+def uncountable() -> DataError:
+    """Return the error for data that do not tell their tokens."""
+    why = "a batch has neither attention_mask nor input_ids"
+    instead = "pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=..."
+    return DataError.cannot("count the tokens of these data", why=why, instead=instead)
 
 
 def is_map_style(data: Any) -> bool:

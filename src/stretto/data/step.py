@@ -33,8 +33,12 @@ class MicroBatch:
     whole batch. 0 for a dummy, which keeps the ranks in step.
     """
     row: int = 1
-    """How many samples are joined to each row of the batch: its first dimension is
-    `num_samples // row`."""
+    """How many samples are joined to each row of the batch."""
+
+    @property
+    def num_rows(self) -> int:
+        """The first dimension of the batch: its samples, unless they are joined to rows."""
+        return self.num_samples // self.row
 
     def __iter__(self) -> NoReturn:
         """Refuse: unpacking a micro-batch would lose its weight.

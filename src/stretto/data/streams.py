@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
-from stretto.batching import Split
-from stretto.data.chunks import ChunkSource, Range
+from stretto.batching import Split, Tokens
+from stretto.data.chunks import ChunkSource, Range, Room
 from stretto.data.fetch import (
     CountedBatch,
     FetchedStep,
@@ -42,8 +42,17 @@ class Stream(ABC):
         """Whether no rank has a sample of the epoch left."""
 
     @abstractmethod
-    def take(self, count: int, position: int) -> int:
-        """Take the next `count` samples over all ranks; return how many the epoch still had."""
+    def take(self, count: int, position: int, room: Room | None = None) -> int:
+        """Take the next `count` samples over all ranks, as far as the epoch has them.
+
+        Args:
+            count: the most samples.
+            position: that of the first one.
+            room: the tokens that they may have; None: any number.
+
+        Returns:
+            How many there were.
+        """
 
     def micro_batches(self) -> list[CountedBatch]:
         """Return this rank's micro-batches of what was taken since the last call."""
@@ -67,10 +76,10 @@ class SameStream(Stream):
         """Whether no sample of the epoch is left."""
         return self._source.is_at_end
 
-    def take(self, count: int, position: int) -> int:
+    def take(self, count: int, position: int, room: Room | None = None) -> int:
         """Take the next `count` samples; return how many the epoch still had."""
         start = position
-        for one in self._source.take(count):
+        for one in self._source.take(count, room):
             self._micro_batches += self._cut(one, position)
             position += one.size
         return position - start
@@ -92,6 +101,8 @@ class _Taken(NamedTuple):
     """What one rank has taken from its stream."""
 
     samples: int
+    tokens: int
+    """Those of the samples, if there is a limit to them."""
     is_at_end: int
     micro_batches: int
     """Its micro-batches of this batch so far."""
@@ -106,6 +117,9 @@ class OwnStreams(Stream):
     If a stream has fewer samples left than its rank's share, the other ranks take the missing ones.
     So every batch has its full size until all streams have ended. All ranks know what each has
     taken, so they end the epoch together and run equally many micro-batches.
+
+    If batches are in tokens, the share of a rank is the longest run of samples with its part of
+    them, at least one sample.
 
     Args:
         source: this rank's stream.
@@ -124,21 +138,26 @@ class OwnStreams(Stream):
         """Whether no rank has a sample of the epoch left."""
         return self._is_at_end
 
-    def take(self, count: int, position: int) -> int:
+    def take(self, count: int, position: int, room: Room | None = None) -> int:
         """Take the next `count` samples over all ranks; return how many there were."""
-        world = self._part.world_size
+        world, rank = self._part.world_size, self._part.rank
         # Samples taken for other ranks must not need more memory than a rank's own share.
-        most = self._part.micro_batch_size or -(-count // world)
-        shares, total = Split(count, world, None, position).shares, 0
+        most = self._part.micro_batch_size or (None if room else -(-count // world))
+        shares, total, left = Split(count, world, None, position).shares, 0, [*range(world)]
         while True:
-            own = self._take(shares[self._part.rank], most)
-            everybody = [_Taken(*row) for row in self._gather(own)]
+            own = room and Room(room.left // len(left), is_empty=room.is_empty)
+            everybody = [_Taken(*row) for row in self._gather(self._take(shares[rank], own, most))]
             _check_samples(self._source, everybody)
-            total += sum(one.samples for one in everybody)
+            found = sum(one.samples for one in everybody)
+            total += found
             self._most_micro_batches = max(one.micro_batches for one in everybody)
             left = [rank for rank, one in enumerate(everybody) if not one.is_at_end]
             self._is_at_end = not left
-            if total == count or not left:
+            if room:
+                room.left -= sum(one.tokens for one in everybody)
+                room.is_empty &= not found
+            # If no stream has ended, each rank has its part of the tokens.
+            if total == count or not left or (room and (len(left) == world or not found)):
                 return total
             shares = _dealt(count - total, left, world)
 
@@ -152,16 +171,17 @@ class OwnStreams(Stream):
             micro_batches += [(self._rows(Range(example, 0, 1), slice(0, 1)), 0)] * missing
         return micro_batches
 
-    def _take(self, count: int, most: int) -> _Taken:
-        taken = 0
-        for one in self._source.take(count):
+    def _take(self, count: int, room: Room | None, most: int | None) -> _Taken:
+        taken, tokens = 0, room.left if room else 0
+        for one in self._source.take(count, room):
             start, taken = one.start, taken + one.size
             for size in evenly(one.size, most=most):
                 part = slice(start, start + size)
                 self._micro_batches.append((self._rows(one, part), size))
                 start += size
-        source = self._source
-        return _Taken(taken, source.is_at_end, len(self._micro_batches), source.example is not None)
+        source, number = self._source, len(self._micro_batches)
+        tokens -= room.left if room else 0
+        return _Taken(taken, tokens, source.is_at_end, number, source.example is not None)
 
 
 def _dealt(count: int, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
@@ -196,17 +216,21 @@ def cut_steps(stream: Stream, kind: str, horizon: Horizon, plans: Plans) -> Iter
     for plan, start in plans:
         if is_sized and plan.skipped:
             stream.next_epoch()
-        cut = _sized if is_sized else _unsized
-        size, crossings = cut(stream, kind, horizon, plan, start)
+        room = Room(plan.decided) if isinstance(plan.decided, Tokens) else None
+        crossings: tuple[int, ...] = ()
+        if is_sized and room is None:
+            size = _sized(stream, kind, horizon, plan, start)
+        else:
+            size, crossings = _unsized(stream, kind, horizon, plan, start, room=room)
         micro_batches = stream.micro_batches()
-        if not is_sized and horizon.last_batch == "drop" and size < plan.size:
+        is_full = room.left <= 0 or not crossings if room else size == plan.size
+        if horizon.last_batch == "drop" and not is_full:
             micro_batches = []
-        yield FetchedStep(plan, micro_batches, size, crossings)
+        read = plan._replace(size=size, ends_epochs=len(crossings)) if room else plan
+        yield FetchedStep(read, micro_batches, size, () if is_sized else crossings)
 
 
-def _sized(
-    stream: Stream, kind: str, horizon: Horizon, plan: PlannedBatch, start: int
-) -> tuple[int, tuple[int, ...]]:
+def _sized(stream: Stream, kind: str, horizon: Horizon, plan: PlannedBatch, start: int) -> int:
     """Take exactly the samples of the plan, from as many epochs as it spans."""
     num_samples = horizon.dataset_num_samples
     assert num_samples is not None
@@ -226,17 +250,23 @@ def _sized(
             within = 0
     if horizon.last_batch == "drop" and plan.ends_epochs and within:
         stream.next_epoch()
-    return taken, ()
+    return taken
 
 
 def _unsized(
-    stream: Stream, kind: str, horizon: Horizon, plan: PlannedBatch, start: int
+    stream: Stream,
+    kind: str,
+    horizon: Horizon,
+    plan: PlannedBatch,
+    start: int,
+    *,
+    room: Room | None,
 ) -> tuple[int, tuple[int, ...]]:
-    """Take up to the samples of the plan; an epoch ends with the data."""
+    """Take up to the samples of the plan, and up to its tokens; an epoch ends with the data."""
     taken, ends_at = 0, list[int]()
     while taken < plan.size:
-        found = stream.take(plan.size - taken, start + taken)
-        if not found:
+        found = stream.take(plan.size - taken, start + taken, room)
+        if not found and (stream.is_at_end or not room):
             raise _empty(kind)
         taken += found
         if not stream.is_at_end:
@@ -246,6 +276,12 @@ def _unsized(
         after = plan.timestamp._replace(epoch=plan.timestamp.epoch + len(ends_at))
         if horizon.last_batch != "carry" or horizon.is_done(after):
             break
+    num_samples, within = horizon.dataset_num_samples, plan.timestamp.sample_in_epoch
+    if num_samples is not None:
+        ends = [within + end for end in ends_at]
+        if ends != [*range(num_samples, within + taken + 1, num_samples)]:
+            why = f"they end after {ends[0]}" if ends else "they have more"
+            raise _wrong_length(num_samples, why)
     return taken, tuple(taken - end for end in ends_at)
 
 

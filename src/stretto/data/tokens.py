@@ -32,6 +32,29 @@ def count_tokens(batch: Any) -> int | None:
     return sum(known) if known else None
 
 
+def tokens_of_rows(batch: Any, num_rows: int) -> list[int] | None:
+    """Return the tokens of each row of a batch, as `count_tokens` counts them.
+
+    None: the batch must be cut to tell.
+
+    >>> ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
+    >>> tokens_of_rows({"input_ids": ids, "attention_mask": (ids > 0).long()}, 2)
+    [3, 1]
+    """
+    total: Tensor | None = None
+    for part in _named_parts(batch):
+        if _tokens(part) is None:
+            continue
+        mask = part.get("attention_mask")
+        is_mask = _is_tensor(mask) and mask.dim() <= 2
+        rows: Any = mask if is_mask else part["input_ids"]
+        if rows.is_nested or rows.dim() != 2 or len(rows) != num_rows:
+            return None
+        counts = (rows != 0 if is_mask else torch.ones_like(rows)).sum(1)
+        total = counts if total is None else total + counts
+    return None if total is None else total.tolist()
+
+
 def count_target_tokens(batch: Any, *, shifts_labels: bool | None = None) -> int:
     """Return how many tokens the loss of a language model is a mean over: labels that are not -100.
 
@@ -91,6 +114,38 @@ def needs_label_shift(batch: Any) -> bool | None:
             if not (is_same and is_moved):
                 answers.add(is_same)
     return answers.pop() if len(answers) == 1 else None
+
+
+def not_cut_alike(batch: Any, length: int, *, looks_at_values: bool = True) -> str | None:
+    """Return why a batch whose sequences are cut to `length` would mean something else, or None.
+
+    >>> not_cut_alike((torch.zeros(2, 8), torch.zeros(2, 7)), 4)
+    'a tensor of the shape [2, 7] is not as long as sequences of 8'
+
+    Args:
+        batch: the batch.
+        length: tokens that are kept.
+        looks_at_values: whether masks, positions and labels are read, which waits for the device.
+    """
+    tensors = [one for one in nodes(batch) if isinstance(one, Tensor) and one.dim() > 1]
+    longest = longest_sequence(batch)
+    other = next((one for one in tensors if one.size(1) != longest), None)
+    if other is not None:
+        return f"a tensor of the shape {[*other.shape]} is not as long as sequences of {longest}"
+    for part in _named_parts(batch) if looks_at_values else ():
+        if "decoder_input_ids" in part:
+            return "source and target sequences would be cut alike"
+        mask, places = part.get("attention_mask"), part.get("position_ids")
+        if _is_tensor(mask) and (mask[:, 0] == 0).any():
+            return "it is padded on the left"
+        numbers_samples = _is_tensor(mask) and (mask > 1).any()
+        if numbers_samples or (_is_tensor(places) and (places[:, 1:] == 0).any()):
+            return "it is packed, so whole samples would be cut off"
+    for labels, _ in _labels_and_inputs(batch) if looks_at_values else ():
+        kept = labels != IGNORED_LABEL
+        if labels.dim() > 1 and (kept.any(1) & ~kept[:, :length].any(1)).any():
+            return f"all targets of a sample come after its first {length} tokens"
+    return None
 
 
 def longest_sequence(batch: Any) -> int | None:

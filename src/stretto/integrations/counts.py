@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from stretto.batching import split
+from stretto.batching import Tokens
+from stretto.batching.pack import num_passes
 from stretto.run import Run
 from stretto.timing import Timestamp, TimeUnit
 from stretto.timing.horizon import EqualBatches
@@ -99,7 +100,8 @@ def micro_batches_in_epoch(run: Run, epoch: int) -> int | None:
 def planned_micro_batches(run: Run, start: int, stop: int) -> int:
     """Return how many micro-batches each rank has in the planned steps in `[start, stop)`."""
     sizes = run.prepared.planned_sizes()
-    total, end = 0, end_of(run)
+    total, end, lengths = 0, end_of(run), run.horizon.lengths
+    world_size, micro = run.loader.world_size, run.loader.micro_batch_size
     for stage in sizes.stages:
         first, after = stage.count_before(start), stage.count_before(stop)
         if first == after:
@@ -107,10 +109,14 @@ def planned_micro_batches(run: Run, start: int, stop: int) -> int:
         last = stage.equal.size_of(after - 1)
         if end is not None and run.prepared.facts.last_batch != "drop":
             last = min(last, end - stage.equal.position(after - 1))
-        total += sum(
-            count * split(size, run.loader.world_size, run.loader.micro_batch_size).accumulation
-            for size, count in ((stage.size, after - 1 - first), (last, 1))
-        )
+        batches = [(first, stage.size, after - 1 - first), (after - 1, last, 1)]
+        if isinstance(micro, Tokens):  # as many as the lengths of each batch need
+            whole = range(first, after - 1)
+            batches[:1] = [(number, stage.equal.size_of(number), 1) for number in whole]
+        for number, size, count in batches:
+            place = stage.equal.position(number)
+            passes = num_passes(size, place, world_size, micro, lengths=lengths, row=stage.row)
+            total += count * (passes or 0)
     return total
 
 

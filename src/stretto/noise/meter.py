@@ -253,7 +253,7 @@ class NoiseMeter:
         )
 
     def _halves(self, micro: MicroBatch, *, several: bool) -> list[MicroBatch]:
-        count = micro.num_samples
+        count = micro.num_rows
         if count > 1 and micro.weight:
             cut = (count + 1) // 2
             try:

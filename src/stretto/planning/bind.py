@@ -16,7 +16,7 @@ from stretto.batching import (
     as_policy,
     as_rule,
 )
-from stretto.batching.rows import LengthsLike, as_rows, in_rows
+from stretto.batching.rows import LENGTH, LengthsLike, as_rows, in_rows, length_of
 from stretto.batching.split import Referenced
 from stretto.errors import PlanError, StrettoError
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, bind_sizes, horizon_of
@@ -60,6 +60,8 @@ class Prepared:
     values: Mapping[str, Schedule]
     """What values of the user's own follow, by their names."""
     bound_values: Mapping[str, BoundSchedule]
+    left_out: int
+    """Samples at the end of the data set that fill no row of the longest sequence."""
 
     @property
     def reads(self) -> dict[str, frozenset[TimeUnit]]:
@@ -102,7 +104,13 @@ class Prepared:
         >>> bind_run(Horizon("1ep"), NoiseScale(8, 64)).decided_between
         (8, 64)
         """
-        return None if self.refusal is None else self.bound_policy.bounds
+        is_known = self.refusal is None or self.is_read
+        return None if is_known else self.bound_policy.bounds
+
+    @property
+    def is_read(self) -> bool:
+        """Whether batches are in tokens, and only reading tells how many samples these are."""
+        return self.bound_policy.unit is TimeUnit.TOKEN and self.facts.lengths is None
 
     def planned_sizes(self) -> PlannedSizes:
         """Return where each batch begins.
@@ -157,7 +165,7 @@ def bind_run(
     """
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
     own = {name: as_schedule(schedule) for name, schedule in (values or {}).items()}
-    check_value_names(own, read)
+    check_value_names(own, read if sequence_length is None else [*read, LENGTH])
     fires = {name: parse_trigger(trigger) for name, trigger in (triggers or {}).items()}
     learning_rate_rule = None if rule is None else as_rule(rule)
     facts, sizes, refusal, rows = horizon.with_batch_sizes(None), None, None, None
@@ -165,11 +173,13 @@ def bind_run(
         if sequence_length is not None:
             rows = as_rows(sequence_length, facts.tokens_per_sample)
             facts = facts.in_groups(max(row for _, row in rows.steps))
+    left_out = (horizon.dataset_num_samples or 0) - (facts.dataset_num_samples or 0)
     with at("batch_size"):
         policy = as_policy(policy)
         bound_policy = bind_sizes(facts, policy)
         if rows is not None:
             bound_policy = in_rows(bound_policy, rows, facts)
+            own[LENGTH] = length_of(bound_policy, facts)
         if isinstance(learning_rate_rule, Referenced):
             learning_rate_rule = learning_rate_rule.bind(bound_policy.unit, facts.tokens_per_sample)
         try:
@@ -210,6 +220,7 @@ def bind_run(
         learning_rate_rule,
         own,
         bound["values"],
+        left_out,
     )
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike
-from stretto.batching.policy import as_float, checked_size, checked_world_size
+from stretto.batching.pack import checked_micro_batch, num_passes
+from stretto.batching.policy import as_float, checked_world_size
 from stretto.batching.rows import LengthsLike, check_holds_row
-from stretto.batching.split import in_rows, is_learning_rate, split
+from stretto.batching.split import is_learning_rate
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
 from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, walk
@@ -24,6 +25,7 @@ from stretto.planning.stages import (
     known_schedules,
     make_event,
     on_base,
+    rows_text,
     warnings_of,
 )
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
@@ -106,10 +108,16 @@ class Plan:
         [8, 8, 4]
         """
         for step in walk(self.horizon, self.sizes.bound):
-            size, micro = in_rows(step.size, self.micro_batch_size, step.row)
-            shared = split(size, self.world_size, micro)
+            passes = num_passes(
+                step.size,
+                step.timestamp.sample,
+                self.world_size,
+                self.micro_batch_size,
+                lengths=self.horizon.lengths,
+                row=step.row,
+            )
             values = self._values(step.timestamp, step.decided)
-            yield step._replace(accumulation=shared.accumulation, values=values)
+            yield step._replace(accumulation=passes, values=values)
 
     def values_at(self, batch: int, /) -> dict[str, float]:
         """Return the hyper-parameters, and values of your own, of batch number `batch` (from 0).
@@ -134,13 +142,13 @@ class Plan:
         >>> plan(Horizon("20sp"), 8).to_json()["num_batches"]
         3
         """
-        horizon = self.horizon
+        horizon, micro = self.horizon, self.micro_batch_size
         return {
             "max_duration": str(horizon.max_duration),
             **{name: getattr(horizon, name) for name in _FACTS},
             "batch_size": repr(self.policy),
             "world_size": self.world_size,
-            "micro_batch_size": self.micro_batch_size,
+            "micro_batch_size": micro if micro is None or type(micro) is int else str(micro),
             "is_exact": self.is_exact,
             "num_batches": self.num_batches,
             "num_samples": self.num_samples,
@@ -171,7 +179,7 @@ def plan(
     policy: PolicyLike,
     *,
     world_size: int = 1,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | str | None = None,
     even: bool = False,
     schedules: Mapping[str, ScheduleLike] | None = None,
     values: Mapping[str, ScheduleLike] | None = None,
@@ -200,7 +208,7 @@ def plan(
         horizon: the run; its batch sizes are replaced by the planned ones.
         policy: the batch sizes.
         world_size: how many ranks share a batch.
-        micro_batch_size: the most samples that a rank takes at once.
+        micro_batch_size: the most samples that a rank takes at once, or a budget of tokens.
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         schedules: a schedule for each hyper-parameter: `lr`, `weight_decay`, `lr@group`, ...
         values: a schedule for each value of your own, by its name.
@@ -242,7 +250,7 @@ def plan_prepared(
     run: Prepared,
     *,
     world_size: int = 1,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | str | None = None,
     even: bool = False,
     values: Mapping[str, tuple[Schedule, BoundSchedule]] | None = None,
     base: Mapping[str, float] | None = None,
@@ -255,7 +263,7 @@ def plan_prepared(
     Args:
         run: the run.
         world_size: how many ranks share a batch.
-        micro_batch_size: the most samples that a rank takes at once.
+        micro_batch_size: the most samples that a rank takes at once, or a budget of tokens.
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         values: by hyper-parameter, its schedule and the same bound, as an optimizer combines them;
             None: the schedules of the run.
@@ -268,9 +276,8 @@ def plan_prepared(
         PlanError: as `plan` does.
     """
     world_size = checked_world_size(world_size)
-    if micro_batch_size is not None:
-        micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
-        check_holds_row(micro_batch_size, run.facts)
+    micro = checked_micro_batch(micro_batch_size, run.facts)
+    check_holds_row(micro, run.facts)
     if values is None:
         values = {name: on_base(name, run, base or {}) for name in run.schedules}
     base = _known(base or {}, values)
@@ -285,7 +292,7 @@ def plan_prepared(
         replace(
             stage,
             world_size=world_size,
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=micro,
             values=first_last(stage, at),
         )
         for stage in sizes.stages
@@ -302,11 +309,12 @@ def plan_prepared(
         horizon=horizon,
         sizes=sizes,
         world_size=world_size,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=micro,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
         warnings=(
             *warnings_of(horizon, sizes, stages, even=even),
+            *rows_text(stages, run.left_out),
             *unknown,
         ),
         _values=at,

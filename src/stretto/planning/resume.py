@@ -48,6 +48,7 @@ def resumed(run: Prepared, now: Timestamp, past: Past | None, state: PolicyState
     if past is not None:
         edges = [(batches, first) for first, _ in past[1:]]
         had = bound_steps(edges, tuple(size for _, size in past))
+        had = replace(had, unit=run.bound_policy.unit)
         with suppress(PlanError):  # too many sizes for a run whose end is not known
             before = PlannedSizes(facts, run.policy, bound=had)
         before = before if passes(before, now, None) else None

@@ -9,11 +9,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import NamedTuple, final
 
-from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
+from stretto.batching import BatchSizePolicy, Hold, PolicyLike, Tokens, as_policy
+from stretto.batching.pack import num_passes
 from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
-from stretto.batching.split import in_rows
 from stretto.batching.wrappers import InSamples
 from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
 from stretto.schedules.fields import fill
@@ -26,9 +26,6 @@ from stretto.timing.epochs import (
 )
 from stretto.timing.horizon import EqualBatches
 
-DecidedBy: TypeAlias = Literal["samples", "lengths", "reading"]
-"""The size of a batch is a number of samples (or of tokens that all samples have equally many of);
-it follows from known lengths; or it is decided while the samples are read."""
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -49,7 +46,7 @@ class PlannedBatch(NamedTuple):
     """How many epochs end inside it or at its end."""
     state: PolicyState
     """The policy's state after deciding."""
-    accumulation: int = 1
+    accumulation: int | None = 1
     """Micro-batches of each rank; only in a plan."""
     values: Mapping[str, float] = _NO_VALUES
     """The hyper-parameters; only in a plan."""
@@ -87,6 +84,9 @@ def next_step(
     if horizon.is_done(timestamp):
         return timestamp, None
     decided, decided_state = policy.decide(timestamp, state, signals)
+    if policy.unit is TimeUnit.TOKEN and horizon.lengths is None:
+        most = cut(horizon, timestamp, decided)  # only reading tells how many samples these are
+        return timestamp, PlannedBatch(timestamp, most, Tokens(decided), 0, 0, decided_state)
     before = timestamp.sample
     if outgrows_epoch(horizon, timestamp, decided):
         if timestamp.sample_in_epoch == 0:
@@ -115,17 +115,6 @@ def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
     )
 
 
-def decided_by(horizon: Horizon, policy: BatchSizePolicy) -> DecidedBy:
-    """Return what turns the sizes of a policy into samples on these data.
-
-    >>> decided_by(Horizon("1ep", tokens_per_sample=4096), as_policy("64Ktok"))
-    'samples'
-    """
-    if policy.unit is TimeUnit.SAMPLE or horizon.tokens_per_sample is not None:
-        return "samples"
-    return "reading" if horizon.lengths is None else "lengths"
-
-
 def on_data(horizon: Horizon, policy: BatchSizePolicy) -> BatchSizePolicy:
     """Return a policy that decides in samples if equal samples allow it, else as it is."""
     each = horizon.tokens_per_sample
@@ -138,18 +127,13 @@ def bind_sizes(horizon: Horizon, policy: BatchSizePolicy) -> Bound:
 
     Raises:
         ConversionError: a time needs a fact that is not known.
-        BatchSizeError: the times are out of order on this run; or sizes are in tokens, and the
-            tokens of a sample are not known, or one is less than a sample.
+        BatchSizeError: the times are out of order on this run, or a size is less than a sample.
     """
-    if decided_by(horizon, policy) == "reading":
-        raise BatchSizeError.cannot(
-            f"follow {policy!r}",
-            why="its sizes are in tokens, and how many tokens each sample has is not known",
-            instead=f"set {fact_text('tokens_per_sample')}, pass DataSpec(data, lengths=...), or "
-            "write the sizes in samples",
-        )
     found = on_data(horizon, policy)
-    return replace(found.bind(horizon), unit=found.unit)
+    bound, unit = found.bind(horizon), found.unit
+    ends = bound.bounds if bound.bounds and unit is TimeUnit.TOKEN else None
+    bounds = (Tokens(ends[0]), Tokens(ends[1])) if ends else bound.bounds
+    return replace(bound, unit=unit, bounds=bounds)
 
 
 def walk(
@@ -199,6 +183,11 @@ def check_plannable(horizon: Horizon, policy: Bound) -> None:
     unknown = unknown_count(horizon, {horizon.axis(unit).unit for unit in policy.units})
     if unknown is not None:
         raise _unplannable(f"they follow {unknown}, which only the run can count", _STATE[unknown])
+    if policy.unit is TimeUnit.TOKEN and horizon.lengths is None:
+        raise _unplannable(
+            "they are in tokens, and how many each sample has is not known",
+            f"set {fact_text('tokens_per_sample')}, or pass DataSpec(data, lengths=...)",
+        )
     if not policy.is_static:
         instead = "run it without a plan"
         if policy.bounds is not None:
@@ -294,10 +283,19 @@ class Stage:
         return rows // world_size * row, -(-rows // world_size) * row
 
     @property
-    def accumulation(self) -> int:
-        """Micro-batches per rank and batch."""
-        size, micro = in_rows(self.size, self.micro_batch_size, self.row)
-        return split(size, self.world_size, micro).accumulation
+    def accumulation(self) -> int | None:
+        """Micro-batches per rank and batch.
+
+        With a budget of tokens, those of the first batch; None if lengths are not known.
+        """
+        return num_passes(
+            self.size,
+            self.first.sample,
+            self.world_size,
+            self.micro_batch_size,
+            lengths=self.equal.horizon.lengths,
+            row=self.row,
+        )
 
     @property
     def cut_sizes(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
-from stretto.batching import BatchSizePolicy, Bound, LearningRateRule
+from stretto.batching import BatchSizePolicy, Bound, LearningRateRule, Tokens
 from stretto.batching.split import even_unit, in_rows, is_learning_rate, not_even, split
 from stretto.errors import ConversionError, PlanError, samples_text
 from stretto.planning.bind import Prepared
@@ -254,6 +254,17 @@ def warnings_of(
         )
 
 
+def rows_text(stages: Sequence[Stage], left_out: int) -> Iterator[str]:
+    """Yield what whole rows of a sequence length change: sizes, and the end of the data set."""
+    pairs = dict.fromkeys((stage.asked, stage.size) for stage in stages if stage.asked)
+    if pairs:
+        texts = [f"{size:,} for {asked:,}" for asked, size in [*pairs][:FIRST]]
+        more = ", ..." if len(pairs) > FIRST else ""
+        yield f"batches are whole rows of the sequence length: {', '.join(texts)} samples{more}"
+    if left_out:
+        yield f"the longest sequence leaves out the last {samples_text(left_out)} of the data set"
+
+
 def mistakes_of(
     horizon: Horizon,
     sizes: PlannedSizes | None,
@@ -298,6 +309,8 @@ def single_sample(stages: Sequence[Stage], world_size: int, micro: int | None) -
     >>> single_sample(plan(Horizon("1ep", dataset_num_samples=9), 4).stages, 1, None)
     1
     """
+    if isinstance(micro, Tokens):
+        return None  # a long sample may be alone in any batch
     sizes = dict.fromkeys(size for stage in stages for size in (stage.size, *stage.cut_sizes))
     for size in sizes:
         parts = split(size, world_size, micro).accumulation

@@ -122,8 +122,7 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
         shares = [[share for stage in row for share in stage.shares] for row in rows]
         columns.append(["per rank", *(span(min(row), max(row)) for row in shares), ""])
     if plan.micro_batch_size is not None:
-        steps = [[stage.accumulation for stage in row] for row in rows]
-        columns.append(["accumulation", *(span(min(row), max(row)) for row in steps), ""])
+        columns.append(["accumulation", *map(_passes, rows), ""])
     names = plan.stages[0].values
     return columns + [[name, *(_values(plan, name, row) for row in rows), ""] for name in names]
 
@@ -154,10 +153,19 @@ def _batches(row: Sequence[Stage]) -> str:
     return "?" if None in counts else f"{sum(filter(None, counts)):,}"
 
 
+def _passes(row: Sequence[Stage]) -> str:
+    known = [stage.accumulation for stage in row if stage.accumulation is not None]
+    if len(known) < len(row):
+        return "?"
+    # A budget of tokens may take more or fewer passes for other batches than for the first.
+    about = "~" if isinstance(row[0].micro_batch_size, Tokens) else ""
+    return about + span(min(known), max(known))
+
+
 def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
     """Return the first and the last value, and extremes in between."""
     if row[-1].values[name].last is None:
-        return f"{row[0].values[name].first:.4g} to ?"
+        return f"{_value(row[0].values[name].first)} to ?"
     start, count = row[0].first.batch, sum(filter(None, (stage.batches for stage in row)))
     batches = range(start, start + count)
 
@@ -165,8 +173,12 @@ def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
         return plan.values_at(batch)[name]
 
     turns = {_extreme(value, batches, best) for best in (max, min)}
-    texts = [f"{value(batch):.4g}" for batch in sorted({batches[0], batches[-1], *turns})]
+    texts = [_value(value(batch)) for batch in sorted({batches[0], batches[-1], *turns})]
     return " to ".join(text for text, _ in groupby(texts))
+
+
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if value.is_integer() and value >= 1e4 else f"{value:.4g}"
 
 
 def _extreme(value: Callable[[int], float], batches: range, best: Callable[..., Any]) -> int:

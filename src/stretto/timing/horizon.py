@@ -47,6 +47,10 @@ class Lengths(Protocol):
     """Tokens in an epoch."""
     longest: int
     """Tokens of the longest sample."""
+    longest_sample: int
+    """The index of that sample in the data set."""
+    packed: bool
+    """Whether micro-batches join samples without padding."""
 
     def of(self, start: int, stop: int, /) -> Sequence[int]:
         """Return the tokens of the samples at positions from `start` up to `stop`."""

@@ -43,6 +43,11 @@ class Callback:
     """When `on_due` is called, in any unit, the same on all ranks; None: never. It is read when the
     trainer is built."""
 
+    @property
+    def scheduled_values(self) -> Mapping[str, Schedule]:
+        """Schedules of values of its own, by name, as `Trainer(values=...)` takes them."""
+        return {}
+
     def on_due(self, run: Run) -> None:
         """Called after each batch in which a time of `every` lies, when the clock has advanced.
 

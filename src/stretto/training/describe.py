@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from stretto import __version__
 from stretto._location import public
+from stretto.batching import Tokens
 from stretto.checkpoint import UrlStore
 from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
@@ -383,6 +384,8 @@ def in_batch(number: int, values: Mapping[str, object]) -> dict[str, str]:
 
 def plain(value: Any) -> Plain:
     """Return a setting as JSON keeps it: None, a number, a flag or text."""
+    if isinstance(value, Tokens):
+        return str(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return value if isinstance(value, float) and isfinite(value) else as_text(value)

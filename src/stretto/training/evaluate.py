@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from stretto.batching import Tokens
 from stretto.batching.metrics import check_monitored, measured_value, metrics_of
 from stretto.checkpoint import checkpoint_path
 from stretto.data import DataSpec, StepLoader, move_batch
@@ -82,10 +83,19 @@ class Evaluator:
         self._autocast = step.autocast
         self._strategy, self._ranks = strategy, ranks
         self._spec = DataSpec.of(settings.data)
-        self._batch_size = settings.batch_size or run.loader.micro_batch_size or BATCH_SIZE
+        micro = run.loader.micro_batch_size
+        self._budget: int | None = None
+        """The token budget of its micro-batches; None: they have `_batch_size` samples."""
+        if isinstance(micro, Tokens):
+            if settings.batch_size is None and self._spec.lengths is not None:
+                self._budget = micro
+            longest = 1 if run.horizon.lengths is None else run.horizon.lengths.longest
+            micro = min(BATCH_SIZE, micro // (1 if self._budget else longest))
+        self._batch_size = settings.batch_size or micro or BATCH_SIZE
         are_samples = self._spec.is_map_style and not isinstance(self._spec.data, DataLoader)
         collate_fn = run.loading.collate_fn
         self._collate_fn = collate_fn if are_samples and self._spec.get_batch is None else None
+        self._packed = run.loading.packed
         self._most = self._batch_size
         # Fail now, not at the first evaluation, if data cannot be read or predictions not made.
         self._loader(self._batch_size)
@@ -188,8 +198,13 @@ class Evaluator:
             self._spec,
             batch_size * self._ranks.dp_world_size,
             max_duration="1ep",
-            micro_batch_size=batch_size,
-            loading=Loading(shuffle=False, last_batch="keep", collate_fn=self._collate_fn),
+            micro_batch_size=self._budget or batch_size,
+            loading=Loading(
+                shuffle=False,
+                last_batch="keep",
+                collate_fn=self._collate_fn,
+                packed=self._packed,
+            ),
             ranks=self._ranks,
         )
 

@@ -61,12 +61,12 @@ def adds_up(step: SupervisedStep, spec: DataSpec, micro: MicroBatch) -> bool:
     """
     from stretto.memory.sandbox import sandbox  # imported only if needed
 
-    half, model = min(micro.num_samples, _MOST_SAMPLES) // 2, uncompiled(step.model)
+    half, model = min(micro.num_rows, _MOST_SAMPLES) // 2, uncompiled(step.model)
     parts = slice(0, 2 * half), slice(0, half), slice(half, 2 * half)
 
     def loss(part: slice) -> float:
         random.restore()
-        batch = spec.take_samples(micro.batch, part, micro.num_samples)
+        batch = spec.take_samples(micro.batch, part, micro.num_rows)
         return float(step.loss(model, move_batch(batch, step.device)))
 
     if not half:

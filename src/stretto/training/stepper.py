@@ -21,9 +21,12 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from stretto.batching import NO_SIGNALS, Signals
+from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
 from stretto.batching.metrics import LOSS, NOISE
+from stretto.batching.split import in_rows
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
+from stretto.data.containers import count_samples
+from stretto.data.tokens import longest_sequence
 from stretto.data.weights import nothing_to_learn, unit_counter
 from stretto.distributed.logged import MicroLoss
 from stretto.distributed.strategy import Strategy
@@ -185,8 +188,7 @@ class Stepper:
                 if self._is_new and isinstance(error, (TypeError, AttributeError)):
                     error.add_note(HINT)
                 message = out_of_memory_text(error)
-            most = max(micro.num_samples for micro in pieces)
-            retry.fall_back(step, most, message, clear=self.clear)
+            retry.fall_back(step, pieces, message, clear=self.clear)
 
     def _warm_up(self) -> None:
         """Average gradients once, before the first step.
@@ -276,7 +278,7 @@ class Stepper:
     def _look(self, loss: Tensor, micro: MicroBatch) -> None:
         """Warn of a loss that is a sum, when a batch is cut for the first time."""
         self._looks, self._is_seen = False, True
-        found = is_sum(loss, micro.num_samples)
+        found = is_sum(loss, micro.num_rows)
         # Layers that meet other ranks would wait for them; transforms change what the loss sees.
         is_own = self._supervised if not (self._layers_meet or self._step.transforms) else None
         if is_own is not None and not found and has_sum(loss):
@@ -496,8 +498,9 @@ def has_meeting_layers(model: nn.Module) -> bool:
 
 @final
 class Retry:
-    """Cuts steps into micro-batches of at most `size` samples, and halves it if memory runs out.
+    """Cuts steps into micro-batches of at most `size`, and halves it if memory runs out.
 
+    The size is a number of samples, or a budget of tokens: then a sample alone may exceed it.
     On several ranks, the others wait for the rank that ran out of memory in the middle of the step,
     so the run ends with an error there.
 
@@ -505,7 +508,7 @@ class Retry:
         model: its buffers are restored.
         spec: cuts batches.
         ranks: the processes of the run.
-        size: the most samples of a micro-batch; None: the whole share of a rank.
+        size: the most samples of a micro-batch, or `Tokens`; None: the whole share of a rank.
         is_found: whether `size` was found by a search; a resumed run then keeps the saved one.
     """
 
@@ -526,7 +529,7 @@ class Retry:
         self.is_found = is_found
         """Whether `largest` was found by a search."""
         self.size = size
-        """The most samples of a micro-batch in force; None: the whole share of a rank."""
+        """The size in force; None: the whole share of a rank."""
         self.splits = 0
         """How often memory ran out."""
         self.on_fall_back: Callable[[Timestamp, int, int], None] = lambda *_: None
@@ -541,8 +544,8 @@ class Retry:
             raise
 
     def _cut(self, micro: MicroBatch) -> list[MicroBatch]:
-        number, most = micro.num_samples, self.size
-        if most is None or number <= most or not micro.weight:
+        number, most = micro.num_rows, self._most(micro)
+        if number <= most or not micro.weight:
             return [micro]
         pieces, start = [], 0
         for size in evenly(number, most=most):
@@ -553,25 +556,40 @@ class Retry:
     def largest_piece(self, step: Step | None) -> int:
         """Return the samples of the largest micro-batch of a step on this rank; 0 if unknown."""
         micro_batches = () if step is None else step.micro_batches
-        sizes = (one.num_samples for one in micro_batches if one.weight)
-        return max((evenly(size, most=self.size)[0] for size in sizes), default=0)
+        own = [one for one in micro_batches if one.weight]
+        each = (evenly(one.num_rows, most=self._most(one)) for one in own)
+        return max((rows[0] * one.row for one, rows in zip(own, each, strict=True)), default=0)
 
-    def fall_back(self, step: Step, most: int, message: str, *, clear: Callable[[], None]) -> None:
-        """Undo a step that ran out of memory and choose a size below `most`.
+    def _most(self, micro: MicroBatch) -> int:
+        """Return how many rows of a micro-batch are run at once."""
+        if isinstance(self.size, Tokens) and self.size != self.largest:
+            return max(1, self.size * micro.num_samples // _price(micro))
+        # Those of the largest budget are as the loader has cut them.
+        most = None if isinstance(self.size, Tokens) else in_rows(1, self.size, micro.row)[1]
+        return micro.num_rows or 1 if most is None else most
+
+    def fall_back(
+        self, step: Step, pieces: Sequence[MicroBatch], message: str, *, clear: Callable[[], None]
+    ) -> None:
+        """Undo a step that ran out of memory in these pieces, and halve the largest.
 
         Raises:
             TrainingError: not even one sample fits, or other ranks wait.
         """
         at, brief = step.timestamp.get("sp"), " ".join(message.split())[:200]
-        smaller = (most + 1) // 2
-        if most == 1:
+        most: int = max(micro.num_samples for micro in pieces)
+        is_single = most == step.micro_batches[0].row
+        if isinstance(self.size, Tokens) and not is_single:
+            most = Tokens(max(_price(micro) for micro in pieces if micro.num_samples > 1))
+        smaller = type(most)((most + 1) // 2)
+        if is_single:
             why, instead = "with one sample", "use shorter samples or a smaller model"
         else:
             why = f"on rank {self._ranks.rank}, and the others wait for it"
-            instead = f"resume from the last checkpoint with micro_batch_size={smaller}"
-        if most == 1 or self._ranks.world_size > 1:
+            instead = f"resume from the last checkpoint with micro_batch_size={smaller!r}"
+        if is_single or self._ranks.world_size > 1:
             raise TrainingError.cannot(
-                f"compute the step at {at} in micro-batches of {most:,}",
+                f"compute the step at {at} in micro-batches of {_said(most)}",
                 why=f"memory ran out {why} ({brief})",
                 instead=instead,
             )
@@ -582,8 +600,8 @@ class Retry:
         self.splits += 1
         self.on_fall_back(step.timestamp, most, smaller)
         warnings.warn(
-            f"memory ran out in the step at {at} with micro-batches of {most:,}; the step is "
-            f"repeated with micro-batches of {smaller:,}, and the batch size does not change",
+            f"memory ran out in the step at {at} with micro-batches of {_said(most)}; the step is "
+            f"repeated with micro-batches of {_said(smaller)}, and the batch size does not change",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -591,20 +609,41 @@ class Retry:
     def state_dict(self) -> dict[str, Any]:
         """Return the present size."""
         return {
-            "largest": self.largest,
+            "largest": _kept(self.largest),
             "is_found": self.is_found,
-            "size": self.size,
+            "size": _kept(self.size),
             "splits": self.splits,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the saved size, unless another one was configured since."""
-        largest = count_or_none(state, "largest", least=1)
+        largest = _size_of(state, "largest")
         if self.is_found and state["is_found"]:
             self.largest = self.size = largest
-        if self.largest == largest:
-            self.size = count_or_none(state, "size", least=1)
+        if repr(self.largest) == repr(largest):  # 4096 is neither of the two in the other unit
+            self.size = _size_of(state, "size")
         self.splits = count(state, "splits")
+
+
+def _price(micro: MicroBatch) -> int:
+    """Return the tokens of a micro-batch as it is run, with its padding."""
+    rows = count_samples(micro.batch) or micro.num_samples  # 1 if it is packed
+    return max(rows * (longest_sequence(micro.batch) or 0), micro.num_tokens, 1)
+
+
+def _said(size: int) -> str:
+    return f"{size:,} tokens" if isinstance(size, Tokens) else f"{size:,}"
+
+
+def _kept(size: int | None) -> int | str | None:
+    """Return a size as JSON keeps it: that in tokens as a text."""
+    return str(size) if isinstance(size, Tokens) else size
+
+
+def _size_of(state: Mapping[str, Any], name: str) -> int | None:
+    if isinstance(state[name], str):
+        return checked_size(state[name])
+    return count_or_none(state, name, least=1)
 
 
 _GRADIENT, _IS_GIVEN = attrgetter("grad"), partial(is_not, None)

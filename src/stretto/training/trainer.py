@@ -18,6 +18,7 @@ from stretto._location import local_path
 from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
 from stretto.batching.metrics import followed_metric, metrics_of
 from stretto.batching.policy import has_tokens
+from stretto.batching.rows import LengthsLike, as_lengths
 from stretto.batching.seesaw import Pair
 from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights
@@ -59,7 +60,7 @@ from stretto.training.checkpointing.state import (
     share_random_state,
 )
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
-from stretto.training.describe import Setup, compare_ranks, describe_run
+from stretto.training.describe import Setup, compare_ranks, describe_run, plain
 from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
 from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.loggers import ConsoleLogger, has_terminal
@@ -86,7 +87,7 @@ if TYPE_CHECKING:
 
     from stretto.memory import Answer
 
-MicroBatchSize: TypeAlias = int | Literal["auto"] | None
+MicroBatchSize: TypeAlias = int | str | None
 """None: the whole share of a rank; `"auto"`: what fits into memory."""
 
 
@@ -122,9 +123,10 @@ class Trainer:
         batch_size: samples of one optimizer step over all ranks: a number, a text such as
             `"0tok:768 250Btok:1536"`, a function, a policy, or a pair such as `Seesaw`, which also
             sets the schedule of the learning rate.
-        micro_batch_size: the most samples of one forward pass on one rank; None: the whole share;
-            `"auto"`: as many as fit into memory, found before the run. With each of them, a step
-            that runs out of memory is repeated with smaller micro-batches.
+        micro_batch_size: the most samples of one forward pass on one rank, or the most tokens with
+            padding, such as `"8Ktok"`; None: the whole share; `"auto"`: as many samples as fit into
+            memory, found before the run. With each of them, a step that runs out of memory is
+            repeated with smaller micro-batches.
         schedules: by hyper-parameter (`"lr"`, `"weight_decay"`, `"lr@group"`), a schedule or
             several that multiply.
         values: numbers of your own on the clock, such as the weight of a loss: by name, a schedule
@@ -149,6 +151,7 @@ class Trainer:
             `Mesh` names others.
         idle_ranks: whether a batch may have fewer samples than there are ranks; the others then run
             dummies of weight 0.
+        sequence_length: tokens of a sequence, as in `prepare`: samples are joined to it.
         scale_schedule: makes the run this many times as long, with every time in the arguments
             above that is not a fraction of it. Callbacks that have times are copied
             (`trainer.callbacks`). The number of samples in the data stays.
@@ -186,6 +189,7 @@ class Trainer:
         strategy: Strategy | None = None,
         mesh: DeviceMesh | Mesh | None = None,
         idle_ranks: bool = False,
+        sequence_length: LengthsLike | None = None,
         scale_schedule: Number | None = None,
         folder: str | Path | None = None,
     ) -> None:
@@ -211,9 +215,10 @@ class Trainer:
                 {name: as_one_schedule(one) for name, one in check_names(given, what).items()}
                 for given, what in ((schedules, "schedules"), (values, "values"))
             )
-            times = Time(max_duration), sizes, each, own, named, callbacks
+            lengths = None if sequence_length is None else as_lengths(sequence_length)
+            times = Time(max_duration), sizes, each, own, named, callbacks, lengths
             stretched = scaled(times, check_ratio(scale_schedule))
-            max_duration, sizes, schedules, values, named, callbacks = stretched
+            max_duration, sizes, schedules, values, named, callbacks, sequence_length = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are called."""
@@ -241,6 +246,7 @@ class Trainer:
         self.optimizer = joined(self.step.optimizers)
         """The optimizer; of several one that has the parameter groups of all, in order."""
         varies = any(one.changes_tokens for one in self.callbacks)
+        brought = ChainMap(*(dict(one.scheduled_values) for one in self.callbacks))
         listening = named_callbacks(self.callbacks, named)
         due: dict[str, Any] = {**named, **listening}
         described = partial(
@@ -251,7 +257,7 @@ class Trainer:
             settings=(computing, stepping),
             ranks=ranks,
             max_duration=str(max_duration),
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=plain(micro_batch_size),
             mesh=self._strategy.mesh,
         )
         self._setup = Setup(self.optimizer, described)
@@ -260,7 +266,7 @@ class Trainer:
             DataSpec.of(train_data, tokens_vary=True if varies else None),
             max_duration=max_duration,
             schedules=schedules,
-            values=values,
+            values={**(values or {}), **brought} if brought else values,
             rule=rule,
             every={name: one.every for name, one in due.items()},
             micro_batch_size=None if micro_batch_size == "auto" else micro_batch_size,
@@ -269,6 +275,7 @@ class Trainer:
             callbacks=self.callbacks,
             folder=self.folder,
             idle_ranks=idle_ranks,
+            sequence_length=sequence_length,
         )
         self.run = self._bound(prepared, sizes)
         """What every event of a callback gets."""

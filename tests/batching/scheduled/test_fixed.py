@@ -27,7 +27,7 @@ def test_fixed_is_one_size_to_the_end() -> None:
 @pytest.mark.parametrize("size", [0, -1, 1.5, 64.0, True, None, [64], float("nan")], ids=repr)
 def test_sizes_are_integers_of_at_least_one(size: object) -> None:
     with pytest.raises(BatchSizeError, match="integer"):
-        Fixed(size)  # type: ignore[arg-type]
+        Fixed(size)
 
 
 def test_text_and_mappings_are_the_same_steps() -> None:

@@ -102,7 +102,7 @@ def test_increases_hold_for_the_epoch() -> None:
     assert bound.units == {"ep"}
 
 
-@pytest.mark.parametrize("increment", [-1, 1.0, "8", True, float("nan")], ids=repr)
+@pytest.mark.parametrize("increment", [-1, 1.0, "8ep", True, float("nan")], ids=repr)
 def test_wrong_increments_name_the_call(increment: object) -> None:
     def function(epoch: int, current: int) -> int:
         return increment  # type: ignore[return-value]
@@ -116,7 +116,7 @@ def test_the_start_must_fit() -> None:
     with pytest.raises(BatchSizeError, match="max_batch_size"):
         IncreaseFunction(by_epoch, 65, 64)
     with pytest.raises(BatchSizeError, match="max_batch_size"):
-        IncreaseFunction(by_epoch, 8, "most")  # type: ignore[arg-type]
+        IncreaseFunction(by_epoch, 8, "most")
     with pytest.raises(BatchSizeError, match="function"):
         IncreaseFunction(8, 8, 64)  # type: ignore[arg-type]
 

@@ -170,7 +170,7 @@ def test_repr_reads_back(value: BatchSizePolicy) -> None:
     ("make", "match"),
     [
         (lambda: LinearRamp(0, 8, "1ep"), "use 0 as a batch size"),
-        (lambda: LinearRamp(8, 16.0, "1ep"), "use 16.0 as a batch size"),  # type: ignore[arg-type]
+        (lambda: LinearRamp(8, 16.0, "1ep"), "use 16.0 as a batch size"),
         (lambda: LinearRamp(True, 16, "1ep"), "use True as a batch size"),
         (lambda: LinearRamp(16, 8, "1ep"), "a ramp does not shrink"),
         (lambda: DoublingRamp(16, 8, "1ep"), "a ramp does not shrink"),

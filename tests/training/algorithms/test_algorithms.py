@@ -10,8 +10,9 @@ from torch import nn
 from stretto.data import DataSpec
 from stretto.errors import ConversionError, StrettoError, TrainingError
 from stretto.examples.text import PythonDocs
+from stretto.schedules import Linear
 from stretto.timing import Horizon, Time, Timestamp
-from stretto.training import Callback, Evaluation, Run, Trainer
+from stretto.training import Callback, Evaluation, Run, Trainer, prepare
 from stretto.training.algorithms import (
     EarlyStopping,
     LayerFreezing,
@@ -142,7 +143,7 @@ def test_sequences_grow_in_tokens_and_the_clock_counts_what_is_left() -> None:
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             return {"input_ids": tokens[index]}
 
-    warmup = SequenceLengthWarmup(4, 16, over="200tok", multiple_of=4)
+    warmup = SequenceLengthWarmup(Linear(4, 16, over="200tok"), multiple_of=4)
     lengths = Watch(lambda _: warmup.length)
     clock = Watch(lambda trainer: trainer.timer.token)
     trainer = Trainer(
@@ -176,7 +177,7 @@ def test_the_tokens_of_cut_batches_without_names_are_counted(kind: str) -> None:
         mean: torch.Tensor = model(batch if kind == "tensor" else batch[0]).mean()
         return mean
 
-    warmup = SequenceLengthWarmup(4, 16, over="200tok", multiple_of=4)
+    warmup = SequenceLengthWarmup(Linear(4, 16, over="200tok"), multiple_of=4)
     lengths = Watch(lambda _: warmup.length)
     clock = Watch(lambda trainer: trainer.timer.token)
     Trainer(
@@ -197,12 +198,43 @@ def test_the_tokens_of_cut_batches_without_names_are_counted(kind: str) -> None:
 def test_stated_tokens_do_not_hold_where_sequences_are_cut(problem: Callable[..., Any]) -> None:
     """What is counted is what is left, and without a statement there is nothing to count."""
     run = problem()
-    warmup = SequenceLengthWarmup(3, 3, over="1ep")
+    warmup = SequenceLengthWarmup("3")
     with pytest.raises(StrettoError, match="tok"):
         run.trainer(callbacks=[warmup], max_duration="100tok")
     run.data = DataSpec(run.data, tokens_per_sample=5)
     trainer = run.trainer(callbacks=[warmup])
     assert trainer.run.horizon.tokens_per_sample is None
+
+
+IDS = torch.arange(40).reshape(4, 10)
+LABELS = torch.where(IDS % 10 < 8, -100, IDS)
+
+
+@pytest.mark.parametrize(
+    ("batch", "word"),
+    [
+        ({"input_ids": IDS, "labels": IDS[:, 1:]}, "shape"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(4, 1, 10, 10)}, "shape"),
+        ({"input_ids": IDS, "attention_mask": (IDS % 10 > 3).long()}, "left"),
+        ({"input_ids": IDS, "attention_mask": IDS % 10 + 1}, "packed"),
+        ({"input_ids": IDS, "position_ids": IDS % 5}, "packed"),
+        ({"input_ids": IDS, "decoder_input_ids": IDS, "labels": IDS}, "source"),
+        ({"input_ids": IDS, "labels": LABELS}, "targets"),
+        ((IDS, LABELS), "targets"),
+        ((IDS, torch.zeros(4, 3)), "shape"),
+    ],
+    ids=["labels", "pairs", "left", "mask", "positions", "decoder", "targets", "pair", "classes"],
+)
+def test_a_batch_whose_loss_would_mean_something_else_is_not_cut(batch: Any, word: str) -> None:
+    warmup = SequenceLengthWarmup("0sp:4 1sp:10")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    run = prepare([1, 2], 1, max_duration="1ep", optimizer=optimizer)
+    warmup.on_fit_start(run)
+    warmup.on_batch_start(run, next(run.loader))
+    with pytest.raises(TrainingError, match=word):
+        warmup.transform_batch(run, batch)
+    warmup.length = 10
+    assert warmup.transform_batch(run, batch) is batch
 
 
 @pytest.mark.parametrize(
@@ -211,7 +243,6 @@ def test_stated_tokens_do_not_hold_where_sequences_are_cut(problem: Callable[...
         lambda: LayerFreezing([]),
         lambda: LayerFreezing(["a"], level=0),
         lambda: SelectiveBackprop(lambda m, b: b, keep=1.0),
-        lambda: SequenceLengthWarmup(8, 4, over="1ep"),
         lambda: StochasticDepth([], rate=0.1),
         lambda: StochasticDepth(["a"], rate=1.0),
     ],
@@ -244,3 +275,28 @@ def test_early_stopping_counts_no_look(problem: Callable[..., Any]) -> None:
         return int(trainer.timer.batch)
 
     assert stopped() == stopped(Look()) == 8
+
+
+@pytest.mark.parametrize(
+    ("length", "found"),
+    [("0sp:4 10sp:8 50%:12", [4, 4, 8, 8, 12, 12, 12, 12]), (Linear(16, 8), [16, 16, 16, 16, 12])],
+    ids=["steps", "falling"],
+)
+def test_the_plan_shows_the_length_that_sequences_are_cut_to(length: Any, found: list[int]) -> None:
+    warmup = SequenceLengthWarmup(length, multiple_of=4)
+    lengths = Watch(lambda _: warmup.length)
+    model = nn.Embedding(9, 2)
+    trainer = Trainer(
+        model,
+        DataSpec(torch.randint(0, 9, (40, 16)), tokens_per_sample=16),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, batch: model(batch).mean(),
+        max_duration="1ep",
+        batch_size=5,
+        callbacks=[warmup, lengths],
+    )
+    trainer.fit()
+    assert lengths.seen[: len(found)] == found
+    assert trainer.plan is not None
+    planned = [batch.values["sequence_length"] for batch in trainer.plan.batches()]
+    assert planned == lengths.seen

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from transformers import __version__ as version
 from transformers.trainer_callback import ExportableState
 
-from stretto.batching import NO_SIGNALS
+from stretto.batching import NO_SIGNALS, Tokens
 from stretto.data import Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units, unit_counter, units_of
@@ -97,7 +97,8 @@ def check_loss(trainer: Any, run: Run, kind: LossKind | None) -> None:
         return
     sizes, bounds = run.prepared.sizes, run.prepared.bound_policy.bounds
     found = [one.size for one in sizes.stages] if sizes else bounds or ()
-    is_whole = max(found, default=math.inf) <= (run.micro_batch_size or math.inf)
+    most = run.micro_batch_size or math.inf
+    is_whole = max(found, default=math.inf) <= (0 if isinstance(most, Tokens) else most)
     is_whole = is_whole and run.world_size == 1 and "noise" not in run.loader.reads
     name = type(trainer.model if own is None else own).__name__
     what = f"compute the loss of {name} in micro-batches or on several ranks"

@@ -279,7 +279,7 @@ def stages_of(plan: Any, run: RunData) -> tuple[Sequence[str], list[list[str]]]:
                 _count(stage["first"]["sample"], "samples"),
                 "" if stage["end"] is None else _count(stage["end"]["sample"], "samples"),
                 f"{stage['size']:,}",
-                f"{stage['accumulation']:,}",
+                "?" if stage["accumulation"] is None else f"{stage['accumulation']:,}",
                 " to ".join(f"{end:.4g}" for end in _ends(stage["values"].get("lr"))),
             ]
             for stage in plan["stages"]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from stretto.data import Step
+from stretto.batching.policy import PositiveInt
+from stretto.batching.rows import LENGTH, as_lengths
+from stretto.data import Step, count_samples
 from stretto.data.containers import mapped
+from stretto.data.tokens import longest_sequence, not_cut_alike
 from stretto.errors import TrainingError, shown
 from stretto.run import Run
 from stretto.runtime.compiled import plain_naming
-from stretto.timing import Time, TimeLike
+from stretto.schedules import BoundSchedule, Periods, Schedule, ScheduleLike, as_schedule
+from stretto.schedules.scope import Scope
+from stretto.timing import Horizon, Time, TimeLike, TimeUnit
 from stretto.training.callback import Callback, passed_between
 
 
@@ -84,44 +90,71 @@ class SelectiveBackprop(Callback):
 
 
 @final
+@dataclass(frozen=True, slots=True, repr=False)
+class _Rounded(Schedule):
+    """A schedule in whole numbers, rounded up."""
+
+    inside: Schedule
+    multiple_of: PositiveInt
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the numbers over `scope`."""
+        at, each = self.inside.within(scope), self.multiple_of
+        return lambda timestamp: max(1, math.ceil(at(timestamp) / each)) * each
+
+    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
+        """Return what the schedule reads."""
+        return self.inside.reads(horizon)
+
+
+@final
 class SequenceLengthWarmup(Callback):
-    """Cuts sequences to a length that grows from `start` to `end` over a part of the run.
+    """Cuts sequences to a length that follows the clock, such as one that grows.
 
-    At progress x the length is `start + x * (end - start)`, rounded down to a multiple of
-    `multiple_of` but never below `start` (Li et al. 2021, arXiv 2108.06084, section 4, with its
-    linear pacing). What is cut off is not trained on; the clock counts the tokens that are left
-    (see `DataSpec.count_tokens`).
+    What is cut off is not trained on; the clock counts the tokens that are left (see
+    `DataSpec.count_tokens`). A plan shows the length (Li et al. 2021, arXiv 2108.06084, section 4,
+    grow it linearly). To join samples to longer sequences, write `Trainer(sequence_length=...)`.
 
-    >>> SequenceLengthWarmup(start=32, end=128, over="1Mtok")
-    SequenceLengthWarmup(start=32, end=128, over='1Mtok', multiple_of=8)
+    >>> steps = SequenceLengthWarmup("0tok:512 1Mtok:1024")
+    >>> from stretto.schedules import Linear
+    >>> SequenceLengthWarmup(Linear(32, 128, over="1Mtok"), multiple_of=16)
+    SequenceLengthWarmup(Linear(start=32.0, end=128.0, over='1Mtok'), multiple_of=16)
 
     Args:
-        start: tokens of a sequence in the beginning.
-        end: tokens of a sequence in the end.
-        over: how long the length grows, in any unit, tokens too.
-        multiple_of: lengths are multiples of it.
+        length: tokens of a sequence: a text or a mapping of times, as `PiecewiseConstant` takes
+            them, a number, or any schedule, in any unit.
+        multiple_of: what lengths of a schedule are rounded up to.
 
     Raises:
-        TrainingError: the lengths are not positive or do not grow.
+        StrettoError: `length` is none of these.
+        TrainingError: cutting would change what the loss means: something in the batch is not cut
+            alike, it is packed or padded on the left, or all targets of a sample are cut off. Only
+            shapes are looked at after the first batch that is cut.
     """
 
     changes_tokens = True
 
-    def __init__(self, start: int, end: int, *, over: TimeLike, multiple_of: int = 8) -> None:
-        if not 1 <= start <= end or multiple_of < 1:
-            raise TrainingError.cannot(
-                f"grow sequences from {start} to {end} by multiples of {multiple_of}",
-                why="lengths are at least 1 and grow",
-                instead="write SequenceLengthWarmup(start=32, end=128, over='30%')",
-            )
-        self._start, self._stop, self._multiple = start, end, multiple_of
-        self._over = Time(over)
-        self.length = start
-        self._has_warned = False
+    def __init__(
+        self,
+        length: ScheduleLike | str | Mapping[str, int],
+        *,
+        multiple_of: int = 8,
+    ) -> None:
+        if isinstance(length, (str, Mapping)):
+            times, lengths = zip(*as_lengths(length).steps, strict=True)
+            ends = [*(f"until {time}" for time in times[1:]), "rest"]
+            length, multiple_of = Periods(list(zip(ends, lengths, strict=True))), 1
+        self._length = _Rounded(as_schedule(length), multiple_of)
+        self._has_warned = self._is_checked = False
+
+    @property
+    def scheduled_values(self) -> Mapping[str, Schedule]:
+        """The length, for the plan."""
+        return {LENGTH: self._length}
 
     def on_fit_start(self, run: Run) -> None:
-        """Resolve the time."""
-        self._progress = passed_between(run.horizon, self._over * 0, self._over)
+        """Resolve the times."""
+        self._at, self.length = self._length.bind(run.horizon), 0
 
     def on_batch_end(self, run: Run, step: Step) -> None:
         """Warn after the first batch if its tokens cannot be counted."""
@@ -138,25 +171,33 @@ class SequenceLengthWarmup(Callback):
     def on_batch_start(self, run: Run, step: Step) -> None:
         """Set the length of this batch."""
         del run
-        grown = self._start + self._progress(step.timestamp) * (self._stop - self._start)
-        self.length = max(self._start, int(grown) // self._multiple * self._multiple)
-        if grown >= self._stop:
-            self.length = self._stop
+        self.length = int(self._at(step.timestamp))
 
     def transform_batch(self, run: Run, batch: Any) -> Any:
-        """Cut every sequence of the batch."""
-        del run
-        return mapped(self._cut, batch)
+        """Cut every sequence of the batch.
 
-    def _cut(self, tensor: Tensor) -> Tensor:
-        """Cut a tensor of shape [samples, tokens, ...]; one without a second dimension stays."""
-        return tensor[:, : self.length] if tensor.dim() > 1 else tensor
+        Raises:
+            TrainingError: the loss would mean something else.
+        """
+        if (longest_sequence(batch) or 0) <= self.length:
+            return batch
+        wrong = not_cut_alike(batch, self.length, looks_at_values=not self._is_checked)
+        count = run.spec.get_num_samples_in_batch
+        if count is not None and count(batch) not in (None, count_samples(batch)):
+            wrong = "it is packed, so whole samples would be cut off"
+        if wrong is not None:
+            raise TrainingError.cannot(
+                f"cut the sequences of a batch to {self.length} tokens",
+                why=wrong,
+                instead="cut them in the data set or in collate_fn",
+            )
+        self._is_checked = True
+        return mapped(lambda one: one[:, : self.length] if one.dim() > 1 else one, batch)
 
     def __repr__(self) -> str:
-        return (
-            f"SequenceLengthWarmup(start={self._start}, end={self._stop}, over='{self._over}', "
-            f"multiple_of={self._multiple})"
-        )
+        rounded = self._length
+        more = f", multiple_of={rounded.multiple_of}" if rounded.multiple_of not in (1, 8) else ""
+        return f"SequenceLengthWarmup({rounded.inside!r}{more})"
 
 
 def find_modules(model: nn.Module, names: Sequence[str], what: str) -> list[nn.Module]:
