@@ -146,7 +146,7 @@ def test_thousands_of_mistakes_are_counted() -> None:
         ("max_duration", "0ep", "not positive"),
         ("max_duration", True, "begin with a number"),
         ("max_duration", ["2ep"], r"cannot use \['2ep'\].*a time such as 90ep"),
-        ("micro_batch_size", "all", "write 'auto'"),
+        ("micro_batch_size", "all", "or 'auto'"),
         ("micro_batch_size", 0, "at least 1"),
         ("batch_size", True, "example"),
         ("batch_size", 8.0, "example"),

@@ -253,7 +253,10 @@ def wrapped(inner: Bound, own: PolicyState, **changes: Any) -> Bound:
 
 _SIZE = Check(lambda value, *_: checked_size(value))
 _PART = Check(lambda value, name, _: checked_size(value, name))
-_FOUND = Check(lambda value, name, _: value if value == "auto" else checked_size(value, name))
+_OR_AUTO = "write a number of samples such as 128, tokens such as '64Ktok', or 'auto'"
+_FOUND = Check(
+    lambda value, name, _: value if value == "auto" else checked_size(value, name, instead=_OR_AUTO)
+)
 SizeLike: TypeAlias = int | str | Time
 """A batch size as it is written: a number of samples, or tokens such as `"64Ktok"`."""
 # Any: given as a SizeLike, and an int from then on.

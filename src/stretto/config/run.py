@@ -13,7 +13,7 @@ import yaml
 
 from stretto._location import local_path, open_plain, public
 from stretto.batching import Fixed, LinearRule, Pair, PiecewiseConstant, SquareRootRule, Tokens
-from stretto.batching.policy import PositiveInt, Size
+from stretto.batching.policy import FoundSize, PositiveInt
 from stretto.batching.rows import as_lengths
 from stretto.batching.split import RuleLike
 from stretto.batching.steps import PolicyLike
@@ -164,7 +164,7 @@ class RunConfig:
     step: Target | None = None
     """Makes a `stretto.TrainStep` of yours: called with `model`, with `optimizer` if the file has
     one, and with `loss` if it takes one."""
-    micro_batch_size: Size | Literal["auto"] | None = None
+    micro_batch_size: FoundSize | None = None
     """Most samples of one forward and backward pass on one rank, or most tokens, such as `8Ktok`;
     `auto`: as many samples as fit into memory; by default all its share."""
     world_size: PositiveInt | None = None

@@ -410,7 +410,9 @@ def _examples(config: RunConfig, spec: DataSpec, amount: type[int]) -> Any:
     if spec.is_map_style:
         loading = make_loading(config)
         loader = StepLoader(spec, 1, max_duration="1ba", loading=loading, rank=0, world_size=1)
-        return unequal_samples(loader) if amount is Tokens else example_batches(loader)
+        if amount is Tokens:
+            return unequal_samples(loader, packed=loading.packed)
+        return example_batches(loader)
     for batch in spec.data:
         return resizable(spec, batch)
     raise ConfigError.cannot(

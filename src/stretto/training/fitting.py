@@ -110,7 +110,7 @@ def _largest(
     Transforms of callbacks do not run.
     """
     from stretto.memory import find_batch_size  # imported only if needed
-    from stretto.memory.examples import example_batches, unequal_samples
+    from stretto.memory.examples import UnequalSamples, example_batches, unequal_samples
     from stretto.memory.limits import free_memory
 
     check_shapes(step.model, "find a micro-batch size for")
@@ -122,9 +122,9 @@ def _largest(
             else "the data are an iterable, so no sample can be read before the run",
             instead="write a number, such as what 'stretto find-batch-size --gpu' answers",
         )
-    examples, margin = example_batches, None
-    if _finds_budget(run):
-        examples, most = unequal_samples, max(most, 2 * int(run.spec.lengths.max()))
+    margin, packed = None, run.loading.packed
+    finds = _finds_budget(run)
+    batch = unequal_samples(loader, packed=packed) if finds else example_batches(loader)
     if ranks.world_size > 1:  # DDP copies the gradients
         copies = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
         percent = 40 if ranks.device.type == "cpu" else 3
@@ -133,10 +133,10 @@ def _largest(
     try:
         return find_batch_size(
             step,
-            examples(loader),
+            batch,
             accumulation=accumulation,
             measures_noise=measures_noise,
-            maximum=most,
+            maximum=max(most, 2 * batch.longest) if isinstance(batch, UnequalSamples) else most,
             margin=margin,
             ranks=ranks,
         )

@@ -193,6 +193,7 @@ class StrettoCallback(TrainerCallback, ExportableState):
         elif not self.is_counted:
             end, left = end_of(run), state.max_steps - state.global_step
             if end is not None:  # as if the size stayed as it is
+                assert run.step is not None, "finished"
                 left = -(-(end - run.timer.sample) // run.step.num_samples)
             state.max_steps = state.global_step + max(1, left)
         return control
