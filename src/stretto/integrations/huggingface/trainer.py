@@ -193,7 +193,8 @@ class StrettoCallback(TrainerCallback, ExportableState):
         elif not self.is_counted:
             end, left = end_of(run), state.max_steps - state.global_step
             if end is not None:  # as if the size stayed as it is
-                left = -(-(end - run.timer.sample) // run.batch_size)
+                assert run.step is not None, "finished"
+                left = -(-(end - run.timer.sample) // run.step.num_samples)
             state.max_steps = state.global_step + max(1, left)
         return control
 
@@ -260,7 +261,7 @@ class Follows(Trainer):
         if own.settings["schedules"] is None:
             own.curve = self._stock_curve(num_training_steps)
         rank, world_size = self.args.process_index, self.args.world_size
-        most = self._train_batch_size
+        most = self._train_batch_size if own.settings["micro_batch_size"] is None else None
         own.run.bind(optimizer, rank=rank, world_size=world_size, micro_batch_size=most)
         own.meter = None
         self.lr_scheduler = ClockScheduler(optimizer, own.run.timer)
