@@ -113,6 +113,14 @@ def test_a_trainer_of_hugging_face(by_hand: Any, tmp_path: Path) -> None:
     same(other.model, weights)
 
 
+def test_without_lengths_a_trainer_counts_what_it_reads(by_hand: Any) -> None:
+    trainer, seen = trainer_of()
+    trainer.train()
+    assert seen.ids == by_hand[0]
+    same(trainer.model, by_hand[1])
+    assert trainer.state.global_step == len(by_hand[0])
+
+
 def test_a_loop_of_accelerate(by_hand: Any) -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs stretto[accelerate]")
     from stretto.integrations.accelerate import attach
@@ -145,6 +153,7 @@ def test_a_loop_of_accelerate(by_hand: Any) -> None:
     same(model.inner, by_hand[1])
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_trainer_of_lightning(by_hand: Any) -> None:
     pytest.importorskip("lightning", reason="needs stretto[lightning]: make test-adapters")
     from lightning.pytorch import LightningModule
@@ -184,7 +193,7 @@ def test_a_trainer_of_lightning(by_hand: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "lengths"),
+        ({"micro_batch_size": "39tok"}, "lengths"),
         ({"lengths": LENGTHS, "micro_batch_size": "8tok"}, "longest|exceeds"),
         ({"lengths": LENGTHS[1:]}, "149"),
         ({"lengths": LENGTHS, "sizes": "0tok:60tok 700tok:9"}, "tokens"),
