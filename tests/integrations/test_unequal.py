@@ -113,14 +113,6 @@ def test_a_trainer_of_hugging_face(by_hand: Any, tmp_path: Path) -> None:
     same(other.model, weights)
 
 
-def test_without_lengths_a_trainer_counts_what_it_reads(by_hand: Any) -> None:
-    trainer, seen = trainer_of()
-    trainer.train()
-    assert seen.ids == by_hand[0]
-    same(trainer.model, by_hand[1])
-    assert trainer.state.global_step == len(by_hand[0])
-
-
 def test_a_loop_of_accelerate(by_hand: Any) -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs stretto[accelerate]")
     from stretto.integrations.accelerate import attach
@@ -193,12 +185,19 @@ def test_a_trainer_of_lightning(by_hand: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"micro_batch_size": "39tok"}, "lengths"),
+        ({}, "pass lengths="),
+        ({"sizes": 8, "micro_batch_size": "39tok"}, "pass lengths="),
         ({"lengths": LENGTHS, "micro_batch_size": "8tok"}, "longest|exceeds"),
         ({"lengths": LENGTHS[1:]}, "149"),
         ({"lengths": LENGTHS, "sizes": "0tok:60tok 700tok:9"}, "tokens"),
     ],
-    ids=["no lengths", "a budget below the longest", "other lengths", "two units"],
+    ids=[
+        "no lengths",
+        "no lengths for the budget",
+        "a budget below the longest",
+        "other lengths",
+        "two units",
+    ],
 )
 def test_what_cannot_be_followed_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(StrettoError, match=said):

@@ -38,6 +38,7 @@ from stretto.integrations.shared import (
     StepMeter,
     counted_as_collated,
     refuse,
+    with_lengths,
 )
 from stretto.run import Run, prepare
 from stretto.settings import Loading
@@ -110,7 +111,9 @@ def attach(
         micro_batch_size=micro_batch_size,
         loading=loading,
     )
-    run.bind(each, rank=accelerator.process_index, world_size=accelerator.num_processes)
+    with_lengths(run).bind(
+        each, rank=accelerator.process_index, world_size=accelerator.num_processes
+    )
     loader = AccelerateLoader(accelerator, run, units, model)
     last = each[-1]
     inner: Any = last.optimizer if isinstance(last, AcceleratedOptimizer) else last

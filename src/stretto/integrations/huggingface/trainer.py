@@ -40,6 +40,7 @@ from stretto.integrations.shared import (
     note_metrics,
     refuse,
     warn_of_end,
+    with_lengths,
 )
 from stretto.run import Run, prepare
 from stretto.settings import Loading
@@ -245,7 +246,7 @@ class Follows(Trainer):
         settings = {**own.settings, "loading": loading}
         if settings["schedules"] is None:
             settings["schedules"] = {"lr": lambda timer: own.curve(timer.get_elapsed_duration())}
-        own.run = prepare(counted_as_collated(data, **own.facts), **settings)
+        own.run = with_lengths(prepare(counted_as_collated(data, **own.facts), **settings))
         return TrainerLoader(own.run, stock.dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> tuple[Any, ...]:

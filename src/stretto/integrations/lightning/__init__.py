@@ -39,6 +39,7 @@ from stretto.integrations.lightning.callback import (
     own_interval,
     own_length,
 )
+from stretto.integrations.shared import with_lengths
 from stretto.run import prepare
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
@@ -113,7 +114,7 @@ def attach(
         micro_batch_size=micro_batch_size,
         loading=loading,
     )
-    batches = LightningLoader(run, units)
+    batches = LightningLoader(with_lengths(run), units)
     # First, so that other callbacks see the clock behind the step and the rates of the next one.
     trainer.callbacks.insert(0, LightningCallback(batches, ends_epochs=evaluate == "1ep"))
     if module is not None:
