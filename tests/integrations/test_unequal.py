@@ -191,13 +191,6 @@ def test_a_trainer_of_lightning(by_hand: Any) -> None:
         ({"lengths": LENGTHS[1:]}, "149"),
         ({"lengths": LENGTHS, "sizes": "0tok:60tok 700tok:9"}, "tokens"),
     ],
-    ids=[
-        "no lengths",
-        "no lengths for the budget",
-        "a budget below the longest",
-        "other lengths",
-        "two units",
-    ],
 )
 def test_what_cannot_be_followed_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(StrettoError, match=said):
