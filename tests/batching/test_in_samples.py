@@ -41,7 +41,7 @@ from stretto.batching.wrappers import InSamples
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import BatchSizeError, PlanError
 from stretto.planning import bind_run, plan
-from stretto.planning.sizes import bind_sizes, find_stages, next_step
+from stretto.planning.sizes import bind_sizes, find_stages, next_step, walk
 from stretto.schedules import Cosine, Linear
 from stretto.timing import Horizon, LastBatch, Timestamp, advance
 
@@ -270,3 +270,11 @@ def test_a_resume_in_another_unit_starts_the_policy_anew() -> None:
         again.load_state_dict(json.loads(json.dumps(saved)))
         assert next(again).batch_size == expected
         assert again.has_dropped_state == (expected == 8)
+
+
+def test_a_policy_that_is_bound_alone_says_its_unit() -> None:
+    horizon = Horizon("1ep", dataset_num_samples=900, tokens_per_sample=4096)
+    bound = AtMost(Fixed("64Ktok"), "32Ktok").bind(horizon)
+    assert bound.unit == "tok"
+    with pytest.raises(PlanError, match="in tokens"):
+        next(walk(horizon, bound))

@@ -35,6 +35,12 @@ PLANS = {
         micro_batch_size=16,
         schedules={"lr": LR, "weight_decay": 1.0, "momentum": Linear(0.85, 0.95)},
     ),
+    "tokens": lambda: plan(
+        Horizon("20Mtok", dataset_num_samples=1_000, tokens_per_sample=4096),
+        "0tok:16Ktok 2Mtok:64Ktok",
+        rule={"sqrt": "64Ktok"},
+        schedules={"lr": LR},
+    ),
     "open": lambda: plan(
         Horizon("2h", dataset_num_samples=1000),
         "0ep:8 2ep:32",

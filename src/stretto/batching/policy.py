@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Annotated, Any, Self, TypeAlias, final
 
 from stretto.errors import BatchSizeError, TimeError, samples_text, shown
@@ -102,6 +103,10 @@ class Tokens(int):
     def __repr__(self) -> str:
         return repr(str(self))
 
+    def __format__(self, spec: str, /) -> str:
+        # With the separators of a number, it is one for people: f"{size:,}".
+        return str(self) if spec in ("", ",") else int.__format__(self, spec)
+
 
 def size_text(size: int) -> str:
     """Return a number of samples in words, or an amount in tokens.
@@ -189,7 +194,7 @@ class Bound:
     bounds: tuple[int, int] | None = None
     """The smallest and the largest size that it may decide; None: unknown."""
     unit: TimeUnit = TimeUnit.SAMPLE
-    """The unit of its sizes: that of the policy, which a run fills in."""
+    """The unit of its sizes: that of the policy, which fills it in."""
     log_values: Callable[[PolicyState], Mapping[str, float]] = lambda _: {}
     """Returns the values behind the last decision, by name, for the log."""
     sizes: Callable[[PolicyState], tuple[object, ...]] = lambda _: ()
@@ -283,6 +288,18 @@ class BatchSizePolicy(Timed):
 
     __slots__ = ()
     error = BatchSizeError
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Let `bind` fill in the unit, so that no amount in tokens is taken for samples."""
+        super().__init_subclass__(**named)
+        bind: Callable[[Self, Horizon], Bound] | None = vars(cls).get("bind")
+        if bind is not None:
+
+            @wraps(bind)
+            def in_unit(self: Self, horizon: Horizon, /) -> Bound:
+                return replace(bind(self, horizon), unit=self.unit)
+
+            cls.bind = in_unit  # type: ignore[method-assign, assignment]
 
     def __post_init__(self) -> None:
         check_fields(self)

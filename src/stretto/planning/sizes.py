@@ -129,11 +129,10 @@ def bind_sizes(horizon: Horizon, policy: BatchSizePolicy) -> Bound:
         ConversionError: a time needs a fact that is not known.
         BatchSizeError: the times are out of order on this run, or a size is less than a sample.
     """
-    found = on_data(horizon, policy)
-    bound, unit = found.bind(horizon), found.unit
-    ends = bound.bounds if bound.bounds and unit is TimeUnit.TOKEN else None
-    bounds = (Tokens(ends[0]), Tokens(ends[1])) if ends else bound.bounds
-    return replace(bound, unit=unit, bounds=bounds)
+    bound = on_data(horizon, policy).bind(horizon)
+    if bound.bounds is None or bound.unit is TimeUnit.SAMPLE:
+        return bound
+    return replace(bound, bounds=(Tokens(bound.bounds[0]), Tokens(bound.bounds[1])))
 
 
 def walk(

@@ -123,6 +123,10 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
         columns.append(["per rank", *(span(min(row), max(row)) for row in shares), ""])
     if plan.micro_batch_size is not None:
         columns.append(["accumulation", *map(_passes, rows), ""])
+    each = plan.horizon.tokens_per_sample
+    if each is not None and plan.policy.unit is TimeUnit.TOKEN:
+        sizes = [[stage.size * each for stage in row] for row in rows]
+        columns.insert(2, ["tokens each", *(span(min(row), max(row)) for row in sizes), ""])
     names = plan.stages[0].values
     return columns + [[name, *(_values(plan, name, row) for row in rows), ""] for name in names]
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from stretto._location import local_path
+from stretto.batching import Tokens
 from stretto.errors import DataError, first_line
 from stretto.report.page.series import UNITS, Numbers, RunData, Series
 from stretto.run_folder import (
@@ -248,6 +249,14 @@ def planned_series(plan: Any, *, is_main: bool = True) -> list[Series]:
     ]
 
 
+def _size_text(plan: Mapping[str, Any], stage: Mapping[str, Any]) -> str:
+    """Return the batch size of a stage, in samples and in tokens if both are known."""
+    size, each = stage["size"], plan.get("tokens_per_sample")
+    if stage.get("unit") == "tok":
+        return str(Tokens(size))
+    return f"{size:,} ({Tokens(size * each)})" if each else f"{size:,}"
+
+
 def _planned_row(at: Mapping[str, Any]) -> list[float]:
     ep, dur = (_amount(at[unit]) for unit in ("ep", "dur"))
     return [at["batch"], at["sample"], at["token"], ep, dur, np.nan, np.nan]
@@ -278,7 +287,7 @@ def stages_of(plan: Any, run: RunData) -> tuple[Sequence[str], list[list[str]]]:
             [
                 _count(stage["first"]["sample"], "samples"),
                 "" if stage["end"] is None else _count(stage["end"]["sample"], "samples"),
-                f"{stage['size']:,}",
+                _size_text(plan, stage),
                 "?" if stage["accumulation"] is None else f"{stage['accumulation']:,}",
                 " to ".join(f"{end:.4g}" for end in _ends(stage["values"].get("lr"))),
             ]

@@ -373,7 +373,7 @@ class ConsoleLogger:
         parts = []
         if record:
             parts.append(f"loss {record['loss']:.4g}")
-            parts.append(f"batch {int(record['batch_size']):,}")
+            parts.append(f"batch {record['batch_size']:,}")
         if "lr" in record:
             parts.append(f"lr {record['lr']:.3g}")
         for name, unit in (("tokens_per_second", "tok"), ("samples_per_second", "sp")):
