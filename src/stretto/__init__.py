@@ -30,6 +30,7 @@ _FACE = {
         "DataSpec",
         "Step",
         "StepLoader",
+        "count_lengths",
     ),
     "stretto.errors": ("StrettoError",),
     "stretto.memory": (

@@ -27,6 +27,7 @@ from stretto.batching import SquareRootRule as SquareRootRule
 from stretto.data import DataSpec as DataSpec
 from stretto.data import Step as Step
 from stretto.data import StepLoader as StepLoader
+from stretto.data import count_lengths as count_lengths
 from stretto.errors import StrettoError as StrettoError
 from stretto.memory import Answer as Answer
 from stretto.memory import find_batch_size as find_batch_size
@@ -100,6 +101,7 @@ __all__ = [
     "Trigger",
     "WSD",
     "convert",
+    "count_lengths",
     "find_batch_size",
     "plan",
     "prepare",

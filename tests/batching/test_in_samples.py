@@ -41,7 +41,7 @@ from stretto.batching.wrappers import InSamples
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import BatchSizeError, PlanError
 from stretto.planning import bind_run, plan
-from stretto.planning.sizes import bind_sizes, find_stages, next_step, walk
+from stretto.planning.sizes import PlannedSizes, bind_sizes, next_step, walk
 from stretto.schedules import Cosine, Linear
 from stretto.timing import Horizon, LastBatch, Timestamp, advance
 
@@ -133,7 +133,7 @@ def test_whole_samples_are_walked_as_in_samples(
     assert (in_samples.unit, in_tokens.unit) == ("sp", "tok")
     batches = walked(horizon, in_samples)
     assert walked(horizon, in_tokens) == batches
-    stages, _ = find_stages(horizon, bind_sizes(horizon, in_tokens), None)
+    stages = PlannedSizes(horizon, in_tokens).stages
     assert sum(stage.batches or 0 for stage in stages) == len(batches)
 
 

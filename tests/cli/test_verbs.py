@@ -288,3 +288,19 @@ def test_a_target_with_the_name_of_an_installed_module_is_to_be_renamed(
     assert said.code == 2
     assert "rename" in said.err
     assert "fractions.py" in said.err
+
+
+def test_a_plan_at_some_times(stretto: Stretto, stated: Path) -> None:
+    said = stretto("plan", stated, "--at", "50%", "--at", "1ep", "--at", "100ba", "--at", "3000tok")
+    assert said.out.splitlines() == [
+        "     at  stage  batch size  in tokens  from batch  sample  token  epoch  of run      lr",
+        " 0.5dur      3          32        128          94   1,000  4,000      1   50.0%    0.05",
+        "    1ep      3          32        128          94   1,000  4,000      1   50.0%    0.05",
+        "  100ba      3          32        128         100   1,192  4,768  1.192   59.6%  0.0404",
+        "3000tok      2          16         64          79     760  3,040   0.76   38.0%   0.062",
+    ]
+    record = json.loads(stretto("plan", stated, "--at", "50%", "--json").out)[0]
+    assert (record["at"], record["size"], record["tokens"]) == ("0.5dur", 32, 128)
+    assert (record["first"]["batch"], record["values"]) == (94, {"lr": 0.05})
+    assert stretto("plan", stated, "--at", "2ep").code == 2
+    assert "leave one of them out" in stretto("plan", stated, "--at", "1ep", "--html", "a.html").err

@@ -62,7 +62,7 @@ def test_accepts_what_the_reader_does(change: dict[str, Any]) -> None:
         {"max_duration": 90},
         {"max_duration": "90 epochs"},
         {"max_duration": None},
-        {"data": {}},
+        {"data": {"target": 3}},
         {"data": {"target": "a.b"}},
         {"batch_size": 0},
         {"batch_size": {"DoublingRamp": {"start": 8}}},

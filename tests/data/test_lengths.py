@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from stretto.data import DataSpec
+from stretto.data import DataSpec, count_lengths
 from stretto.data import lengths as module
 from stretto.data.lengths import OrderedLengths, checked_lengths
 from stretto.errors import ConversionError, DataError
@@ -132,3 +132,78 @@ def test_a_horizon_knows_what_lengths_say() -> None:
     for wrong in ("dataset_num_samples", "dataset_num_tokens", "tokens_per_sample"):
         with pytest.raises(ConversionError, match="lengths has"):
             Horizon("1ep", lengths=ordered, **{wrong: 7})
+
+
+class Texts(list[dict[str, Any]]):
+    """Samples that note how often they are read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        if self.reads == getattr(self, "stops_at", None):
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+def texts(*lengths: int) -> Texts:
+    return Texts({"input_ids": [7] * one} for one in lengths)
+
+
+def test_lengths_are_counted_once(tmp_path: Path) -> None:
+    data, path = texts(3, 1, 4), tmp_path / "new" / "lengths"
+    state = torch.get_rng_state()
+    assert count_lengths(data, path).tolist() == [3, 1, 4]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (path.stat().st_size, [*path.parent.iterdir()]) == (12, [path])
+    path.touch()
+    again = count_lengths(data, path)
+    assert DataSpec(data, lengths=again).counts["dataset_num_tokens"] == 8
+
+
+def test_masks_and_functions_count_too(tmp_path: Path) -> None:
+    padded = [{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}]
+    assert count_lengths(padded, tmp_path / "a").tolist() == [2]
+    tensors = [{"input_ids": torch.ones(3), "attention_mask": torch.tensor([1, 1, 0])}]
+    assert count_lengths(tensors, tmp_path / "b").tolist() == [2]
+    assert count_lengths(
+        ["x y", "z"], tmp_path / "c", length=lambda text: len(text.split())
+    ).tolist() == [2, 1]
+
+
+def test_interrupted_counting_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK", 2)
+    data = texts(*range(1, 8))
+    data.stops_at = 6
+    with pytest.raises(KeyboardInterrupt):
+        count_lengths(data, tmp_path / "lengths")
+    part = tmp_path / "lengths.part"
+    assert part.stat().st_size == 16
+    part.write_bytes(part.read_bytes() + b"x")  # half of a number
+    data.stops_at, data.reads = None, 0
+    assert count_lengths(data, tmp_path / "lengths").tolist() == [*range(1, 8)]
+    assert data.reads == 4 + 3  # four to compare
+
+
+@pytest.mark.parametrize("other", [(3, 1), (3, 1, 5), (3, 1, 4, 1)], ids=str)
+def test_lengths_of_other_data_are_refused(tmp_path: Path, other: tuple[int, ...]) -> None:
+    count_lengths(texts(3, 1, 4), tmp_path / "lengths")
+    with pytest.raises(DataError, match="other data"):
+        count_lengths(texts(*other), tmp_path / "lengths")
+
+
+@pytest.mark.parametrize("length", [0, 1.5, True])
+def test_what_is_no_length_is_not_kept(tmp_path: Path, length: Any) -> None:
+    with pytest.raises(DataError, match="as the length of a sample"):
+        count_lengths([1], tmp_path / "lengths", length=lambda _: length)
+    assert not (tmp_path / "lengths").exists()
+
+
+def test_progress_is_shown_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count_lengths(texts(1), tmp_path / "a")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    count_lengths(texts(1), tmp_path / "b")
+    assert capsys.readouterr().err == "\rlengths: 100%\n"

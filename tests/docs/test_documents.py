@@ -151,6 +151,7 @@ def test_the_examples_of_a_document(
     path: Path, check: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.syspath_prepend(tmp_path)
     before_it = set(sys.modules)
     check(path)

@@ -194,11 +194,11 @@ def test_a_second_resume_and_a_new_start_are_right() -> None:
     third.load_state_dict(second.state_dict())
     planned = third.plan
     assert planned is not None
-    assert [(one.size, one.batches) for one in planned.stages][:2] == [(2, 9), (7, 5)]
+    assert [(one.size, one.batches) for one in planned.sizes.stages][:2] == [(2, 9), (7, 5)]
     assert [rate for *_, rate in steps_of(third, 3)] == [0.125, 0.125, 0.0625]
     third.bind(third.optimizers[0])
     assert third.plan is not None
-    assert [one.size for one in third.plan.stages] == [3]
+    assert [one.size for one in third.plan.sizes.stages] == [3]
 
 
 def test_triggers_in_another_unit_count_on() -> None:

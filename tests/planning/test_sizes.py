@@ -33,7 +33,7 @@ from stretto.batching import (
 from stretto.errors import BatchSizeError, ConversionError, PlanError
 from stretto.planning import PlannedSizes, bind_run, walk
 from stretto.timing import Horizon, LastBatch, Time, Timestamp
-from stretto.timing.horizon import EqualBatches
+from stretto.timing.batches import EqualBatches
 
 LIMIT = 400
 MODES: tuple[LastBatch, ...] = get_args(LastBatch)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stretto.batching import DoublingRamp, LinearRamp, LinearRule
 from stretto.planning import Plan, plan
 from stretto.report import plan_table
-from stretto.schedules import Cosine, Linear, Periods
+from stretto.schedules import Cosine, Custom, Linear, Periods, Schedule
 from stretto.timing import Horizon
 
 FOLDER = Path(__file__).parent / "tables"
@@ -83,6 +83,12 @@ def test_no_line_is_wider_than_100(n: int, size: int, values: int, rows: int, wo
     assert widest(planned, rows) <= 100
 
 
+def unknown_inside(shape: Schedule, horizon: Horizon) -> Custom:
+    """Return a schedule as a function, of which a plan knows no border."""
+    factor = shape.bind(horizon)
+    return Custom(lambda timer: factor(timer.timestamp), reads="ba")
+
+
 @given(
     num_batches=st.integers(1, 3000),
     warmup=st.integers(0, 3000),
@@ -98,7 +104,7 @@ def test_a_row_shows_the_peak_of_a_warm_up(
         if warmup >= num_batches
         else Periods([(f"{warmup}ba", Linear(low, 2)), ("rest", Linear(2, end))])
     )
-    planned = plan(horizon, 4, schedules={"lr": shape})
+    planned = plan(horizon, 4, schedules={"lr": unknown_inside(shape, horizon)})
     values = [batch.values["lr"] for batch in planned.batches()]
     row = plan_table(planned).splitlines()[4]
     shown = row[row.rindex("%") + 1 :].split(" to ")
@@ -109,7 +115,8 @@ def test_a_row_shows_the_peak_of_a_warm_up(
 
 def test_a_row_shows_what_goes_beyond_both_ends_in_its_order() -> None:
     shape = Periods([("300ba", Linear(1, 0)), ("300ba", Linear(0, 3)), ("rest", Linear(3, 2))])
-    planned = plan(Horizon("1000ba"), 4, schedules={"lr": shape})
+    horizon = Horizon("1000ba")
+    planned = plan(horizon, 4, schedules={"lr": unknown_inside(shape, horizon)})
     assert "1 to 0 to 3 to 2.002" in plan_table(planned)
 
 

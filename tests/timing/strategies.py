@@ -8,8 +8,8 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from stretto.timing import Horizon, LastBatch, Time, Timestamp, TimeUnit
+from stretto.timing.batches import EqualBatches
 from stretto.timing.grammar import WHOLE, parse_unit
-from stretto.timing.horizon import EqualBatches
 
 _BEYOND_FLOATS = 2**70
 """Well above 2^53, from where on a float no longer holds every whole number."""

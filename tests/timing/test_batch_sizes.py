@@ -13,7 +13,7 @@ from tests.timing.strategies import horizons
 
 from stretto.errors import BatchSizeError
 from stretto.timing import BatchSizes, Horizon, LastBatch, Time, Timestamp
-from stretto.timing.horizon import EqualBatches
+from stretto.timing.batches import EqualBatches
 
 
 def constant_batches(

@@ -12,7 +12,7 @@ from stretto.batching.policy import Tokens, checked_size, checked_world_size
 from stretto.batching.split import Split, in_rows
 from stretto.errors import BatchSizeError, shown
 from stretto.timing import Horizon
-from stretto.timing.horizon import Lengths
+from stretto.timing.batches import Lengths
 
 Piece = tuple[int, list[int]]
 """The tokens of a micro-batch as it is run, and the indices of its samples."""

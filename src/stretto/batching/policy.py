@@ -20,6 +20,7 @@ from stretto.schedules.fields import (
     values_of,
 )
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
+from stretto.timing.batches import Batches, EqualBatches, TokenBatches
 from stretto.timing.grammar import NAMES, whole
 from stretto.timing.time import Number
 
@@ -106,6 +107,36 @@ class Tokens(int):
     def __format__(self, spec: str, /) -> str:
         # With the separators of a number, it is one for people: f"{size:,}".
         return str(self) if spec in ("", ",") else int.__format__(self, spec)
+
+
+def whole_size(horizon: Horizon, position: int, size: int) -> int:
+    """Return the samples of a batch of a decided size, whatever end of an epoch is inside it.
+
+    >>> whole_size(Horizon("1ep", tokens_per_sample=4), 16, Tokens(35))
+    8
+    """
+    if not isinstance(size, Tokens):
+        return size
+    if horizon.lengths is None:
+        assert horizon.tokens_per_sample is not None, "checked when the policy is bound"
+        return max(1, size // horizon.tokens_per_sample)
+    return horizon.lengths.count(position, size)
+
+
+def batches_of(horizon: Horizon, first: Timestamp, size: int) -> Batches:
+    """Return batches of a decided size from a timestamp on.
+
+    >>> batches_of(Horizon("1ep", dataset_num_samples=20), Timestamp(), 8).position(1)
+    8
+    """
+    if isinstance(size, Tokens) and horizon.lengths is not None:
+        return TokenBatches(horizon, first, size)
+    return EqualBatches(horizon, first, whole_size(horizon, first.sample, size))
+
+
+def is_same(size: int, other: int) -> bool:
+    """Return whether two sizes are the same number of the same unit."""
+    return size == other and isinstance(size, Tokens) is isinstance(other, Tokens)
 
 
 def size_text(size: int) -> str:

@@ -17,15 +17,17 @@ from stretto.batching.policy import (
     Hold,
     Size,
     SizeLike,
+    Tokens,
+    batches_of,
     check_units,
     checked_size,
     timed,
+    whole_size,
 )
 from stretto.errors import BatchSizeError, ConversionError, shown
 from stretto.schedules.fields import fill
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.epochs import next_epoch, outgrows_epoch
-from stretto.timing.horizon import EqualBatches
 from stretto.timing.time import Number
 
 
@@ -76,14 +78,17 @@ def _is_after(
     if axis is axis_before:
         return before < tick
     if TimeUnit.BATCH in (axis.unit, axis_before.unit):
+        is_read = horizon.lengths is None and horizon.tokens_per_sample is None
+        if is_read and isinstance(sizes[0], Tokens):
+            return True
         # The sizes before decide which comes first.
         now = Timestamp()
         for (edge, at), size in zip(earlier, sizes, strict=False):
-            if outgrows_epoch(horizon, now, size):
+            if outgrows_epoch(horizon, now, whole_size(horizon, now.sample, size)):
                 now = next_epoch(horizon, now)
-            batches = EqualBatches(horizon, now, size)
-            count = batches.count_until(edge, at)
-            if count is None or outgrows_epoch(horizon, now, size):
+            batches = batches_of(horizon, now, size)
+            count, most = batches.count_until(edge, at), whole_size(horizon, now.sample, size)
+            if count is None or outgrows_epoch(horizon, now, most):
                 return True
             now = batches.timestamp(count)
         return axis.read(now) < tick

@@ -76,10 +76,11 @@ def train(
     training.train(run_file or [], folder, resume, as_json=as_json, **given)
 
 
-@verb(app, "plan run.yaml", "plan run.yaml batch_size=256 --json", "plan --against runs/a")
+@verb(app, "plan run.yaml", "plan run.yaml --at 50% --json", "plan --against runs/a")
 def plan(
     run_file: list[str] | None = None,
     *,
+    at: list[str] | None = None,
     html: Path | None = None,
     against: Path | None = None,
     as_json: bool = False,
@@ -89,6 +90,7 @@ def plan(
     Args:
         run_file ([RUN.YAML] [KEY=VALUE]...): A run file (default: the packaged one), with --html
             several; then values to change, with dots for inner keys: optimizer.lr=1e-3.
+        at (TIME): Show only this time: --at 10Ttok --at 50%.
         html: Write a page for a browser.
         against: Compare the plan with the run in a folder, batch by batch; the default run file is
             the run's own.
@@ -98,7 +100,7 @@ def plan(
 
     if html is not None:
         planning.refuse(
-            {"--json": as_json, "--against": against},
+            {"--json": as_json, "--against": against, "--at": at},
             why="--html writes a page",
             instead="leave one of them out",
         )
@@ -106,7 +108,7 @@ def plan(
     elif against is not None:
         planning.compare_with(against, run_file or [])
     else:
-        planning.print_plan(run_file or [], as_json=as_json)
+        planning.print_plan(run_file or [], at or [], as_json=as_json)
 
 
 @verb(app, "find-batch-size run.yaml", "find-batch-size run.yaml --gpu h100 --world-size 8,64")

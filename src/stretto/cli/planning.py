@@ -19,8 +19,8 @@ from stretto.config.run import RunConfig, read_run_file
 from stretto.config.yaml import parse_override
 from stretto.errors import PlanError
 from stretto.planning import Plan, Prepared, passes, resumed
-from stretto.planning.plan import plan_record
-from stretto.report.tables import plan_table
+from stretto.planning.plan import moment_record, plan_record
+from stretto.report.tables import moments_table, plan_table
 from stretto.run_folder import PLAN, RUN_FILE, read_json, read_ledger
 from stretto.timing import Timestamp
 
@@ -73,12 +73,22 @@ def read_arguments(arguments: Sequence[str], *, folder: Path | None = None) -> R
     return read_run_file(path or default, overrides)
 
 
-def print_plan(arguments: Sequence[str], *, as_json: bool) -> None:
-    """Print the plan of a run; of one that decides its sizes, with the smallest and the largest."""
+def print_plan(arguments: Sequence[str], times: Sequence[str], *, as_json: bool) -> None:
+    """Print the plan of a run, or of some times of it.
+
+    Of a run that decides its sizes, print the plans with the smallest and the largest.
+    """
     config = read_arguments(arguments)
     with progress("reading the data"):
         run, prepared = prepare_checked(config)
         print_notes(check_targets(config))
+    if times:
+        planned = every_batch(config, prepared, "--at")
+        if as_json:
+            print_json([moment_record(planned, time) for time in times])
+        else:
+            typer.echo(moments_table(planned, times))
+        return
     if prepared.decided_between is not None:
         print_ends(config, run, prepared.decided_between, as_json=as_json)
         return

@@ -47,6 +47,8 @@ def check_targets(config: RunConfig) -> Iterator[str]:
         if one.name not in _IMPORTED:
             with_targets(getattr(config, one.name), (one.name,), check)
     yield from notes
+    if config.data.is_endless:
+        yield "the file states no number of samples, so no epoch ends in this plan"
     for name in config.log.loggers or ():
         if isinstance(name, str) and importlib.util.find_spec(name) is None:
             raise missing(name, name)

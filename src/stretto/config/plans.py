@@ -22,7 +22,7 @@ from stretto.schedules import Constant, Custom, Product, Schedule, as_schedule
 from stretto.schedules.fields import Timed
 from stretto.schedules.names import Name, parse_name
 from stretto.settings import Loading
-from stretto.timing import Horizon, TimeLike, Trigger, parse_trigger
+from stretto.timing import Horizon, TimeLike, TimeUnit, Trigger, parse_trigger
 
 if TYPE_CHECKING:
     from stretto.data import DataSpec
@@ -82,7 +82,7 @@ def with_targets(value: Any, path: Path, make: Callable[[Target, Path], Any]) ->
 
     def change(found: object) -> Any:
         if isinstance(found, Target):
-            return make(found, path)
+            return make(found, path) if found.target else found
         if not isinstance(found, Timed):
             return found
         function = getattr(found, "function", None)
@@ -131,18 +131,20 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
         "dataset_num_tokens": data.num_tokens,
         "tokens_per_sample": data.tokens_per_sample,
     }
-    ends, lengths = config.last_batch or "keep", None
-    if spec is not None or data.num_samples is None:
+    ends, lengths = config.last_batch or ("carry" if data.is_endless else "keep"), None
+    if spec is not None or data.is_opened:
         spec = spec or make_spec(config)
         counts, lengths = spec.counts, spec.ordered_lengths(make_loading(config))
-    with source.at("max_duration"):
-        run = Horizon(config.max_duration, **counts, last_batch=ends, lengths=lengths)
     schedules = imported(config, config.schedules, "schedules")
     sizes = imported(config, config.batch_size, "batch_size")
     with source.at("rule"):
         rules = as_rules(imported(config, config.rule, "rule"))
     with source.at("batch_size"):
         sizes, schedules, rules = paired(sizes, schedules, rules)
+    if data.is_endless and sizes.unit is TimeUnit.TOKEN and counts["tokens_per_sample"] is None:
+        counts["tokens_per_sample"] = 1  # all is said in tokens, so samples do not matter
+    with source.at("max_duration"):
+        run = Horizon(config.max_duration, **counts, last_batch=ends, lengths=lengths)
     values = imported(config, config.values, "values")
     return TimesAndSizes(run, sizes, schedules, values, rules)
 
@@ -265,7 +267,7 @@ def prepare_checked(config: RunConfig, *, resumes: bool = False) -> tuple[TimesA
     Raises:
         ConfigError: as `prepare_run` does; or it follows tokens that the data do not count.
     """
-    spec = make_spec(config) if config.data.num_samples is None else None
+    spec = make_spec(config) if config.data.is_opened else None
     run = build_run(config, spec)
     prepared = prepare_run(config, run, resumes=resumes)
     if spec is not None:

@@ -18,7 +18,7 @@ from stretto.batching.rows import as_lengths
 from stretto.batching.rules import Referenced, RuleLike
 from stretto.batching.steps import PolicyLike
 from stretto.config.kinds import Mistakes, parameters_of, section
-from stretto.config.targets import TARGET_PATTERN, Function, Target
+from stretto.config.targets import TARGET_PATTERN, Function, Target, TargetText
 from stretto.config.yaml import (
     MAX_BYTES,
     NO_SOURCE,
@@ -70,6 +70,8 @@ HyperparameterName: TypeAlias = Annotated[str, Check(lambda value, *_: parse_nam
 class Data(Target):
     """Where samples come from, and how many there are."""
 
+    target: TargetText | None = None  # type: ignore[assignment]
+    """Makes the data. A plan needs none if it needs no more than the sizes that follow."""
     num_samples: PositiveInt | None = None
     """Samples in an epoch. With it, a plan does not open the data."""
     num_tokens: PositiveInt | None = None
@@ -79,6 +81,22 @@ class Data(Target):
     sharded: bool | None = None
     """Whether the iterable of each rank has only its share of the samples; by default no, and the
     first batches are compared over the ranks."""
+
+    def __post_init__(self) -> None:
+        if self.target is None and self.arguments:
+            key, why = next(iter(self.arguments)), "these data have no target that could take it"
+            instead = "write 'target: my.data:make', or only sizes such as num_samples"
+            raise ConfigError.cannot(f"use the key {key!r}", why=why, instead=instead)
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether a plan has to make the data to know the number of samples."""
+        return self.target is not None and self.num_samples is None
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether no epoch ends in a plan, as nothing says how long one is."""
+        return self.target is None and self.num_samples is None
 
 
 @final
@@ -155,8 +173,8 @@ class RunConfig:
     """The length of the run, in any unit but `dur`."""
     model: Target | None = None
     """Makes the model. A plan needs none."""
-    data: Data
-    """Makes the training data."""
+    data: Data = Data()
+    """Makes the training data. A plan needs none."""
     optimizer: Optimizer | None = None
     """Makes the optimizer. A plan needs none."""
     loss: Function | None = None
@@ -394,7 +412,7 @@ def run_file_schema() -> dict[str, Any]:
     schema. Nulls, which count as absent, are not among the suggestions.
 
     >>> run_file_schema()["required"]
-    ['max_duration', 'data', 'batch_size']
+    ['max_duration', 'batch_size']
     """
     parts: dict[str, Any] = {
         "Time": {

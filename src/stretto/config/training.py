@@ -185,11 +185,13 @@ def check_complete(config: RunConfig) -> None:
     """Refuse a run file that is enough for a plan and not for training.
 
     Raises:
-        ConfigError: there is no model, or neither an optimizer nor a step.
+        ConfigError: there are no model or no data, or neither an optimizer nor a step.
     """
-    missing = "model" if config.model is None else "optimizer"
-    if config.model is None or (config.optimizer is None and config.step is None):
-        why = f"there is no '{missing}'"
+    needed = {"model": config.model, "data": config.data.target}
+    needed["optimizer"] = config.optimizer or config.step
+    missing = next((name for name, one in needed.items() if one is None), None)
+    if missing is not None:
+        why = f"there is no '{missing}' with a target"
         raise _untrainable(config, why, f"'{missing}: {{target: my.module:make}}'")
 
 
@@ -281,6 +283,7 @@ def make_evaluation(config: RunConfig, number: int) -> Evaluation:
 def _validation_data(config: RunConfig, path: Keys) -> Any:
     """Return the data that the data's target makes with `split="validation"`."""
     target, arguments = config.data.target, config.data.arguments
+    assert target is not None, "checked before anything is built"
     function = import_target(target)
     if not accepts(function, "split") or arguments.get("split") == VALIDATION:
         raise ConfigError.cannot(

@@ -2,6 +2,7 @@
 
 from stretto.data.containers import count_samples, move_batch, take_samples
 from stretto.data.indices import sample_seed
+from stretto.data.lengths import count_lengths
 from stretto.data.loader import StepLoader
 from stretto.data.spec import DataSpec
 from stretto.data.step import MicroBatch, Step
@@ -12,6 +13,7 @@ __all__ = [
     "MicroBatch",
     "Step",
     "StepLoader",
+    "count_lengths",
     "count_samples",
     "count_target_tokens",
     "count_tokens",

@@ -10,14 +10,16 @@ from dataclasses import asdict, fields, replace
 from itertools import chain, repeat
 from typing import Any, final
 
-from stretto.batching import NO_SIGNALS, Bound, PolicyState, Signals
+from stretto.batching import NO_SIGNALS, Bound, PolicyState, Signals, checked_size
+from stretto.batching.policy import Tokens, is_same
 from stretto.data.fetch import Plans, RankShare
 from stretto.errors import CheckpointError, StrettoError
 from stretto.planning import PlannedBatch, Prepared, check_least, next_step
 from stretto.planning.plan import plan_prepared
-from stretto.timing import Timer, Timestamp, TimeUnit, advance
+from stretto.planning.sizes import after_batch
+from stretto.timing import Timer, Timestamp, TimeUnit
+from stretto.timing.batches import EqualBatches
 from stretto.timing.epochs import repeats_before
-from stretto.timing.horizon import EqualBatches
 
 _UNMEASURED_STEPS = 20
 """Steps without a noise measurement after which a warning is given."""
@@ -79,7 +81,7 @@ class Decisions:
                 repeat(plan), range(start, start + count * plan.size, plan.size), strict=False
             )
             if is_ahead:
-                now, state = advance(self._horizon, now, plan.size), plan.state
+                now, state = after_batch(self._horizon, plan), plan.state
             else:
                 now, state, signals = self._timer.timestamp, self.state, self.signals
 
@@ -91,12 +93,7 @@ class Decisions:
         timestamp, size, horizon = plan.timestamp, plan.size, self._horizon
         hold = self._policy.holds_until(timestamp, plan.state) if self._policy.is_static else None
         last = repeats_before(horizon, timestamp, size)
-        is_whole = (
-            type(plan.decided) is int
-            and size == plan.decided
-            and not plan.skipped
-            and not plan.ends_epochs
-        )
+        is_whole = is_same(size, plan.decided) and not plan.skipped and not plan.ends_epochs
         if hold is None or horizon.dataset_num_samples is None or last is None or not is_whole:
             return 1
         counts = [-(-(last - timestamp.sample) // size)]
@@ -120,7 +117,7 @@ class Decisions:
                 noise_numerator=signals.noise_numerator * each,
             )
         self.last = plan
-        if self.past is not None and (not self.past or self.past[-1][1] != plan.decided):
+        if self.past is not None and not (self.past and is_same(self.past[-1][1], plan.decided)):
             self.past.append((plan.timestamp.batch, plan.decided))
             if len(self.past) > _MOST_SIZES:
                 self.past = None
@@ -139,7 +136,10 @@ class Decisions:
             PlanError: a later stage has fewer samples than there are ranks. If sizes are decided
                 during the run: the smallest one (at the start) or the next one has.
         """
-        now = self._timer.timestamp
+        now, bounds = self._timer.timestamp, run.bound_policy.bounds
+        is_enough = bounds is not None and bounds[0] >= part.world_size
+        if run.bound_policy.unit is TimeUnit.TOKEN or (run.facts.lengths is not None and is_enough):
+            return  # a batch of few long samples leaves ranks a dummy, as the end of an epoch does
         if run.sizes is not None:
             plan_prepared(
                 run,
@@ -160,15 +160,15 @@ class Decisions:
                 for name, value in asdict(self.signals).items()
             },
             "size": self.size,
-            "past": None if self.past is None else [list(pair) for pair in self.past],
-            **self._units,
+            "past": None if self.past is None else [[at, _saved(size)] for at, size in self.past],
+            **self._unit,
         }
 
     @property
-    def _units(self) -> dict[str, str]:
-        """The units of the sizes in a record: those of the state, and those of the past."""
-        units = {"unit": str(self._run.policy.unit), "past_unit": str(self._policy.unit)}
-        return {name: unit for name, unit in units.items() if unit != TimeUnit.SAMPLE}
+    def _unit(self) -> dict[str, str]:
+        """The unit of the sizes in the policy's state, unless it is samples."""
+        unit = self._run.policy.unit
+        return {} if unit is TimeUnit.SAMPLE else {"unit": str(unit)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> bool:
         """Continue from a record, without the check that noise is measured.
@@ -177,8 +177,7 @@ class Decisions:
             False if the record has the state of another policy, so this one starts anew.
         """
         policy, now, state = self._policy, self._timer.timestamp, saved["policy"]["state"]
-        own = self._units
-        is_own = policy.accepts(state) and saved.get("unit") == own.get("unit")
+        is_own = policy.accepts(state) and saved.get("unit") == self._unit.get("unit")
         if is_own:
             _check_state(policy, now, state)
         known = {one.name: saved["signals"].get(one.name) for one in fields(Signals)}
@@ -186,8 +185,6 @@ class Decisions:
         self._unmeasured = -1
         self.restart(state if is_own else policy.start, Signals(**signals))
         self.size, self.past = saved.get("size"), _past(saved.get("past"), now)
-        if saved.get("past_unit") != own.get("past_unit"):
-            self.past = _past(None, now)
         return is_own or not state
 
     def restart(self, state: PolicyState, signals: Signals) -> None:
@@ -233,6 +230,11 @@ def other_order(why: str, instead: str) -> CheckpointError:
     return CheckpointError.cannot("continue from the saved position", why=why, instead=instead)
 
 
+def _saved(size: int) -> int | str:
+    """Return a size as JSON keeps it with its unit."""
+    return str(size) if isinstance(size, Tokens) else size
+
+
 def _past(saved: list[Any] | None, now: Timestamp) -> list[tuple[int, int]] | None:
     """Return the batch sizes so far; None if the record does not have them.
 
@@ -241,9 +243,9 @@ def _past(saved: list[Any] | None, now: Timestamp) -> list[tuple[int, int]] | No
     """
     if saved is None:
         return [] if now.batch == 0 else None
-    past = [(first, size) for first, size in saved]
+    past = [(at, checked_size(size) if type(size) is str else size) for at, size in saved]
     firsts = [first for first, _ in past]
-    is_whole = all(type(number) is int for pair in past for number in pair)
+    is_whole = all(type(at) is int and type(size) in (int, Tokens) for at, size in past)
     in_order = sorted(set(firsts)) == firsts and firsts[:1] == [0] * bool(now.batch)
     if not (is_whole and in_order and all(size >= 1 for _, size in past)):
         raise ValueError(f"{saved!r} are no batch sizes")
@@ -257,7 +259,7 @@ def _check_state(bound: Bound, now: Timestamp, state: PolicyState) -> None:
         ValueError: a size in it is none.
     """
     sizes = [size for size in bound.sizes(state) if size is not None]
-    if any(type(size) is not int or size < 1 for size in sizes):
+    if any(not isinstance(size, int) or size is True or size < 1 for size in sizes):
         raise ValueError(f"{sizes!r} are no batch sizes")
     if sizes and bound.reads and "loss" not in bound.reads:  # read by a user's function
         bound.decide(now, state, _LOUD)

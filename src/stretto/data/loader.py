@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyLike, Signals
@@ -19,13 +19,17 @@ from stretto.data.fetch import FetchedStep, RankShare, pinned
 from stretto.data.source import BatchSource, make_source, prepared_for
 from stretto.data.spec import DataSpec, uncountable
 from stretto.data.step import MicroBatch, Step
+from stretto.data.tokens import counts_padding
 from stretto.errors import CheckpointError, DataError
 from stretto.planning import Prepared, resumed
+from stretto.planning.sizes import next_size
 from stretto.runtime.ranks import Ranks, all_same, marks
 from stretto.settings import Loading, read_settings
 from stretto.timing import TimeLike, Timer, Timestamp, TimeUnit
 
 _VERSION = 1
+_CHECKED_BATCHES = 8
+"""How many of the first batches have their own count compared with the lengths."""
 
 
 @final
@@ -53,10 +57,13 @@ class TokenCounter:
         counts = spec.counts
         self.each = counts["tokens_per_sample"]
         """The tokens of every sample, 0 if none are tracked; None: they must be counted."""
-        self._lengths = run.facts.lengths
-        self._stated = counts["dataset_num_tokens"] if self.each is None else None
+        self.lengths = run.facts.lengths
+        """The tokens of each sample in the order of the run, if they are known."""
+        is_counted = self.each is None and self.lengths is None
+        self._stated = counts["dataset_num_tokens"] if is_counted else None
+        self._unchecked = 0 if self.lengths is None else _CHECKED_BATCHES
         self._tells: bool | None = None
-        if self.each is not None or spec.get_num_tokens_in_batch is not None:
+        if not is_counted or spec.get_num_tokens_in_batch is not None:
             self._tells = True
         if self._is_needed and not self.is_tracked:
             raise uncountable()
@@ -85,6 +92,37 @@ class TokenCounter:
             raise uncountable()
         return tokens if tokens and num_samples else 0
 
+    def of_micro_batches(self, fetched: FetchedStep) -> Sequence[int]:
+        """Return the tokens of each micro-batch, from the lengths of this rank's samples."""
+        assert self.lengths is not None, "known"
+        tokens = fetched.tokens
+        if tokens is None:
+            ranks, start = self._source.part.ranks, self._timer.sample
+            world, stop = ranks.dp_world_size, start + fetched.size
+            own = iter(self.lengths.of(start, stop)[(ranks.dp_rank - start) % world :: world])
+            tokens = [sum(islice(own, count)) for _, count in fetched.micro_batches]
+        if self._unchecked:
+            self._unchecked -= 1
+            self._check(fetched, tokens)
+        return tokens
+
+    def _check(self, fetched: FetchedStep, tokens: Sequence[int]) -> None:
+        """Warn once if a batch counts other tokens than the lengths of its samples."""
+        for (batch, count), known in zip(fetched.micro_batches, tokens, strict=True):
+            found = self._spec.count_tokens(batch) if count else None
+            may_pad = self._spec.get_num_tokens_in_batch is None and counts_padding(batch)
+            if found is not None and (found < known or (found > known and not may_pad)):
+                self._unchecked = 0
+                warnings.warn(
+                    f"a micro-batch of {count} samples from sample {self._timer.sample:,} on has "
+                    f"{found:,} tokens, and their lengths are {known:,}: the clock and sizes in "
+                    "tokens follow the lengths; pass those of the samples as they are collated, "
+                    "for example cut to the longest that the model takes",
+                    UserWarning,
+                    stacklevel=4,  # the loop that asks the loader for steps
+                )
+                return
+
     def _note(self, *, tells: bool) -> None:
         self._tells = tells
         if not tells:
@@ -98,7 +136,7 @@ class TokenCounter:
         A caller who passes both has made the ranks agree. Otherwise the signals are compared.
         """
         ranks, is_open = self._source.part.ranks, tokens is None or seconds is None
-        counts = tokens is None and self.each is None
+        counts = tokens is None and self.each is None and self.lengths is None
         may_read = self._may_read_seconds and ranks.are_all_dp
         measures = seconds is None and (self._reads_seconds or may_read)
         if counts or measures or (is_open and self._run.bound_policy.reads and ranks.are_all_dp):
@@ -109,13 +147,19 @@ class TokenCounter:
         return tokens, seconds
 
     def cross(self, fetched: FetchedStep, step: Step, tokens: int, seconds: float | None) -> None:
-        """Move the clock over a batch in which epochs end."""
+        """Move the clock over a batch in which epochs may end."""
         timer, now, size = self._timer, self._timer.timestamp, fetched.size
         of_last = partial(self._of_last, step, tokens)
         is_whole = now.sample_in_epoch + size == self._run.horizon.dataset_num_samples
         if is_whole or fetched.crossings == (0,):  # nothing carried or dropped
             self._compare(now.token_in_epoch + tokens)
-        timer.advance(size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
+        timer.advance(
+            size,
+            tokens=tokens,
+            seconds=seconds,
+            tokens_of_last=of_last,
+            next_size=next_size(self._run.facts, now.sample + size, fetched.plan.decided),
+        )
         for carried in fetched.crossings:  # only in epochs of unknown length
             timer.end_epoch(carried=carried, tokens=of_last(carried))
 
@@ -134,12 +178,8 @@ class TokenCounter:
     def _of_last(self, step: Step, tokens: int, samples: int) -> int:
         """Return how many of the `tokens` of a step its last `samples` have.
 
-        From their lengths; else counted if this rank has the whole step, or their share, rounded
-        down.
+        Counted if this rank has the whole step; otherwise their share, rounded down.
         """
-        if self._lengths is not None:
-            stop = self._timer.sample + step.num_samples
-            return self._lengths.tokens(stop - samples, stop)
         if self.each is None and step.local_num_samples == step.num_samples:
             try:
                 return self._counted(step.micro_batches, samples)
@@ -276,6 +316,8 @@ class StepLoader(Iterator[Step]):
         self._source: BatchSource = make_source(self.spec, self._from_start, self._loading, part)
         self._tokens = TokenCounter(self._source, self.prepared, self.timer)
         self._agreed, self._cross = self._tokens.agreed, self._tokens.cross
+        # The next batch of so many tokens may fit into an epoch that this one would not.
+        self._crosses = self._tokens.lengths is not None and self.horizon.last_batch == "drop"
 
     @property
     def rank(self) -> int:
@@ -335,8 +377,8 @@ class StepLoader(Iterator[Step]):
         row = fetched.plan.row
         micro_batches = []
         count: Callable[[Any, int], int] = self._tokens
-        if fetched.tokens is not None:
-            known = iter(fetched.tokens)
+        if self._tokens.lengths is not None:
+            known = iter(self._tokens.of_micro_batches(fetched))
             count = lambda *_: next(known)  # noqa: E731
         for batch, samples in fetched.micro_batches:
             tokens = count(batch, samples) if each is None else samples * each
@@ -375,9 +417,11 @@ class StepLoader(Iterator[Step]):
         if self._agrees:
             tokens, seconds = self._agreed(open_step, tokens, seconds, signals)
         plan, timer, each = fetched.plan, self.timer, self._tokens.each
-        if tokens is None:
+        if each is None and self._tokens.lengths is not None:
+            tokens = self._tokens.lengths.tokens(timer.sample, timer.sample + fetched.size)
+        elif tokens is None:
             tokens = open_step.num_tokens if each is None else fetched.size * each
-        if plan.ends_epochs or fetched.crossings:
+        if plan.ends_epochs or fetched.crossings or self._crosses:
             self._cross(fetched, open_step, tokens, seconds)
         else:
             timer.advance(fetched.size, tokens=tokens, seconds=seconds)

@@ -57,6 +57,10 @@ def prepared_for(
         why = f"the run was prepared for {facts.dataset_num_samples} samples"
         instead = "bind the run with the number of samples of these data"
         raise DataError.bad("num_samples", spec.known_num_samples, why, instead)
+    if facts.lengths is not None and facts.lengths != spec.ordered_lengths(loading):
+        why = "the run was prepared for other lengths, or another order of them"
+        instead = "bind the run with DataSpec.horizon(max_duration, loading=loading) of these data"
+        raise DataError.cannot("use these data", why=why, instead=instead)
     return batch_size
 
 

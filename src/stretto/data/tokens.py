@@ -32,6 +32,15 @@ def count_tokens(batch: Any) -> int | None:
     return sum(known) if known else None
 
 
+def counts_padding(batch: Any) -> bool:
+    """Return whether `count_tokens` counts padding, too: a part of the batch has no mask.
+
+    >>> counts_padding({"input_ids": torch.tensor([[5, 0]])})
+    True
+    """
+    return any("input_ids" in part and "attention_mask" not in part for part in _named_parts(batch))
+
+
 _COLUMNS = (
     *("input_ids", "attention_mask", "labels"),
     *("position_ids", "token_type_ids", "special_tokens_mask"),

@@ -9,7 +9,7 @@ from stretto.batching import Tokens
 from stretto.batching.pack import num_passes
 from stretto.run import Run
 from stretto.timing import Timestamp, TimeUnit
-from stretto.timing.horizon import EqualBatches
+from stretto.timing.batches import EqualBatches
 
 UNREACHED = 2**40
 """Used where a framework needs a number that is not known. No epoch has as many batches."""

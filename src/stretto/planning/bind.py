@@ -192,7 +192,7 @@ def bind_run(
             refusal = error.with_traceback(None)  # its frames hold the caller
             horizon = facts.with_batch_sizes(UnknownSizes(str(error.message.why)))
     with at("max_duration"):
-        if sizes is not None:
+        if sizes is not None and facts.lengths is None:
             _check_length(sizes)
     bound: dict[str, dict[str, BoundSchedule]] = {"schedules": {}, "values": {}}
     for kind, name, one in (

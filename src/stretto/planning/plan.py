@@ -10,15 +10,17 @@ from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, Rule, RuleLike
 from stretto.batching.pack import checked_micro_batch, num_passes
-from stretto.batching.policy import as_float, checked_world_size
+from stretto.batching.policy import Tokens, as_float, checked_world_size
 from stretto.batching.rows import LengthsLike, check_holds_row
 from stretto.batching.rules import is_learning_rate
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
-from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, walk
+from stretto.planning.borders import Change, borders_of, changes_of, split_at
+from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, unknown_count, walk
 from stretto.planning.stages import (
     Event,
     Values,
+    batches_until,
     check_stage,
     first_last,
     hyperparameters,
@@ -31,7 +33,7 @@ from stretto.planning.stages import (
     without_base,
 )
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
-from stretto.timing import Horizon, TimeLike, Timestamp, Trigger
+from stretto.timing import Horizon, Time, TimeLike, Timestamp, Trigger
 
 
 @final
@@ -54,6 +56,8 @@ class Plan:
     micro_batch_size: int | None
     stages: tuple[Stage, ...]
     events: tuple[Event, ...]
+    changes: tuple[Change, ...]
+    """What scheduled values begin to do, in words."""
     warnings: tuple[str, ...]
     """What is allowed but probably a mistake, one line each."""
     _values: Values
@@ -110,16 +114,20 @@ class Plan:
         [8, 8, 4]
         """
         for step in walk(self.horizon, self.sizes.bound):
-            passes = num_passes(
-                step.size,
-                step.timestamp.sample,
-                self.world_size,
-                self.micro_batch_size,
-                lengths=self.horizon.lengths,
-                row=step.row,
-            )
-            values = self._values(step.timestamp, step.decided)
-            yield step._replace(accumulation=passes, values=values)
+            yield self._shared(step)
+
+    def _shared(self, step: PlannedBatch) -> PlannedBatch:
+        """Return a batch with what only a plan says of it."""
+        passes = num_passes(
+            step.size,
+            step.timestamp.sample,
+            self.world_size,
+            self.micro_batch_size,
+            lengths=self.horizon.lengths,
+            row=step.row,
+        )
+        values = self._values(step.timestamp, step.decided)
+        return step._replace(accumulation=passes, values=values)
 
     def values_at(self, batch: int, /) -> dict[str, float]:
         """Return the hyper-parameters, and values of your own, of batch number `batch` (from 0).
@@ -134,9 +142,40 @@ class Plan:
         if self.num_batches is not None and batch >= self.num_batches:
             why = f"the run has {self.num_batches:,} batches, counted from 0"
             raise PlanError.bad("batch", batch, why, f"write {self.num_batches - 1} or less")
-        after = bisect_right(self.stages, batch, key=lambda stage: stage.first.batch)
-        timestamp = self.sizes.timestamp_at_batch(batch)
-        return self._values(timestamp, self.stages[after - 1].size)
+        return self._values(self.sizes.timestamp_at_batch(batch), self.stage_of(batch).size)
+
+    def stage_of(self, batch: int, /) -> Stage:
+        """Return the stage of batch number `batch`."""
+        return self.stages[bisect_right(self.stages, batch, key=lambda one: one.first.batch) - 1]
+
+    def at(self, time: TimeLike, /) -> PlannedBatch:
+        """Return the batch at a time: the first that begins when it has passed, with its values.
+
+        >>> from stretto.schedules import Linear
+        >>> batch = plan(Horizon("40sp"), 8, schedules={"lr": Linear(1, 0)}).at("50%")
+        >>> batch.timestamp.batch, batch.size, batch.values
+        (3, 8, {'lr': 0.4})
+
+        Raises:
+            PlanError: only the run can tell when that is, or it is over by then.
+            ConversionError: a fact is missing.
+        """
+        found, horizon = Time(time), self.horizon
+        axis = horizon.axis(found.unit)
+        unknown = unknown_count(horizon, [axis.unit])
+        what, instead = f"say what is at '{found}'", "write an earlier time"
+        if unknown is not None:
+            why = f"it follows {unknown}, which only the run can count"
+            raise PlanError.cannot(what, why=why, instead="write the time in 'sp' or 'ba'")
+        tick = max(0, math.ceil(horizon.ticks(found, axis)))
+        number = batches_until(axis, tick, self.sizes)
+        if self.num_batches is not None and number >= self.num_batches:
+            why = f"the run of {horizon.max_duration} has begun its last batch before"
+            raise PlanError.cannot(what, why=why, instead=instead)
+        stage, now = self.stage_of(number), self.timestamp_at_batch(number)
+        size = stage.equal.size_of(number - stage.first.batch)
+        size = size if self.end is None else min(size, self.end.sample - now.sample)
+        return self._shared(PlannedBatch(now, size, stage.size, 0, 0, {}, row=stage.row))
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values that JSON keeps exactly.
@@ -165,6 +204,10 @@ class Plan:
                     "first": [clock(horizon, timestamp) for timestamp in event.first],
                 }
                 for event in self.events
+            ],
+            "changes": [
+                {"name": one.name, "what": one.what, "at": clock(horizon, one.at)}
+                for one in self.changes
             ],
             "warnings": list(self.warnings),
         }
@@ -297,6 +340,7 @@ def plan_prepared(
         unknown.append(line)
     horizon = run.horizon if sizes.is_exact else run.facts.with_batch_sizes(sizes)
     at = hyperparameters(run.facts, known, base, rules)
+    schedules = {name: one for name, (one, _) in values.items() if name in known}
     stages = tuple(
         replace(
             stage,
@@ -304,7 +348,7 @@ def plan_prepared(
             micro_batch_size=micro,
             values=first_last(stage, at),
         )
-        for stage in sizes.stages
+        for stage in split_at(sizes.stages, borders_of(run.horizon, schedules, sizes))
     )
     ahead = [
         stage
@@ -321,6 +365,7 @@ def plan_prepared(
         micro_batch_size=micro,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
+        changes=tuple(changes_of(stages, sizes, hyperparameters(run.facts, known, base, {}))),
         warnings=(
             *warnings_of(horizon, sizes, stages, even=even),
             *rows_text(stages, run.left_out),
@@ -388,10 +433,29 @@ def clock(horizon: Horizon, timestamp: Timestamp | None) -> dict[str, int | str]
     return counts
 
 
+def moment_record(plan: Plan, time: str) -> dict[str, object]:
+    """Return what a plan says of a time, as plain values that JSON keeps exactly."""
+    batch = plan.at(time)
+    now = batch.timestamp
+    return {
+        "at": str(Time(time)),
+        "stage": plan.stage_of(now.batch).number,
+        "size": batch.size,
+        "tokens": plan.timestamp_at_batch(now.batch + 1).token - now.token,
+        "accumulation": batch.accumulation,
+        "values": batch.values,
+        "first": clock(plan.horizon, now),
+    }
+
+
 def _stage(horizon: Horizon, stage: Stage) -> dict[str, object]:
     same = ("number", "size", "batches", "samples", "skipped", "accumulation")
+    of_tokens = {}
+    if isinstance(stage.size, Tokens):
+        of_tokens = {"unit": "tok", "tokens": stage.tokens, "whole_sizes": list(stage.whole_sizes)}
     return {
         **{name: getattr(stage, name) for name in same},
+        **of_tokens,
         "cut_sizes": list(stage.cut_sizes),
         "shares": list(stage.shares),
         "first": clock(horizon, stage.first),

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import TypeAlias
 
 from stretto.batching import Bound, Hold, PolicyState, Signals
-from stretto.batching.policy import Decision
+from stretto.batching.policy import Decision, Tokens
 from stretto.batching.steps import bound_steps
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared
@@ -41,7 +41,9 @@ def resumed(run: Prepared, now: Timestamp, past: Past | None, state: PolicyState
         ConversionError: a time needs a place in the past, which is not known.
         ScheduleError: a schedule does not fit into the run.
     """
-    if not now.batch or passes(run.sizes, now, past):
+    # Where lengths decide, the batches up to here are not counted again.
+    is_walked = run.facts.lengths is None
+    if not now.batch or (is_walked and passes(run.sizes, now, past)):
         return run
     facts, sizes, refusal, before = run.facts, None, run.refusal, None
     batches = facts.axis(TimeUnit.BATCH)
@@ -51,13 +53,16 @@ def resumed(run: Prepared, now: Timestamp, past: Past | None, state: PolicyState
         had = replace(had, unit=run.bound_policy.unit)
         with suppress(PlanError):  # too many sizes for a run whose end is not known
             before = PlannedSizes(facts, run.policy, bound=had)
-        before = before if passes(before, now, None) else None
+        before = before if not is_walked or passes(before, now, None) else None
     if before is None and run.sizes is not None and not run.sizes.is_exact:
         return run  # a bound, as before: the end of an epoch may have cut any batch
     if before is not None and run.sizes is not None:
         end = Hold(((batches, now.batch),))
         bound = _continued(had, run.bound_policy, end, state)
         sizes = PlannedSizes(facts, run.policy, bound=bound)
+        if not is_walked:
+            first = (now, state)
+            sizes = PlannedSizes(facts, run.policy, bound=run.bound_policy, first=first, past=sizes)
         horizon = horizon_of(sizes)
     else:
         if refusal is None:
@@ -94,7 +99,8 @@ def _continued(had: Bound, bound: Bound, end: Hold, state: PolicyState) -> Bound
     def decide(timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
         if end.covers(timestamp):
             return had.decide(timestamp, state, signals)[0], state
-        return bound.decide(timestamp, state, signals)
+        size, after = bound.decide(timestamp, state, signals)
+        return Tokens(size) if bound.unit is TimeUnit.TOKEN else size, after
 
     def holds_until(timestamp: Timestamp, state: PolicyState) -> Hold | None:
         if not end.covers(timestamp):
@@ -102,7 +108,13 @@ def _continued(had: Bound, bound: Bound, end: Hold, state: PolicyState) -> Bound
         hold = had.holds_until(timestamp, state)
         return hold and hold & end
 
-    units = bound.units | {TimeUnit.BATCH}
+    # The sizes of the past, which may have had another unit, say their own.
     return replace(
-        bound, decide=decide, holds_until=holds_until, start=state, units=units, asked=None
+        bound,
+        decide=decide,
+        holds_until=holds_until,
+        start=state,
+        units=bound.units | {TimeUnit.BATCH},
+        unit=TimeUnit.SAMPLE,
+        asked=None,
     )

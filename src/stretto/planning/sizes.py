@@ -6,25 +6,41 @@ Plans, the data loader and the trainer all take their batches from here, so they
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
-from stretto.batching import BatchSizePolicy, Hold, PolicyLike, Tokens, as_policy
+from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy
 from stretto.batching.pack import num_passes
-from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
+from stretto.batching.policy import (
+    NO_SIGNALS,
+    Bound,
+    PolicyState,
+    Signals,
+    Tokens,
+    batches_of,
+    is_same,
+    size_text,
+    whole_size,
+)
 from stretto.batching.wrappers import InSamples
-from stretto.errors import BatchSizeError, ConversionError, PlanError, fact_text
+from stretto.errors import (
+    BatchSizeError,
+    ConversionError,
+    PlanError,
+    StrettoError,
+    fact_text,
+)
 from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
+from stretto.timing.batches import Batches
 from stretto.timing.epochs import (
     cut,
     is_countable,
     next_epoch,
     outgrows_epoch,
 )
-from stretto.timing.horizon import EqualBatches
 
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
@@ -35,9 +51,9 @@ class PlannedBatch(NamedTuple):
     timestamp: Timestamp
     """The clock at its start."""
     size: int
-    """Its samples: the decided size, cut if the epoch or the run ends inside it."""
+    """Its samples: those of the decided size, cut if the epoch or the run ends inside it."""
     decided: int
-    """The size that the policy decided; learning rate rules use this one."""
+    """The size that the policy decided, in samples or as `Tokens`; learning rate rules use this."""
     skipped: int
     """Samples skipped right before it because it does not fit into the rest of the epoch
     (`last_batch="drop"`). Only when the size has just grown: otherwise the clock skips them at
@@ -84,11 +100,14 @@ def next_step(
     if horizon.is_done(timestamp):
         return timestamp, None
     decided, decided_state = policy.decide(timestamp, state, signals)
-    if policy.unit is TimeUnit.TOKEN and horizon.lengths is None:
-        most = cut(horizon, timestamp, decided)  # only reading tells how many samples these are
-        return timestamp, PlannedBatch(timestamp, most, Tokens(decided), 0, 0, decided_state)
+    if policy.unit is TimeUnit.TOKEN:
+        if horizon.lengths is None:  # only reading tells how many samples these are
+            most = cut(horizon, timestamp, decided)
+            return timestamp, PlannedBatch(timestamp, most, Tokens(decided), 0, 0, decided_state)
+        decided = Tokens(decided)
     before = timestamp.sample
-    if outgrows_epoch(horizon, timestamp, decided):
+    whole = decided if type(decided) is int else whole_size(horizon, before, decided)
+    if outgrows_epoch(horizon, timestamp, whole):
         if timestamp.sample_in_epoch == 0:
             raise larger_than_epoch(horizon, decided)
         timestamp = next_epoch(horizon, timestamp)
@@ -96,22 +115,45 @@ def next_step(
             return timestamp, None
         # The batch starts at a later position, so the policy decides again.
         decided, decided_state = policy.decide(timestamp, state, signals)
-        if outgrows_epoch(horizon, timestamp, decided):
+        if policy.unit is TimeUnit.TOKEN:
+            decided = Tokens(decided)
+        whole = whole_size(horizon, timestamp.sample, decided)
+        if outgrows_epoch(horizon, timestamp, whole):
             raise larger_than_epoch(horizon, decided)
-    size = cut(horizon, timestamp, decided)
-    ends = advance(horizon, timestamp, size).epoch - timestamp.epoch
+    size = cut(horizon, timestamp, whole)
+    after = next_size(horizon, timestamp.sample + size, decided)
+    ends = advance(horizon, timestamp, size, next_size=after).epoch - timestamp.epoch
     skipped = timestamp.sample - before
     step = PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
     return timestamp, step if policy.row_at is None else step._replace(row=policy.row_at(timestamp))
 
 
+def next_size(horizon: Horizon, position: int, decided: int) -> int | None:
+    """Return the samples of a batch of the same decision at a position, if it matters.
+
+    Under `drop` an epoch ends if that does not fit; None: it has as many as the batch before.
+    """
+    if type(decided) is int or horizon.last_batch != "drop":
+        return None
+    return whole_size(horizon, position, decided)
+
+
+def after_batch(horizon: Horizon, step: PlannedBatch) -> Timestamp:
+    """Return the clock after a planned batch."""
+    now, size = step.timestamp, step.size
+    following = next_size(horizon, now.sample + size, step.decided)
+    return advance(horizon, now, size, next_size=following)
+
+
 def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
     """Return the error for a batch larger than an epoch."""
-    most = horizon.dataset_num_samples
+    most: object = horizon.dataset_num_samples
+    if isinstance(size, Tokens):
+        most = Tokens(horizon.dataset_num_tokens or 0)
     return BatchSizeError.cannot(
-        f"take a batch of {size} samples with last_batch='drop'",
+        f"take a batch of {size_text(size)} with last_batch='drop'",
         why=f"an epoch has only {most}, so each would be dropped",
-        instead=f"write AtMost(policy, {most}) or last_batch='carry'",
+        instead=f"write AtMost(policy, {most!r}) or last_batch='carry'",
     )
 
 
@@ -170,7 +212,7 @@ def walk(
             return now
         state = step.state
         yield step
-        now = advance(horizon, now, step.size)
+        now = after_batch(horizon, step)
 
 
 def check_plannable(horizon: Horizon, policy: Bound) -> None:
@@ -230,12 +272,12 @@ class FirstLast(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a run with one batch size."""
+    """A part of a run with one batch size; in a plan, also with one formula for each value."""
 
     number: int
     """From 1."""
-    equal: EqualBatches
-    """Where its batches begin."""
+    equal: Batches
+    """Where its batches begin; all have the same decided size."""
     batches: int | None
     """How many; None if unknown before the run."""
     end: Timestamp | None
@@ -246,6 +288,8 @@ class Stage:
     micro_batch_size: int | None = None
     values: Mapping[str, FirstLast] = field(default_factory=dict)
     """The hyper-parameters; only in a plan."""
+    begins: tuple[str, ...] = ()
+    """The values whose schedule changes its formula at the start; only in a plan."""
     row: int = 1
     """How many samples are joined to each row."""
     asked: int | None = None
@@ -253,13 +297,16 @@ class Stage:
 
     @property
     def size(self) -> int:
-        """Samples of each batch over all ranks; fewer if an epoch or the run ends inside it."""
+        """The decided size of each batch over all ranks, in samples or as `Tokens`.
+
+        A batch has less if an epoch or the run ends inside it.
+        """
         return self.equal.size
 
     @property
     def rows(self) -> int:
         """The rows of a batch that the policy decided: samples, if none are joined."""
-        return max(1, (self.asked or self.size) // self.row)
+        return max(1, (self.asked or self.whole_sizes[1]) // self.row)
 
     @property
     def first(self) -> Timestamp:
@@ -271,30 +318,67 @@ class Stage:
         """The samples of all its batches, without skipped ones."""
         if self.end is None or self.batches is None:
             return None
-        if self.cut_sizes:
-            return self.end.sample - self.first.sample
-        return self.batches * self.size
+        if self.equal.horizon.last_batch == "drop":
+            return self.equal.samples(self.batches)
+        return self.end.sample - self.first.sample
+
+    @property
+    def tokens(self) -> int | None:
+        """The tokens of these samples, and of those that `drop` skips among them.
+
+        None if unknown before the run, 0 if tokens are not known.
+        """
+        return None if self.end is None else self.end.token - self.first.token
+
+    @property
+    def whole_sizes(self) -> tuple[int, int]:
+        """The fewest and the most samples of a batch that is not cut."""
+        return self.equal.spread(self.batches)
 
     @property
     def shares(self) -> tuple[int, int]:
         """The fewest and the most samples of a full batch on one rank."""
-        rows, world_size, row = self.size // self.row, self.world_size, self.row
-        return rows // world_size * row, -(-rows // world_size) * row
+        fewest, most = (size // self.row for size in self.whole_sizes)
+        return fewest // self.world_size * self.row, -(-most // self.world_size) * self.row
 
     @property
     def accumulation(self) -> int | None:
-        """Micro-batches per rank and batch.
+        """Micro-batches per rank and batch, of the largest batch.
 
         With a budget of tokens, those of the first batch; None if lengths are not known.
         """
+        return max(self.accumulations, default=None)
+
+    @property
+    def accumulations(self) -> list[int]:
+        """The same for each size that its batches have, cut ones included.
+
+        Of unequal batches, for the smallest and the largest that are not cut.
+        """
+        if isinstance(self.micro_batch_size, Tokens):
+            found = [self._passes(self.equal.size_of(0))]
+        else:
+            whole = [] if self._is_cut else dict.fromkeys(self.whole_sizes)
+            found = [self._passes(one) for one in (*whole, *self.cut_sizes)]
+        return [one for one in found if one is not None]
+
+    def _passes(self, size: int) -> int | None:
         return num_passes(
-            self.size,
+            size,
             self.first.sample,
             self.world_size,
             self.micro_batch_size,
             lengths=self.equal.horizon.lengths,
             row=self.row,
         )
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether every batch is cut: by an epoch that is shorter, or as there is only one."""
+        num_samples, last = self.equal.horizon.dataset_num_samples, self.cut_sizes
+        is_short = num_samples is not None and self.whole_sizes[1] > num_samples
+        is_short = is_short and self.equal.horizon.last_batch == "keep"
+        return bool(last) and (is_short or self.batches == 1)
 
     @property
     def cut_sizes(self) -> tuple[int, ...]:
@@ -306,52 +390,68 @@ class Stage:
         if horizon.dataset_num_samples is not None and horizon.last_batch == "keep" and ends_epoch:
             # The last batches of its first two epochs; later epochs end like the second.
             for epoch in (self.first.epoch + 1, self.first.epoch + 2):
+                if end is not None and epoch > end.epoch:
+                    break
                 number = equal.count_before(epoch * horizon.dataset_num_samples) - 1
                 if self.batches is None or number < self.batches:
                     found[equal.size_of(number)] = None
         if end is not None and self.batches and horizon.last_batch != "drop":
             found[end.sample - equal.position(self.batches - 1)] = None
-        found.pop(self.size, None)
-        return tuple(found)
+        fewest, most = self.whole_sizes
+        return tuple(size for size in found if not fewest <= size <= most)
 
     def count_before(self, sample: int) -> int:
         """Return how many of its batches begin before a position."""
         return least(self.equal.count_before(sample), self.batches) or 0
 
 
+Open: TypeAlias = tuple[Batches, Hold | None]
+"""The batches of a decided size, and how long that holds, before they are counted."""
+
+
 def find_stages(
-    horizon: Horizon, policy: Bound, most_stages: int | None
-) -> tuple[list[Stage], Timestamp | None]:
-    """Return the stages of the run, and the clock at its end, if that is known.
+    horizon: Horizon,
+    policy: Bound,
+    found: list[Stage],
+    most_stages: int | None,
+    *,
+    first: tuple[Timestamp, PolicyState] | None = None,
+) -> Generator[Open, None, Timestamp | None]:
+    """Add the stages of the run to `found`; return the clock at its end, if that is known.
 
     It makes the same decisions as `walk`, but one per possible change of size instead of one per
-    batch.
+    batch. Each is yielded before its batches are counted.
+
+    Args:
+        horizon: the run.
+        policy: the batch size policy, bound to it.
+        found: where the stages go.
+        most_stages: refuse sizes that change more often.
+        first: the clock of the first batch and the state of the policy there; None: the start.
 
     Raises:
-        PlanError: the sizes are not known before the run, or they keep changing and the end of
-            the run is not known.
+        PlanError: the sizes keep changing and the end of the run is not known.
         BatchSizeError: under `drop`, a batch is larger than an epoch; or there are more than
             `most_stages` stages.
     """
-    check_plannable(horizon, policy)
-    found: list[Stage] = []
-    now, state, decisions = Timestamp(), policy.start, 0
+    (now, state), decisions = first or (Timestamp(), policy.start), 0
     run_axis, run_end = horizon.end
     while True:
         before = state
         now, step = next_step(horizon, policy, now, state)
         if step is None:
-            return found, now
+            return now
         state = step.state
         asked = step.decided if policy.asked is None else policy.asked(now, before, NO_SIGNALS)[0]
-        batches = EqualBatches(horizon, now, step.decided)
+        batches, hold = batches_of(horizon, now, step.decided), policy.holds_until(now, state)
+        yield batches, hold
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
             raise _unplannable(
                 "they may change at any time, and the end of the run is unknown",
                 "write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
             )
-        count = least(_count(batches, policy.holds_until(now, state)), until_end)
+        count = least(_count(batches, hold), until_end)
         after = None if count is None else _after(horizon, batches, count)
         if found and _is_like(found[-1], step):
             # The arithmetic of the first batches covers the later ones, too.
@@ -367,16 +467,16 @@ def find_stages(
             stage = Stage(len(found) + 1, batches, count, after, step.skipped, row=step.row)
             found.append(stage if asked == stage.size else replace(stage, asked=asked))
         if after is None:
-            return found, None
+            return None
         now = after
 
 
 def _is_like(stage: Stage, step: PlannedBatch) -> bool:
     """Return whether a batch continues a stage."""
-    return stage.size == step.decided and stage.row == step.row and not step.skipped
+    return is_same(stage.size, step.decided) and stage.row == step.row and not step.skipped
 
 
-def _count(batches: EqualBatches, hold: Hold | None) -> int | None:
+def _count(batches: Batches, hold: Hold | None) -> int | None:
     """Count the equal batches until the hold ends; None: it lasts to the end of the run."""
     if hold is None:
         return 1
@@ -399,13 +499,72 @@ def least(one: int | None, other: int | None) -> int | None:
     return min(one, other)
 
 
-def _after(horizon: Horizon, batches: EqualBatches, count: int) -> Timestamp:
+def _after(horizon: Horizon, batches: Batches, count: int) -> Timestamp:
     """Return the clock after `count` batches; the last is cut if the run ends inside it."""
     end, after = horizon.end_sample, batches.timestamp(count)
     if end is None or horizon.last_batch == "drop" or after.sample <= end:
         return after
     last = batches.timestamp(count - 1)
-    return advance(horizon, last, cut(horizon, last, batches.size))
+    return advance(horizon, last, cut(horizon, last, batches.size_of(count - 1)))
+
+
+@final
+class _Search:
+    """The stages of a run, found one after the other as far as they are asked for."""
+
+    def __init__(
+        self, horizon: Horizon, stages: list[Stage], steps: Generator[Open, None, Timestamp | None]
+    ) -> None:
+        self.stages = stages
+        self.end: Timestamp | None = None
+        self.open: Open | None = None
+        """The stage that is not counted yet; None: all are."""
+        self.sections: list[Batches] = []
+        """The batches of each stage, of the open one, and of the time after the run."""
+        self.first_batches: list[int] = []
+        self.first_samples: list[int] = []
+        self._horizon, self._steps = horizon, steps
+        self._error: StrettoError | None = None
+        self._go_on()
+
+    def find(self, number_in: Callable[[Batches], int] | None = None) -> None:
+        """Find the stages up to that with a batch, which has a number in the open one; or all."""
+        while self.open is not None and (number_in is None or not self._has(number_in)):
+            self._go_on()
+
+    def _has(self, number_in: Callable[[Batches], int]) -> bool:
+        assert self.open is not None, "asked before"
+        batches, hold = self.open
+        number = number_in(batches)
+        if number <= 0:
+            return True
+        then = batches.timestamp(number)
+        return hold is not None and hold.covers(then) and not self._horizon.is_done(then)
+
+    def _go_on(self) -> None:
+        """Count the open stage, and open the next one."""
+        if self._error is not None:
+            raise self._error
+        try:
+            self.open = next(self._steps)
+        except StopIteration as over:
+            self.open, self.end = None, over.value
+        except StrettoError as error:
+            self._error = error
+            raise
+        for found in (self.sections, self.first_batches, self.first_samples):
+            del found[-1:]
+        if len(self.stages) > len(self.sections):
+            self._add(self.stages[-1].equal)
+        if self.open is not None:
+            self._add(self.open[0])
+        elif self.end is not None:
+            self._add(_beyond(self._horizon, self.stages[-1], self.end))
+
+    def _add(self, batches: Batches) -> None:
+        self.sections.append(batches)
+        self.first_batches.append(batches.first.batch)
+        self.first_samples.append(batches.first.sample)
 
 
 @final
@@ -413,7 +572,9 @@ def _after(horizon: Horizon, batches: EqualBatches, count: int) -> Timestamp:
 class PlannedSizes:
     """Where every batch begins under a policy whose sizes are known before the run.
 
-    A horizon needs it to convert between batches and samples while the batch size changes.
+    A horizon needs it to convert between batches and samples while the batch size changes. Over
+    samples of known lengths, stages are found as far as they are asked for: a loader that starts
+    needs none of them.
 
     >>> from stretto.batching import DoublingRamp
     >>> sizes = PlannedSizes(Horizon("40sp"), DoublingRamp(4, 16, "50%"))
@@ -427,6 +588,8 @@ class PlannedSizes:
         policy: its batch sizes.
         bound: the same policy, bound to the run; None: it is bound here.
         most_stages: refuse sizes that change more often.
+        first: where it continues and the state of the policy there; None: the start of the run.
+        past: the same run from its start on.
 
     Raises:
         PlanError: the sizes are not known before the run.
@@ -438,12 +601,9 @@ class PlannedSizes:
     policy: BatchSizePolicy
     bound: Bound = field(compare=False, repr=False)
     """The same, bound to the run."""
-    stages: tuple[Stage, ...] = field(compare=False, repr=False)
-    end: Timestamp | None = field(compare=False, repr=False)
-    """The clock at the end of the run; None if unknown before the run."""
-    _sections: list[EqualBatches] = field(compare=False, repr=False)
-    _batches: list[int] = field(compare=False, repr=False)
-    _samples: list[int] = field(compare=False, repr=False)
+    _first: Timestamp = field(compare=False, repr=False)
+    _past: PlannedSizes | None = field(compare=False, repr=False)
+    _search: _Search = field(compare=False, repr=False)
 
     def __init__(
         self,
@@ -452,24 +612,39 @@ class PlannedSizes:
         *,
         bound: Bound | None = None,
         most_stages: int | None = None,
+        first: tuple[Timestamp, PolicyState] | None = None,
+        past: PlannedSizes | None = None,
     ) -> None:
         run, policy = horizon.with_batch_sizes(None), as_policy(policy)
         bound = bind_sizes(run, policy) if bound is None else bound
-        stages, end = find_stages(run, bound, most_stages)
-        sections = [stage.equal for stage in stages]
-        if end is not None:
-            sections.append(_beyond(run, stages[-1], end))
-        fill(
-            self,
-            horizon=run,
-            policy=policy,
-            bound=bound,
-            stages=tuple(stages),
-            end=end,
-            _sections=sections,
-            _batches=[section.first.batch for section in sections],
-            _samples=[stage.first.sample for stage in stages],
-        )
+        check_plannable(run, bound)
+        stages: list[Stage] = []
+        search = _Search(run, stages, find_stages(run, bound, stages, most_stages, first=first))
+        if run.lengths is None or _may_outgrow(run, bound):
+            search.find()
+        now = Timestamp() if first is None else first[0]
+        fill(self, horizon=run, policy=policy, bound=bound, _first=now, _past=past, _search=search)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The parts of the run with one decided size."""
+        past, now = self._past, self._first
+        if past is None:
+            self._search.find()
+            return tuple(self._search.stages)
+        if past.timestamp_at_batch(now.batch)[1:3] != now[1:3]:
+            raise PlanError.cannot(
+                "know where the batches of the run begin",
+                why="the batch sizes in the checkpoint lead elsewhere with these lengths",
+                instead="resume with the lengths of that run",
+            )
+        return past.stages
+
+    @property
+    def end(self) -> Timestamp | None:
+        """The clock at the end of the run; None if unknown before the run."""
+        self._search.find()
+        return self._search.end
 
     @property
     def num_batches(self) -> int | None:
@@ -489,19 +664,41 @@ class PlannedSizes:
         Raises:
             PlanError: the number is negative.
         """
-        if self.end is not None and batch == self.end.batch:
-            return self.end.sample
-        batches = self._section(batch)
+        if self._past is not None and batch < self._first.batch:
+            return self._past.sample_at_batch(batch)
+        batches, end = self._section(batch), self._search.end
+        if end is not None and batch == end.batch:
+            return end.sample
         return batches.position(batch - batches.first.batch)
 
     def batch_at_sample(self, sample: int, /) -> int:
         """Return the number of batches after which position `sample` has been reached."""
         if sample <= 0:
             return 0
-        if self.end is not None and sample > self.end.sample:
-            return self.end.batch + max(1, self._sections[-1].count_before(sample))
-        stage = self.stages[bisect_left(self._samples, sample) - 1]
-        return stage.first.batch + stage.count_before(sample)
+        if self._past is not None and sample <= self._first.sample:
+            return self._past.batch_at_sample(sample)
+        search = self._search
+        search.find(lambda batches: batches.count_before(sample) - 1)
+        if search.end is not None and sample > search.end.sample:
+            return search.end.batch + max(1, search.sections[-1].count_before(sample))
+        number = bisect_left(search.first_samples, sample) - 1
+        count = search.sections[number].count_before(sample)
+        if number < len(search.stages):
+            count = least(count, search.stages[number].batches) or 0
+        return search.first_batches[number] + count
+
+    def batch_at_token(self, token: int) -> int:
+        """Return the number of batches after which so many tokens of known lengths have passed."""
+        if self._past is not None:
+            return self._past.batch_at_token(token)
+        search, axis = self._search, self.horizon.axis(TimeUnit.TOKEN)
+        search.find()
+        firsts = [batches.first.token for batches in search.sections]
+        number = max(0, bisect_left(firsts, token) - 1)
+        count = search.sections[number].count_until(axis, token)
+        if number < len(search.stages):
+            count = least(count, search.stages[number].batches)
+        return search.first_batches[number] + (count or 0)
 
     def timestamp_at_batch(self, batch: int) -> Timestamp:
         """Return the clock at the start of batch number `batch`; after the last, at the end.
@@ -512,23 +709,35 @@ class PlannedSizes:
         Raises:
             PlanError: the number is negative.
         """
-        if self.end is not None and batch >= self.end.batch:
-            return self.end
-        batches = self._section(batch)
+        if self._past is not None and batch < self._first.batch:
+            return self._past.timestamp_at_batch(batch)
+        batches, end = self._section(batch), self._search.end
+        if end is not None and batch >= end.batch:
+            return end
         return batches.timestamp(batch - batches.first.batch)
 
-    def _section(self, batch: int) -> EqualBatches:
-        """Return the equal batches that a batch is one of."""
+    def _section(self, batch: int) -> Batches:
+        """Return the batches that a batch is one of."""
         if batch < 0:
             raise PlanError.bad("batch", batch, "batches are counted from 0", "write 0 or more")
-        return self._sections[bisect_right(self._batches, batch) - 1]
+        self._search.find(lambda batches: batch - batches.first.batch)
+        return self._search.sections[bisect_right(self._search.first_batches, batch) - 1]
 
 
-def _beyond(horizon: Horizon, last: Stage, end: Timestamp) -> EqualBatches:
+def _may_outgrow(horizon: Horizon, bound: Bound) -> bool:
+    """Return whether a batch may be larger than an epoch that drops it, which only a walk tells."""
+    most = horizon.dataset_num_samples
+    if bound.unit is TimeUnit.TOKEN:
+        most = horizon.dataset_num_tokens
+    is_known = bound.bounds is not None and most is not None and bound.bounds[1] < most
+    return horizon.last_batch == "drop" and not is_known
+
+
+def _beyond(horizon: Horizon, last: Stage, end: Timestamp) -> Batches:
     """Return the batches after the end of the run; a batch cut there counts as whole."""
     if last.end == end and last.batches is not None:
         end = last.equal.timestamp(last.batches)
-    return EqualBatches(horizon, end, last.size)
+    return batches_of(horizon, end, last.size)
 
 
 @final

@@ -70,7 +70,7 @@ def _times(trigger: BoundTrigger, sizes: PlannedSizes, limit: int) -> list[Times
     found: list[Timestamp] = []
     now = Timestamp()
     while len(found) < limit:
-        batches = [_batches_until(axis, tick, sizes) for axis, tick in trigger.next(now)]
+        batches = [batches_until(axis, tick, sizes) for axis, tick in trigger.next(now)]
         batch = min(batches, default=None)
         if batch is None or (sizes.num_batches is not None and batch > sizes.num_batches):
             break
@@ -79,15 +79,20 @@ def _times(trigger: BoundTrigger, sizes: PlannedSizes, limit: int) -> list[Times
     return found
 
 
-def _batches_until(axis: Axis, tick: int, sizes: PlannedSizes) -> int:
+def batches_until(axis: Axis, tick: int, sizes: PlannedSizes) -> int:
     """Return the number of batches after which a counter has reached `tick`."""
     if axis.unit is TimeUnit.BATCH:
         return tick
-    if axis.unit is TimeUnit.TOKEN:
-        tick = -(-tick // (sizes.horizon.tokens_per_sample or 1))
-    batches = sizes.batch_at_sample(tick)
+    is_token = axis.unit is TimeUnit.TOKEN
+    if is_token and sizes.horizon.lengths is not None:
+        batches = sizes.batch_at_token(tick)
+    else:
+        if is_token:
+            tick = -(-tick // (sizes.horizon.tokens_per_sample or 1))
+        batches, is_token = sizes.batch_at_sample(tick), False
     # Samples that are skipped before a batch count when that batch is over.
-    return batches + (sizes.timestamp_at_batch(batches).sample < tick)
+    after = sizes.timestamp_at_batch(batches)
+    return batches + ((after.token if is_token else after.sample) < tick)
 
 
 Values: TypeAlias = Callable[[Timestamp, int], dict[str, float]]
@@ -107,12 +112,13 @@ def check_stage(stage: Stage, *, even: bool, least: int, idle: bool = False) -> 
         PlanError: a batch has fewer samples than there are ranks or, with `even`, does not give
             each rank the same full micro-batches.
     """
-    size, world_size, micro, row = stage.size, stage.world_size, stage.micro_batch_size, stage.row
+    world_size, micro, row = stage.world_size, stage.micro_batch_size, stage.row
+    fewest, size = stage.whole_sizes  # of equal batches, the same
     place = f"stage {stage.number}, from batch {stage.first.batch:,}, sample {stage.first.sample:,}"
     if stage.rows < world_size and not idle:
         raise _below(size, world_size, row=row, most=least, where=place)
     micro = micro if row == 1 else row * (in_rows(size, micro, row)[1] or 1)
-    if even and size % even_unit(world_size, micro):
+    if even and (fewest != size or size % even_unit(world_size, micro)):
         error = not_even(size, world_size, micro)
         raise error.recast(PlanError, where=place)
 
@@ -333,7 +339,9 @@ def single_sample(stages: Sequence[Stage], world_size: int, micro: int | None) -
     """
     if isinstance(micro, Tokens):
         return None  # a long sample may be alone in any batch
-    sizes = dict.fromkeys(size for stage in stages for size in (stage.size, *stage.cut_sizes))
+    sizes = dict.fromkeys(
+        size for stage in stages for size in (*stage.whole_sizes, *stage.cut_sizes)
+    )
     for size in sizes:
         parts = split(size, world_size, micro).accumulation
         for share in (size // world_size, -(-size // world_size)):
@@ -369,7 +377,13 @@ def _cut(stages: Sequence[Stage], *, even: bool) -> Iterator[str]:
     """Warn of batches that are cut below the number of ranks, or unevenly."""
     cut = [size for stage in stages for size in stage.cut_sizes]
     small = [size for size in cut if size < stages[0].world_size]
-    if small:
+    few = [one.whole_sizes[0] for one in stages if one.whole_sizes[0] < one.world_size]
+    if few:
+        yield (
+            f"a batch of few long samples has {_range(few)} for {stages[0].world_size} ranks, so "
+            "some run a dummy of weight 0"
+        )
+    elif small:
         yield (
             f"the last batch of an epoch or of the run has {_range(small)} for "
             f"{stages[0].world_size} ranks, so some run a dummy of weight 0; {_CARRY} within the "
@@ -384,7 +398,8 @@ def _cut(stages: Sequence[Stage], *, even: bool) -> Iterator[str]:
 
 def _large(horizon: Horizon, stages: Sequence[Stage]) -> Iterator[str]:
     num_samples = horizon.dataset_num_samples
-    large = [one.size for one in stages if num_samples and one.size > num_samples]
+    most = [one.whole_sizes[1] for one in stages]
+    large = [size for size in most if num_samples and size > num_samples]
     if large and horizon.last_batch == "keep":
         yield f"batches of {large[0]} are cut to the {num_samples} samples of an epoch; {_CARRY}"
 

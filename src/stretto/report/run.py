@@ -130,7 +130,8 @@ def compare(plan: Plan, folder: Path | str, *, since: int = 0) -> Comparison:
     """
     differences: list[Difference] = []
     batches, names = 0, ["size", "epoch", "sample", "micro_batches"]
-    if plan.horizon.tokens_per_sample is not None:
+    each, lengths = plan.horizon.tokens_per_sample, plan.horizon.lengths
+    if each is not None or lengths is not None:
         names += ["token", "tokens"]
     for row, planned in zip_longest(read_ledger(folder), plan.batches()):
         if row is None or len(differences) >= FIRST:
@@ -141,7 +142,12 @@ def compare(plan: Plan, folder: Path | str, *, since: int = 0) -> Comparison:
             continue
         if batches == 0:
             names += [name for name in row.values if name in planned.values]
-        expected = _expected(planned, plan.horizon.tokens_per_sample or 0)
+        tokens = planned.size * (each or 0)
+        if lengths is not None:
+            tokens = lengths.tokens(
+                planned.timestamp.sample, planned.timestamp.sample + planned.size
+            )
+        expected = _expected(planned, tokens)
         those = names if batches >= since else [name for name in names if name in row.counts]
         differences += _differences(row, expected, those, batches)
         batches += 1
@@ -150,7 +156,7 @@ def compare(plan: Plan, folder: Path | str, *, since: int = 0) -> Comparison:
     return Comparison(batches, plan.num_batches, tuple(differences[:FIRST]), tuple(names))
 
 
-def _expected(planned: PlannedBatch, tokens_per_sample: int) -> dict[str, float]:
+def _expected(planned: PlannedBatch, tokens: int) -> dict[str, float]:
     """Return the expected row of the ledger for a planned batch."""
     at = planned.timestamp
     return {
@@ -159,7 +165,7 @@ def _expected(planned: PlannedBatch, tokens_per_sample: int) -> dict[str, float]
         "sample": at.sample,
         "token": at.token,
         "size": planned.size,
-        "tokens": planned.size * tokens_per_sample,
+        "tokens": tokens,
         **({} if planned.accumulation is None else {"micro_batches": planned.accumulation}),
         **planned.values,
     }

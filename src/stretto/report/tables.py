@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from stretto.batching import Tokens
 from stretto.batching.policy import in_unit_of
 from stretto.planning import Event, Plan, Stage, bound_of
+from stretto.planning.plan import moment_record
+from stretto.planning.stages import FIRST
 from stretto.report.run import RunMetrics
 from stretto.timing import Horizon, Timestamp, TimeUnit
 
@@ -43,7 +45,8 @@ def plan_table(plan: Plan, *, max_rows: int = 24) -> str:
     """
     size = "as many batches as that takes,"
     if plan.num_batches is not None and plan.num_samples is not None:
-        size = f"{plan.num_batches:,} batches, {plan.num_samples:,} samples"
+        unit = "tokens" if plan.horizon.tokens_per_sample == 1 else "samples"
+        size = f"{plan.num_batches:,} batches, {plan.num_samples:,} {unit}"
         bound = bound_of(plan.sizes)
         if bound is not None:
             is_counted = plan.horizon.max_duration.unit is TimeUnit.BATCH
@@ -52,7 +55,7 @@ def plan_table(plan: Plan, *, max_rows: int = 24) -> str:
     for block in blocks(_columns(plan, groups(plan.stages, max_rows))):
         lines += ["", *block]
     notes = [f"note: {warning}" for warning in plan.warnings]
-    for lot in ([_event(event) for event in plan.events], notes):
+    for lot in (_changes(plan), [_event(event) for event in plan.events], notes):
         lines += _paragraph(lot)
     return "\n".join(lines)
 
@@ -68,14 +71,20 @@ def _paragraph(texts: Sequence[str]) -> Iterator[str]:
 def groups(stages: Sequence[Stage], max_rows: int) -> list[Sequence[Stage]]:
     """Return the stages by row; neighbours share a row if there are too many.
 
-    The first and the last stage keep rows of their own.
+    The first and the last stage keep rows of their own. A row begins where a schedule changes,
+    unless there are too many such places, too.
     """
     max_rows = max(3, max_rows)
     if len(stages) <= max_rows:
         return [[stage] for stage in stages]
-    middle = stages[1:-1]
-    each = -(-len(middle) // (max_rows - 2))
-    shared = [middle[start : start + each] for start in range(0, len(middle), each)]
+    middle, shared = stages[1:-1], list[list[Stage]]()
+    cuts = {stage.number for stage in middle if stage.begins}
+    cuts = cuts if len(cuts) <= max_rows // 2 else set()
+    each = -(-len(middle) // max(1, max_rows - 2 - len(cuts)))
+    for stage in middle:
+        if not shared or len(shared[-1]) == each or stage.number in cuts:
+            shared.append([])
+        shared[-1].append(stage)
     return [stages[:1], *shared, stages[-1:]]
 
 
@@ -99,6 +108,31 @@ def aligned(columns: Sequence[Column]) -> list[str]:
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
 
 
+def moments_table(plan: Plan, times: Sequence[str]) -> str:
+    """Return what a plan says of some times, a row for each.
+
+    >>> from stretto import Horizon, plan
+    >>> print(moments_table(plan(Horizon("1ep", dataset_num_samples=320), 32), ["50%"]))
+         at  stage  batch size  from batch  sample  epoch  of run
+    0.5dur      1          32           5     160    0.5   50.0%
+    """
+    rows = [moment_record(plan, time) for time in times]
+    batches = [plan.at(time) for time in times]
+    clocks = _clock(plan.horizon, is_open=plan.end is None)
+    columns: list[Column] = [
+        ["at", *(str(row["at"]) for row in rows)],
+        ["stage", *(str(row["stage"]) for row in rows)],
+        ["batch size", *(f"{batch.size:,}" for batch in batches)],
+    ]
+    if any(row["tokens"] for row in rows):
+        columns.append(["in tokens", *(f"{row['tokens']:,}" for row in rows)])
+    columns += [[name, *(show(one.timestamp) for one in batches)] for name, show in clocks.items()]
+    columns += [
+        [name, *(f"{batch.values[name]:.4g}" for batch in batches)] for name in batches[0].values
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks(columns))
+
+
 def _headline(plan: Plan, size: str) -> Iterator[str]:
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     micro = ""
@@ -115,6 +149,8 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
         ["batch size", *map(_sizes, rows), ""],
         ["batches", *map(_batches, rows), ""],
     ]
+    if plan.sizes.bound.unit is TimeUnit.TOKEN:
+        columns.append(["samples each", *map(_samples_each, rows), ""])
     clocks = [row[0].first for row in rows] + ([plan.end] if plan.end else [])
     for heading, show in _clock(plan.horizon, is_open=plan.end is None).items():
         columns.append([heading, *map(show, clocks), *([] if plan.end else ["?"])])
@@ -133,11 +169,10 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
 
 def _clock(horizon: Horizon, *, is_open: bool) -> dict[str, Callable[[Timestamp], str]]:
     """Return how the clock is shown, by heading."""
-    shown: dict[str, Callable[[Timestamp], str]] = {
-        "from batch": lambda now: f"{now.batch:,}",
-        "sample": lambda now: f"{now.sample:,}",
-    }
-    if horizon.tokens_per_sample is not None:
+    shown: dict[str, Callable[[Timestamp], str]] = {"from batch": lambda now: f"{now.batch:,}"}
+    if horizon.tokens_per_sample != 1:
+        shown["sample"] = lambda now: f"{now.sample:,}"
+    if horizon.tokens_per_sample is not None or horizon.lengths is not None:
         shown["token"] = lambda now: f"{now.token:,}"
     if horizon.dataset_num_samples is not None:
         shown["epoch"] = lambda now: f"{float(horizon.position(now, 'ep').amount):.4g}"
@@ -146,10 +181,23 @@ def _clock(horizon: Horizon, *, is_open: bool) -> dict[str, Callable[[Timestamp]
     return shown
 
 
+def _samples_each(row: Sequence[Stage]) -> str:
+    """Return the fewest, the mean and the most samples of batches of so many tokens."""
+    counts = [(stage.samples, stage.batches) for stage in row]
+    fewest = min(stage.whole_sizes[0] for stage in row)
+    most = max(stage.whole_sizes[1] for stage in row)
+    if any(None in pair for pair in counts):
+        return span(fewest, most)
+    samples, batches = (sum(filter(None, each)) for each in zip(*counts, strict=True))
+    return f"{span(fewest, most)}, mean {samples / max(1, batches):,.1f}"
+
+
 def _sizes(row: Sequence[Stage]) -> str:
-    if row[0].size > row[-1].size:
-        return f"{row[0].size:,}-{row[-1].size:,}"
-    return span(min(stage.size for stage in row), max(stage.size for stage in row))
+    ends = (row[0].size, row[-1].size)
+    if ends[0] <= ends[1]:
+        ends = (min(stage.size for stage in row), max(stage.size for stage in row))
+    texts = [str(size) if isinstance(size, Tokens) else f"{size:,}" for size in ends]
+    return "-".join(dict.fromkeys(texts))
 
 
 def _batches(row: Sequence[Stage]) -> str:
@@ -158,9 +206,10 @@ def _batches(row: Sequence[Stage]) -> str:
 
 
 def _passes(row: Sequence[Stage]) -> str:
-    known = [stage.accumulation for stage in row if stage.accumulation is not None]
-    if len(known) < len(row):
+    passes = [stage.accumulations for stage in row]
+    if not all(passes):
         return "?"
+    known = [one for each in passes for one in each]
     # A budget of tokens may take more or fewer passes for other batches than for the first.
     about = "~" if isinstance(row[0].micro_batch_size, Tokens) else ""
     return about + span(min(known), max(known))
@@ -199,6 +248,16 @@ def _extreme(value: Callable[[int], float], batches: range, best: Callable[..., 
             return at
         stride = -(-stride // 2)
         looks = [batch for batch in (at, at - stride, at + stride) if batch in batches]
+
+
+def _changes(plan: Plan) -> list[str]:
+    """Return a line for each value: what it begins to do, and when."""
+    lines = []
+    for name in dict.fromkeys(change.name for change in plan.changes):
+        own = [change for change in plan.changes if change.name == name]
+        said = [f"{change.what} at batch {change.at.batch:,}" for change in own[:FIRST]]
+        lines.append(f"{name}: {'; '.join([*said, *(['...'] if own[FIRST:] else [])])}")
+    return lines
 
 
 def _event(event: Event) -> str:

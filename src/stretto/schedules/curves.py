@@ -18,9 +18,9 @@ from stretto.schedules.fields import (
     check_fields,
     checked_factor,
 )
-from stretto.schedules.intervals import BEYOND
+from stretto.schedules.intervals import BEYOND, repeats
 from stretto.schedules.schedule import Schedule, WarmedUp, cosine_left, curve_ticks, transition
-from stretto.schedules.scope import END, BoundSchedule, Scope, over_common_denominator
+from stretto.schedules.scope import END, BoundSchedule, Mark, Scope, over_common_denominator
 from stretto.timing import Time, Timestamp
 
 
@@ -45,6 +45,10 @@ class _Transition(WarmedUp):
         over = Time(self.over)
         own = rest.along(over.unit)
         return transition(own, own.after(over).tick, self.start, self.end, self.at)
+
+    def borders_after(self, rest: Scope, scope: Scope) -> list[Mark]:  # noqa: ARG002
+        """Return the end of the curve."""
+        return [rest.after(Time(self.over))]
 
 
 @final
@@ -206,6 +210,10 @@ class Curve(WarmedUp):
 
         return value
 
+    def borders_after(self, rest: Scope, scope: Scope) -> list[Mark]:  # noqa: ARG002
+        """Return the end of the curve."""
+        return [rest.after(Time(self.over))]
+
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
@@ -353,6 +361,10 @@ class CosineRestarts(WarmedUp):
 
         return value
 
+    def borders_after(self, rest: Scope, scope: Scope) -> list[Mark]:  # noqa: ARG002
+        """Return the restarts."""
+        return repeats(rest, Time(self.t_0), self.multiplier)
+
 
 def _cycles(cycle: int, multiplier: int, last: int) -> tuple[list[int], list[int]]:
     """Return the starts and lengths of growing cycles up to `last`; there are few."""
@@ -430,6 +442,10 @@ class WSD(WarmedUp):
             return fall(timestamp) if read(timestamp) >= turn else 1.0
 
         return value
+
+    def borders_after(self, rest: Scope, scope: Scope) -> list[Mark]:  # noqa: ARG002
+        """Return where the decay begins."""
+        return [scope.moved(scope.last, -Time(self.decay))]
 
     def _fall(self) -> Schedule:
         if self.shape == "linear":

@@ -15,7 +15,15 @@ from typing import final
 from stretto.errors import ScheduleError
 from stretto.schedules.fields import Factor, Interval, check_fields, checked_interval, fill
 from stretto.schedules.schedule import WarmedUp
-from stretto.schedules.scope import END, BoundSchedule, Scope, counted, over_common_denominator
+from stretto.schedules.scope import (
+    END,
+    MOST_BORDERS,
+    BoundSchedule,
+    Mark,
+    Scope,
+    counted,
+    over_common_denominator,
+)
 from stretto.timing import Time, TimeLike, Timestamp
 
 BEYOND = 2**128
@@ -122,6 +130,10 @@ class StepDecay(_ByInterval):
             _check_growth(gamma, last // step, self.every)
         return value
 
+    def borders_after(self, rest: Scope, scope: Scope) -> list[Mark]:  # noqa: ARG002
+        """Return the steps."""
+        return repeats(rest, Time(self.every))
+
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
@@ -172,6 +184,27 @@ class MultiStep(WarmedUp):
         factors = [math.pow(self.gamma, number) for number in range(len(kept) + 1)]
         count = counted(kept)
         return lambda timestamp: factors[count(timestamp)]
+
+    def borders_after(self, rest: Scope, scope: Scope) -> list[Mark]:  # noqa: ARG002
+        """Return the milestones."""
+        return [rest.after(Time(time)) for time in self.milestones]
+
+
+def repeats(rest: Scope, every: Time, multiplier: int = 1) -> list[Mark]:
+    """Return the ends of intervals that follow each other, each `multiplier` times as long.
+
+    There are none if there are more than `MOST_BORDERS`, or if only the run can tell.
+    """
+    own = rest.along(every.unit)
+    step, end, found = own.length(every), own.end, list[Mark]()
+    tick = own.start + step
+    while step and end is not None and tick < end:
+        found.append(Mark(own.axis, tick))
+        if len(found) > MOST_BORDERS:
+            return []
+        step *= multiplier
+        tick += step
+    return found
 
 
 def _milestones(milestones: Sequence[TimeLike]) -> tuple[Time, ...]:

@@ -113,6 +113,15 @@ class Periods(Schedule):
         begun = counted([parts[at].first for at in lasting[1:]])
         return lambda timestamp: factors[begun(timestamp)](timestamp)
 
+    def borders(self, scope: Scope) -> list[Mark]:
+        """Return where each period begins, where its schedule changes, and the end of the last."""
+        parts = self._parts(scope)
+        found = [parts[-1].last]
+        for (_, schedule), part in zip(self.periods, parts, strict=True):
+            inside = schedule.borders(part)
+            found += [part.first, *(mark for mark in inside if part.covers(mark))]
+        return found
+
     def _parts(self, scope: Scope) -> list[Scope]:
         """Return the scope of each period: forward from the start, backward from the end."""
         durations = [duration for duration, _ in self.periods]

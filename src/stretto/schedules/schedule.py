@@ -18,7 +18,7 @@ from stretto.schedules.fields import (
     checked_factor,
     fill,
 )
-from stretto.schedules.scope import BoundSchedule, Scope, over_common_denominator
+from stretto.schedules.scope import BoundSchedule, Mark, Scope, over_common_denominator
 from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
 from stretto.timing.grammar import is_number, parse_unit
 
@@ -157,6 +157,20 @@ class Schedule(Timed):
         A plan leaves out schedules that read counts known only during the run.
         """
         return frozenset(horizon.axis(time.unit).unit for time in self.times())
+
+    def borders(self, scope: Scope) -> list[Mark]:
+        """Return where its formula changes inside `scope`, as far as known: a plan has rows there.
+
+        By default, where those of the schedules inside it change.
+        """
+        found: list[Mark] = []
+
+        def visit(one: object) -> object:
+            found.extend(one.borders(scope) if isinstance(one, Schedule) else ())
+            return one
+
+        self.replaced(visit)
+        return found
 
     def __mul__(self, other: ScheduleLike) -> Schedule:
         return Product(self, other)
@@ -358,6 +372,17 @@ class WarmedUp(Schedule):
     @abstractmethod
     def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:
         """Return the schedule after the warm-up, over the `rest` of `scope`."""
+
+    def borders_after(self, rest: Scope, scope: Scope) -> list[Mark]:  # noqa: ARG002
+        """Return where its formula changes after the warm-up; by default, nowhere."""
+        return []
+
+    def borders(self, scope: Scope) -> list[Mark]:
+        """Return the end of the warm-up, and where the formula changes after it."""
+        if self.warmup is None:
+            return self.borders_after(scope, scope)
+        cut = scope.after(Time(self.warmup))
+        return [cut, *self.borders_after(scope.part(cut, scope.last), scope)]
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor over `scope` as a function of the timestamp.

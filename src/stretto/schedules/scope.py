@@ -21,6 +21,8 @@ BoundSchedule: TypeAlias = Callable[[Timestamp], float]
 """A schedule on one run: the factor at a timestamp."""
 END = Time(1, TimeUnit.DURATION)
 """The whole of a scope."""
+MOST_BORDERS = 1_000
+"""A schedule whose formula changes more often has no rows of its own in a plan."""
 
 
 @final
@@ -147,6 +149,11 @@ class Scope:
         if mark.tick <= 0:
             return Fraction(0)  # zero is zero in every unit, even if facts are missing
         return self.horizon.ticks_of(mark.tick / mark.axis.scale, mark.axis.unit, self.axis)
+
+    def covers(self, mark: Mark) -> bool:
+        """Return whether `mark` is before the end of the scope."""
+        end = self.on(mark.axis).end
+        return end is None or mark.tick < end
 
     def smooth(self) -> Scope:
         """Return this scope for a curve that changes with every batch.

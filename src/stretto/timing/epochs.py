@@ -7,8 +7,9 @@ from functools import cache
 from typing import Any, cast
 
 from stretto.errors import TimeError
+from stretto.timing.batches import EqualBatches
 from stretto.timing.grammar import TimeUnit
-from stretto.timing.horizon import EqualBatches, Horizon
+from stretto.timing.horizon import Horizon
 from stretto.timing.timestamp import Timestamp
 
 
@@ -20,10 +21,11 @@ def advance(
     tokens: int | None = None,
     nanoseconds: int = 0,
     tokens_of_last: Callable[[int], int] | None = None,
+    next_size: int | None = None,
 ) -> Timestamp:
     """Return the clock after a batch of `size` samples that started at `timestamp`.
 
-    Under `drop` the epoch ends when fewer samples are left than that batch had.
+    Under `drop` the epoch ends when fewer samples are left than the next batch would have.
 
     >>> horizon = Horizon("2ep", dataset_num_samples=20, last_batch="carry")
     >>> after = advance(horizon, Timestamp(batch=2, sample=16, sample_in_epoch=16), 8)
@@ -34,14 +36,19 @@ def advance(
         horizon: what an epoch is and what happens at its end.
         timestamp: the clock at the start of the batch.
         size: the batch's samples, over all ranks.
-        tokens: its tokens, over all ranks; by default, `tokens_per_sample` each.
+        tokens: its tokens, over all ranks; by default, `tokens_per_sample` each, or what the
+            lengths of its samples say.
         nanoseconds: the wall time that it took.
         tokens_of_last: returns the tokens of its last samples, for a batch that is carried into
-            the next epoch; by default, they are their share of all tokens, rounded down.
+            the next epoch; by default, they are their share of all tokens, rounded down. Not
+            called if the length of each sample is known.
+        next_size: the samples of the next batch of the same decision; by default, `size`.
     """
-    if tokens is None:
-        tokens = size * (horizon.tokens_per_sample or 0)
+    lengths = horizon.lengths
     epoch, batch, sample, token, batch_, sample_, token_, run, job, epoch_ns, _ = timestamp
+    if tokens is None:
+        each = horizon.tokens_per_sample or 0
+        tokens = size * each if lengths is None else lengths.tokens(sample, sample + size)
     within = sample_ + size
     # tuple.__new__ skips the keyword handling of a named tuple: 0.3 us instead of 0.6.
     after = tuple.__new__(
@@ -56,12 +63,15 @@ def advance(
     if num_samples is None:
         return after
     if horizon.last_batch == "drop":
-        return next_epoch(horizon, after) if num_samples - within < size else after
+        least = size if next_size is None else next_size
+        return next_epoch(horizon, after) if num_samples - within < least else after
     if within < num_samples:
         return after
     epochs, carried = divmod(within, num_samples)
     left = tokens * carried // size
-    if carried and tokens_of_last is not None:
+    if lengths is not None:
+        left = lengths.tokens(sample + size - carried, sample + size)
+    elif carried and tokens_of_last is not None:
         left = tokens_of_last(carried)
         if left > tokens:
             why, instead = f"the whole batch has {tokens}", "count tokens sample by sample"
@@ -83,13 +93,16 @@ def next_epoch(
         samples: the samples of the last batch that are in the new epoch already.
         tokens: their tokens.
     """
-    num_samples, skipped = horizon.dataset_num_samples, 0
+    num_samples, skipped, lengths = horizon.dataset_num_samples, 0, horizon.lengths
     if num_samples is not None:
         skipped = epochs * num_samples + samples - timestamp.sample_in_epoch
+    skipped_tokens = skipped * (horizon.tokens_per_sample or 0)
+    if lengths is not None:
+        skipped_tokens = lengths.tokens(timestamp.sample, timestamp.sample + skipped)
     return timestamp._replace(
         epoch=timestamp.epoch + epochs,
         sample=timestamp.sample + skipped,
-        token=timestamp.token + skipped * (horizon.tokens_per_sample or 0),
+        token=timestamp.token + skipped_tokens,
         batch_in_epoch=0,
         sample_in_epoch=samples,
         token_in_epoch=tokens,
@@ -141,6 +154,8 @@ def is_countable(horizon: Horizon, unit: TimeUnit) -> bool:
     >>> is_countable(Horizon("1ep"), TimeUnit.EPOCH)
     False
     """
+    if unit is TimeUnit.TOKEN and horizon.lengths is not None:
+        return True
     batches = EqualBatches(horizon, Timestamp(), 1)
     return batches.count_until(horizon.axis(unit), 1) is not None
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, get_args, runtime_checkable
 
 from stretto.errors import BatchSizeError, ConversionError, fact_text, shown
+from stretto.timing.batches import EqualBatches, Lengths
 from stretto.timing.grammar import NAMES, TimeUnit, checked_whole, exact, parse_unit
 from stretto.timing.time import Number, Time, TimeLike, read_run, rounded
 from stretto.timing.timestamp import Axis, Timestamp, axes
@@ -35,40 +36,6 @@ class BatchSizes(Protocol):
 
     def batch_at_sample(self, sample: int, /) -> int:
         """Return the number of batches after which position `sample` has been reached."""
-        ...
-
-
-class Lengths(Protocol):
-    """The tokens of each sample of a run, by position: what `DataSpec.horizon` makes of lengths."""
-
-    num_samples: int
-    """Samples in an epoch."""
-    total: int
-    """Tokens in an epoch."""
-    longest: int
-    """Tokens of the longest sample."""
-    longest_sample: int
-    """The index of that sample in the data set."""
-    packed: bool
-    """Whether micro-batches join samples without padding."""
-
-    def of(self, start: int, stop: int, /) -> Sequence[int]:
-        """Return the tokens of the samples at positions from `start` up to `stop`."""
-        ...
-
-    def tokens(self, start: int, stop: int, /) -> int:
-        """Return the tokens of all samples at positions from `start` up to `stop`."""
-        ...
-
-    def count(self, position: int, tokens: int, /) -> int:
-        """Return the samples of the longest interval from `position` of at most `tokens`.
-
-        At least 1. It runs on across epochs.
-        """
-        ...
-
-    def reached(self, position: int, tokens: int, /) -> int:
-        """Return the samples of the shortest interval from `position` of at least `tokens`."""
         ...
 
 
@@ -280,6 +247,8 @@ class Horizon:
             return self._amount(amount * run.amount, run.unit, target)
         if target is _DUR:
             return self._amount(amount, unit, run.unit) / run.amount
+        if self.lengths is not None and _TOK in (unit, target):
+            return self._placed(self.lengths, amount, unit, target)
         if _SEC in (unit, target):
             raise _MissingFactError("how long a batch will take is not known before the run", None)
         if unit is _BA:
@@ -289,6 +258,15 @@ class Horizon:
             sample = math.ceil(self._amount(amount, unit, _SP))
             return Fraction(self._batches.batch_at_sample(sample))
         return amount * self._rate(unit, target)
+
+    def _placed(
+        self, lengths: Lengths, amount: Fraction, unit: TimeUnit, target: TimeUnit
+    ) -> Fraction:
+        """Return an amount from or in tokens as the place that it is in the run's order."""
+        if unit is _TOK:
+            sample = lengths.reached(0, math.ceil(amount))
+            return self._amount(Fraction(sample), _SP, target)
+        return Fraction(lengths.tokens(0, math.ceil(self._amount(amount, unit, _SP))))
 
     def _rate(self, unit: TimeUnit, target: TimeUnit) -> Fraction:
         """Return how many `target` one `unit` is; both are epochs, samples or tokens."""
@@ -442,121 +420,3 @@ def _checked_constant(size: object, num_samples: int | None, last_batch: LastBat
         smaller = "write a smaller one or last_batch='carry'"
         raise BatchSizeError.bad("batch_size", size, why, smaller)
     return size
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class EqualBatches:
-    """Batches of one size from a timestamp on, without end.
-
-    Number 0 starts at `first`. Under `keep` and `drop` every epoch starts with a new batch. Under
-    `keep` its last batch may be smaller; under `drop` a remainder smaller than a batch is skipped.
-    Under `carry`, and if the end of an epoch is unknown, batches follow each other without gaps.
-
-    Under `drop` the rest of the epoch must hold one batch: skip it first if it does not.
-
-    >>> batches = EqualBatches(Horizon("2ep", dataset_num_samples=100), Timestamp(), 32)
-    >>> [batches.position(number) for number in range(6)]
-    [0, 32, 64, 96, 100, 132]
-    >>> batches.count_before(100)
-    4
-    """
-
-    horizon: Horizon
-    first: Timestamp
-    size: int
-
-    def sample_at_batch(self, batch: int, /) -> int:
-        """Return where a batch begins in the run, whose end cuts the batch that it is inside.
-
-        Later batches are placed as if the run continued.
-
-        >>> EqualBatches(Horizon("50sp"), Timestamp(), 32).sample_at_batch(2)
-        50
-        """
-        end = self._cut
-        is_cut = end is not None and batch == self.count_before(end)
-        return end if end is not None and is_cut else self.position(batch)
-
-    def batch_at_sample(self, sample: int, /) -> int:
-        """Return the number of batches after which position `sample` has been reached."""
-        batch, end = self.count_before(sample), self._cut
-        return batch + (end is not None and sample > end and batch == self.count_before(end))
-
-    def position(self, number: int) -> int:
-        """Return the sample at which batch `number` (from 0) starts."""
-        num_samples = self._epoch
-        if num_samples is None:
-            return self.first.sample + number * self.size
-        here = self._per(num_samples - self.first.sample_in_epoch)
-        if number < here:
-            return self.first.sample + number * self.size
-        epochs, within = divmod(number - here, self._per(num_samples))
-        return (self.first.epoch + 1 + epochs) * num_samples + within * self.size
-
-    def count_before(self, sample: int) -> int:
-        """Return how many batches start before `sample`."""
-        passed, num_samples = sample - self.first.sample, self._epoch
-        if passed <= 0:
-            return 0
-        if num_samples is None:
-            return -(-passed // self.size)
-        rest = num_samples - self.first.sample_in_epoch
-        if passed <= rest:
-            return min(self._per(rest), -(-passed // self.size))
-        epochs, within = divmod(passed - rest, num_samples)
-        per_epoch = self._per(num_samples)
-        return self._per(rest) + epochs * per_epoch + min(per_epoch, -(-within // self.size))
-
-    def count_until(self, axis: Axis, tick: int) -> int | None:
-        """Return how many batches start before `tick` of `axis`; None if only the run can tell."""
-        if axis.unit is TimeUnit.BATCH:
-            return max(0, tick - self.first.batch)
-        num_samples, each = self.horizon.dataset_num_samples, self.horizon.tokens_per_sample
-        if axis.unit is TimeUnit.SAMPLE or (axis.unit is TimeUnit.EPOCH and num_samples):
-            return self.count_before(tick)
-        if axis.unit is TimeUnit.TOKEN and each:
-            return self.count_before(-(-tick // each))
-        return None
-
-    def size_of(self, number: int) -> int:
-        """Return the samples in batch `number`: fewer if `keep` cuts it at the end of an epoch."""
-        if self._epoch is None or self.horizon.last_batch == "drop":
-            return self.size
-        return min(self.size, self._epoch - self.position(number) % self._epoch)
-
-    def timestamp(self, number: int) -> Timestamp:
-        """Return the clock at the start of batch `number`, with unchanged wall time."""
-        if number == 0:
-            return self.first
-        position, num_samples = self.position(number), self.horizon.dataset_num_samples
-        each = self.horizon.tokens_per_sample or 0
-        epoch, batch, sample, token, batch_, sample_, token_, run, job, epoch_ns, _ = self.first
-        passed = position - sample
-        if num_samples is None or position < (epoch + 1) * num_samples:
-            batch_, sample_, token_ = batch_ + number, sample_ + passed, token_ + passed * each
-        else:
-            epoch, sample_ = divmod(position, num_samples)
-            batch_ = number - self.count_before(epoch * num_samples)
-            token_, epoch_ns = sample_ * each, 0
-        return Timestamp(
-            epoch, batch + number, position, token + passed * each,
-            batch_, sample_, token_,
-            run, job, epoch_ns, 0,
-        )  # fmt: skip
-
-    @property
-    def _cut(self) -> int | None:
-        """The position at which a batch is cut because the run ends; None: none is."""
-        return None if self.horizon.last_batch == "drop" else self.horizon.end_sample
-
-    @property
-    def _epoch(self) -> int | None:
-        """The samples after which a new batch starts; None: never."""
-        return None if self.horizon.last_batch == "carry" else self.horizon.dataset_num_samples
-
-    def _per(self, samples: int) -> int:
-        """Return how many batches `samples` up to the end of an epoch make."""
-        if self.horizon.last_batch == "drop":
-            return samples // self.size
-        return -(-samples // self.size)

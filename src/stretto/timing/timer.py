@@ -70,15 +70,18 @@ class Timer:
         tokens: int | None = None,
         seconds: float | None = None,
         tokens_of_last: Callable[[int], int] | None = None,
+        next_size: int | None = None,
     ) -> None:
         """Count one finished batch, and the epochs that end in it if their length is known.
 
         Args:
             samples: samples of the batch, over all ranks.
-            tokens: tokens of the batch, over all ranks; by default, `tokens_per_sample` each.
+            tokens: tokens of the batch, over all ranks; by default, `tokens_per_sample` each, or
+                what the lengths of its samples say.
             seconds: wall time since the last update; by default, measured by the clock.
             tokens_of_last: returns the tokens of the batch's last samples, if it is carried into
                 the next epoch; by default, they are their share of all tokens, rounded down.
+            next_size: the samples of the next batch of the same decision; by default, `samples`.
 
         Raises:
             TimeError: a count is negative or not whole, or the seconds are not a length of time.
@@ -100,6 +103,7 @@ class Timer:
             tokens=tokens,
             nanoseconds=passed,
             tokens_of_last=tokens_of_last,
+            next_size=next_size,
         )
         self._mark += passed
 

@@ -11,7 +11,7 @@ import pytest
 
 from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig, parse_run_file
-from stretto.errors import ConfigError, PlanError
+from stretto.errors import ConfigError, PlanError, StrettoError
 from stretto.timing import Time
 
 RUN: dict[str, Any] = {
@@ -152,3 +152,40 @@ def test_a_run_that_only_the_run_can_tell() -> None:
 def test_a_stage_smaller_than_the_ranks() -> None:
     with pytest.raises(PlanError, match="batches"):
         build_plan(config(world_size=16))
+
+
+TOKENS = "max_duration: 1Mtok\nbatch_size: 0tok:8 100Ktok:16\n"
+
+
+def test_a_plan_needs_no_data() -> None:
+    planned = build_plan(parse_run_file(TOKENS + "data: {tokens_per_sample: 1000}\n"))
+    assert planned.is_exact
+    assert [(one.size, one.batches, one.samples) for one in planned.stages] == [
+        (8, 13, 104),
+        (16, 56, 896),
+    ]
+    assert not planned.warnings
+    samples = build_plan(parse_run_file("max_duration: 100sp\nbatch_size: 8\n"))
+    assert [one.size for one in samples.batches()] == [8] * 12 + [4]
+
+
+def test_a_run_wholly_in_tokens_needs_no_sample() -> None:
+    planned = build_plan(
+        parse_run_file("max_duration: 1Mtok\nbatch_size: 0tok:8Ktok 96Ktok:16Ktok")
+    )
+    assert [(one.size, one.batches, one.first.token) for one in planned.stages] == [
+        (8_000, 12, 0),
+        (16_000, 57, 96_000),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (TOKENS, "tokens_per_sample"),
+        (TOKENS + "data: {tokens: 8}\n", "cannot use the key 'tokens'.*no target"),
+    ],
+)
+def test_what_a_plan_without_data_still_needs(text: str, message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
+        build_plan(parse_run_file(text))

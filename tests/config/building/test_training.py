@@ -239,6 +239,7 @@ def test_a_logger_of_yours_gets_the_run_file(tmp_path: Path) -> None:
     [
         ({"model": None}, "cannot train: there is no 'model'"),
         ({"optimizer": None}, "cannot train: there is no 'optimizer'"),
+        ({"data": {"num_samples": 100}}, "cannot train: there is no 'data' with a target"),
         ({"model": {"target": "my_project:NoLoss"}}, "there is no 'loss', and NoLoss has no"),
         ({"model": {"target": "my_project:Points"}}, "Points and not a Module"),
         ({"optimizer": {"target": "my_project:plain_points"}}, "it raised|Points and not"),

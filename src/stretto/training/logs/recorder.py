@@ -329,16 +329,19 @@ class Recorder:
         pending, self.pending = self.pending, []
         if not pending:
             return
-        lines, each = [], self._run.horizon.tokens_per_sample or 0
+        lines, lengths = [], self._run.horizon.lengths
+        each = self._run.horizon.tokens_per_sample or 0
         for one in pending:
             at, after, size, decided = one.at, one.after, one.size, one.batch_size
             assert after is not None, "it is finished"
             # The clock also passes over what `last_batch="drop"` leaves out after the batch.
             tokens = after.token - at.token - (after.sample - at.sample - size) * each
+            if lengths is not None:
+                tokens = lengths.tokens(at.sample, at.sample + size)
             self._throughput.add(size, tokens)
             line = (
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{size},{tokens},"
-                f"{one.num_micro_batches},{at.run_nanoseconds / NANOSECONDS:.6f},{decided},"
+                f"{one.num_micro_batches},{at.run_nanoseconds / NANOSECONDS:.6f},{decided:d},"
                 + ",".join(map(repr, map(float, one.values)))
             )
             lines.append(line)
