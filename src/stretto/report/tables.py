@@ -312,9 +312,9 @@ def run_table(metrics: RunMetrics, folder: Path) -> str:
 def _size_head(folder: Path) -> str:
     """Return what the batch sizes of a run are, as far as its plan says it."""
     plan = read_json(folder / PLAN)
-    stages = plan.get("stages") if isinstance(plan, dict) else None
-    is_in_tokens = bool(stages) and stages[0].get("unit") == "tok"
-    return "batch tokens" if is_in_tokens else "batch size"
+    stages = plan.get("stages", ()) if isinstance(plan, dict) else ()
+    units = {stage.get("unit") for stage in stages}
+    return "batch tokens" if "tok" in units else "batch size"
 
 
 def _evenly_spaced(rows: list[Mapping[str, float]]) -> list[Mapping[str, float]]:
