@@ -94,6 +94,7 @@ bench: $(VENV)/.develop  ## the shortest form of every benchmark
 	$(BIN)/python bench/import_time.py --quick
 	$(BIN)/python bench/schedules.py --quick
 	$(BIN)/python bench/plan.py --quick
+	$(BIN)/python bench/lengths.py --quick
 	$(BIN)/python bench/order.py --quick
 	$(BIN)/python bench/resume.py --quick
 	$(BIN)/python bench/saving.py --quick
@@ -101,6 +102,7 @@ bench: $(VENV)/.develop  ## the shortest form of every benchmark
 	$(BIN)/python bench/step_cost.py --quick
 	$(BIN)/python bench/noise.py --quick
 	$(BIN)/python bench/memory.py --quick
+	$(BIN)/python bench/token_budgets.py --few 2
 	$(BIN)/python bench/study.py --quick --runs 2
 
 bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5 GB of environments)

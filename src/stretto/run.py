@@ -321,7 +321,7 @@ class Run:
     def _warn(self) -> None:
         """Warn once of what is probably a mistake."""
         sizes, micro = self.prepared.sizes, self.micro_batch_size
-        stages = () if sizes is None else sizes.stages
+        stages = sizes.stages if sizes is not None and self.prepared.is_quick else ()
         # A schedule that does not fit these sizes may fit those of a run that is resumed.
         is_read = self.is_scheduled and self.prepared.refused is None
         bound = self.hyperparameters.bound if is_read else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import pytest
@@ -16,6 +16,7 @@ from stretto.batching import (
     AtLeast,
     AtMost,
     BatchSizePolicy,
+    Bound,
     DecayGrowth,
     DoublingRamp,
     Fixed,
@@ -43,7 +44,7 @@ from stretto.errors import BatchSizeError, PlanError
 from stretto.planning import bind_run, plan
 from stretto.planning.sizes import PlannedSizes, bind_sizes, next_step, walk
 from stretto.schedules import Cosine, Linear
-from stretto.timing import Horizon, LastBatch, Timestamp, advance
+from stretto.timing import Horizon, LastBatch, Timestamp, TimeUnit, advance
 
 Size: TypeAlias = Callable[[int], Any]
 Make: TypeAlias = Callable[[Size], BatchSizePolicy]
@@ -202,6 +203,9 @@ def test_what_is_rounded_down_is_said() -> None:
     assert "16Ktok is 3 samples, 100Ktok is 24 samples" in line
     assert repr(planned.policy) == "DoublingRamp('16Ktok', '100Ktok', '0.5dur')"
     assert not plan(horizon, DoublingRamp("8192tok", "40_960tok", "50%")).warnings
+    stepped = LinearRamp("8192tok", "38192tok", "50%", increment="6Ktok")
+    [line] = plan(horizon, MultipleOf(PeriodSizes([("1ep", stepped)]), "5Ktok")).warnings
+    assert line.endswith(": 38192tok is 9 samples")
 
 
 @pytest.mark.parametrize(
@@ -278,3 +282,27 @@ def test_a_policy_that_is_bound_alone_says_its_unit() -> None:
     assert bound.unit == "tok"
     with pytest.raises(PlanError, match="in tokens"):
         next(walk(horizon, bound))
+
+
+class Mine(BatchSizePolicy):
+    unit = TimeUnit.TOKEN
+
+    def bind(self, horizon: Horizon) -> Bound:
+        return Bound(decide=lambda at, state, _: (9000 + at.batch, state), is_static=True)
+
+
+def test_a_policy_of_yours_may_decide_in_tokens() -> None:
+    @dataclass(frozen=True)
+    class Around(BatchSizePolicy):
+        inner: Mine
+        size: int
+
+        def bind(self, horizon: Horizon) -> Bound:
+            return self.inner.bind(horizon)
+
+    horizon = Horizon("1ep", dataset_num_samples=9, tokens_per_sample=4096)
+    for policy in (Mine(), AtMost(Mine(), "1Mtok"), Around(Mine(), 8)):
+        assert policy.unit == "tok"
+        assert [stage.size for stage in plan(horizon, policy).stages] == [2]
+    with pytest.raises(BatchSizeError, match="in tokens and 8 in samples"):
+        AtMost(Mine(), 8)

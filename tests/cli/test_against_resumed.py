@@ -48,7 +48,7 @@ def test_it_and_the_plan_of_the_trainer_say_the_same(schedule: Schedule, tmp_pat
     again = trainer(tmp_path / "run", 50, schedule)
     again.fit(resume="latest")
     assert again.plan is not None
-    assert [(one.size, one.batches) for one in again.plan.stages] == [(10, 10), (50, 6)]
+    assert [(one.size, one.batches) for one in again.plan.sizes.stages] == [(10, 10), (50, 6)]
     run = bind_run(Horizon("2ep", dataset_num_samples=200), 50, schedules={"lr": schedule})
     run, since = as_resumed(run, tmp_path / "run")
     comparison = compare(plan_prepared(run, base={"lr": 0.01}), tmp_path / "run", since=since)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.policies import cycled
 from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec, StepLoader
@@ -85,7 +86,7 @@ def runs(draw: Any) -> Run:
         num_samples=draw(st.integers(24, 60)),
         lengths=lengths,
         sizes=[(0, draw(st.integers(1, 9))), (later, draw(st.integers(1, 20)))],
-        end=draw(st.integers(1, 120)),
+        end=draw(st.integers(1, 80)),
         last_batch=draw(st.sampled_from(["keep", "carry", "drop"])),
         shuffle=draw(st.booleans()),
         unit=draw(st.sampled_from(["sp", "tok", "ba"])),
@@ -203,16 +204,18 @@ def test_the_loader_follows_the_model_on_any_ranks_and_after_any_resume(
 RUN = Run(100, [(0, 1), (20, 2), (50, 4)], [(0, 6), (30, 12)], 150, "keep")
 
 
-@pytest.mark.parametrize(
-    "sizes", [None, lambda _now, size: min(16, size or 5)], ids=["steps", "function"]
-)
-def test_workers_read_the_same_rows(sizes: Any) -> None:
-    given = {} if sizes is None else {"batch_size": sizes}
+@pytest.mark.parametrize("is_planned", [True, False], ids=["planned", "at the step"])
+def test_workers_read_the_same_rows_also_after_a_resume(is_planned: bool) -> None:
+    given = {"batch_size": cycled([5, 6, 14], planned=is_planned), "micro_batch_size": 5}
     loading = Loading(shuffle=True, seed=5, num_workers=2)
-    direct, _ = all_steps(RUN, 2, micro_batch_size=5, **given)
-    worked, _ = all_steps(RUN, 2, micro_batch_size=5, loading=loading, **given)
+    assert loader(RUN, **given).is_planned == is_planned
+    direct, _ = all_steps(RUN, 2, **given)
+    worked, _ = all_steps(RUN, 2, loading=loading, **given)
     assert worked == direct
     assert {row for _, _, row, _ in direct} == {1, 2, 4}
+    _, state = all_steps(RUN, 2, until=6, **given)
+    again, _ = all_steps(RUN, 2, state=state, loading=loading, **given)
+    assert again == direct[6:]
 
 
 def test_collate_gets_rows() -> None:

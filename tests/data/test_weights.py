@@ -16,7 +16,8 @@ from tests.threaded_ranks import on_threads
 from torch import Tensor, nn
 
 from stretto import prepare
-from stretto.data import MicroBatch, Step, StepLoader, count_target_tokens
+from stretto.batching import Tokens
+from stretto.data import DataSpec, MicroBatch, Step, StepLoader, count_target_tokens
 from stretto.data.weights import LossWeights, unit_counter
 from stretto.errors import ConfigError, StrettoError, TrainingError
 from stretto.ordering import SampleOrder
@@ -28,6 +29,14 @@ TEXTS = texts(31)
 LOADING = {"collate_fn": pad, "seed": 3, "last_batch": "carry"}
 
 
+CUTS = st.one_of(st.integers(1, 12), st.integers(9, 40).map(Tokens))
+"""Samples of a micro-batch, or tokens."""
+
+
+def spec_of(rows: list[Any]) -> DataSpec:
+    return DataSpec(rows, lengths=[len(row["input_ids"]) for row in rows])
+
+
 def of_samples(batch: Any) -> int:
     return len(batch["input_ids"])
 
@@ -37,7 +46,7 @@ def own_loop(unit: Any, **options: Any) -> Any:
     model = Causal()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     run = prepare(
-        TEXTS,
+        spec_of(TEXTS),
         options.pop("batch_size", 10),
         max_duration=options.pop("max_duration", "1ep"),
         optimizer=optimizer,
@@ -50,7 +59,7 @@ def own_loop(unit: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("unit", ["tokens", "samples"])
 @settings(max_examples=15)
-@given(sizes=st.lists(st.integers(7, 20), min_size=1, max_size=3), micro=st.integers(1, 12))
+@given(sizes=st.lists(st.integers(7, 20), min_size=1, max_size=3), micro=CUTS)
 def test_a_loop_of_your_own_has_the_gradient_of_one_big_batch(
     unit: str, sizes: list[int], micro: int
 ) -> None:
@@ -71,7 +80,7 @@ def test_a_loop_of_your_own_has_the_gradient_of_one_big_batch(
 
 @pytest.mark.parametrize("world", [2, 4])
 @settings(max_examples=15)
-@given(size=st.integers(7, 31), micro=st.integers(1, 9), seed=st.integers(0, 99))
+@given(size=st.integers(7, 31), micro=CUTS, seed=st.integers(0, 99))
 def test_any_cut_over_ranks_has_the_gradient_of_one_big_batch(
     world: int, size: int, micro: int, seed: int
 ) -> None:
@@ -81,7 +90,7 @@ def test_any_cut_over_ranks_has_the_gradient_of_one_big_batch(
         ranks.share_samples(ranks.rank, world)
         loading: Any = {"collate_fn": pad, "shuffle": False}
         loader = StepLoader(
-            data,
+            spec_of(data),
             size,
             max_duration=f"{size}sp",
             micro_batch_size=micro,

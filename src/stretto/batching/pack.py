@@ -55,7 +55,7 @@ def pack(
 
 def too_long(sample: int, length: int, budget: int) -> BatchSizeError:
     """Return the error for a sample that is longer than a micro-batch may be."""
-    what = f"run sample {sample} of {length:,} tokens in a micro-batch of {budget:,} tokens"
+    what = f"run sample {sample} of {length:,} tokens in a micro-batch of {int(budget):,} tokens"
     instead = f"write a budget of at least {length}, or cut or leave out longer samples"
     return BatchSizeError.cannot(what, why="it exceeds the budget alone", instead=instead)
 
@@ -69,7 +69,8 @@ def checked_micro_batch(value: object, facts: Horizon) -> int | None:
     4
 
     Raises:
-        BatchSizeError: it is neither, or the longest sample alone exceeds the budget.
+        BatchSizeError: it is neither; or the longest sample, or the longest row of samples, alone
+            exceeds it.
     """
     if value is None:
         return None
@@ -78,13 +79,17 @@ def checked_micro_batch(value: object, facts: Horizon) -> int | None:
         facts.tokens_per_sample,
         facts.lengths,
     )
-    if not isinstance(size, Tokens):
-        return size
-    if lengths is not None and lengths.longest > size:
+    if lengths is not None and isinstance(size, Tokens) and lengths.longest > size:
         raise too_long(lengths.longest_sample, lengths.longest, size)
-    if each is not None and each > size:
-        raise too_long(0, each, size)
-    return size if each is None else size // each
+    if each is not None and isinstance(size, Tokens):
+        if each > size:
+            raise too_long(0, each, size)
+        size //= each
+    if facts.group is not None and size < facts.group:
+        why = f"the longest sequence alone takes {facts.group} samples"
+        instead = f"write {facts.group} or more"
+        raise BatchSizeError.bad("micro_batch_size", str(value), why, instead)
+    return size
 
 
 def num_passes(
@@ -142,7 +147,7 @@ def _padded(order: list[int], longest: list[int], budget: int, world_size: int) 
     def borders(price: int) -> list[int]:
         first, found, end = 0, [0], len(longest)
         while first < end:
-            first += price // longest[first]
+            first = min(end, first + price // longest[first])
             found.append(first)
         return found
 
@@ -151,7 +156,26 @@ def _padded(order: list[int], longest: list[int], budget: int, world_size: int) 
     prices = range(least, budget, 1 + budget // 512)  # closer is slower and pads no less
     enough = bisect_left(prices, -most, key=lambda price: 1 - len(borders(price)))
     found = borders(prices[enough] if enough < len(prices) else budget)
-    return [(longest[a] * len(order[a:b]), order[a:b]) for a, b in pairwise(found)]
+    if world_size == 1 and most < 64:  # more of them pad little
+        _move_borders(found, longest, budget)
+    return [(longest[a] * (b - a), order[a:b]) for a, b in pairwise(found)]
+
+
+def _move_borders(found: list[int], longest: list[int], budget: int) -> None:
+    """Move each border to where the two pieces beside it pad least: one rank waits for no other."""
+    for number in range(1, len(found) - 1):
+        first, place, end = found[number - 1 : number + 2]
+        step = max(1, (end - first) // 8)
+        least = longest[first] * (place - first) + longest[place] * (end - place)
+        while step:
+            moved = place
+            for other in (place - step, place + step):
+                if first < other < end:
+                    prices = longest[first] * (other - first), longest[other] * (end - other)
+                    if sum(prices) < least and max(prices) <= budget:
+                        moved, least = other, sum(prices)
+            step = step if moved != place else step // 2
+            place = found[number] = moved
 
 
 def _joined(order: list[int], longest: list[int], budget: int, world_size: int) -> list[Piece]:
@@ -160,8 +184,12 @@ def _joined(order: list[int], longest: list[int], budget: int, world_size: int) 
     Not the differencing of Karmarkar and Karp: with many samples a piece the sums differ as
     little, in a tenth of the time.
     """
-    large = bisect_left(longest, -budget, key=lambda count: -2 * count)  # no two in a piece
-    parts = -(-max(large, -(-sum(longest) // budget)) // world_size) * world_size
+    least = -(-sum(longest) // budget)
+    for number in range(1, 8):  # no piece has more than `number` of those longer than this
+        length = budget // (number + 1)
+        longer = bisect_left(longest, -length, key=lambda count: -count)
+        least = max(least, -(-longer // number))
+    parts = -(-least // world_size) * world_size
     while True:
         pieces: list[list[int]] = [[] for _ in range(parts)]
         sums = [*range(parts)]  # of each piece, times `parts`, plus its number
@@ -172,7 +200,7 @@ def _joined(order: list[int], longest: list[int], budget: int, world_size: int) 
         found = [(sum_ // parts, pieces[sum_ % parts]) for sum_ in sums]
         if max(found, default=(0,))[0] <= budget:
             return found
-        parts = -(-(parts + 1 + parts // 64) // world_size) * world_size
+        parts = -(-(parts + 1 + parts // 128) // world_size) * world_size
 
 
 def _dealt(pieces: list[Piece], world_size: int) -> list[list[list[int]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Annotated, Any, Self, TypeAlias, final
@@ -404,26 +405,14 @@ def has_tokens(value: object) -> bool:
     """
     if isinstance(value, BatchSizePolicy):
         return value.unit is TimeUnit.TOKEN
-    return any(True for _ in tokens_in(value))
-
-
-def tokens_in(value: object) -> Iterator[Tokens]:
-    """Yield each amount in tokens among the fields of a value, at any depth.
-
-    >>> from stretto.batching import as_policy
-    >>> [*tokens_in(as_policy("0tok:16Ktok 2Mtok:64Ktok"))]
-    ['16Ktok', '64Ktok']
-    """
-    if isinstance(value, Tokens):
-        yield value
-    for item in value if isinstance(value, tuple) else values_of(value).values():
-        yield from tokens_in(item)
+    inside = value if isinstance(value, tuple) else values_of(value).values()
+    return isinstance(value, Tokens) or any(map(has_tokens, inside))
 
 
 def check_units(policy: Timed) -> None:
     """Refuse sizes of which some are in samples and others in tokens."""
     found: dict[TimeUnit, object] = {}
-    for size in _sizes_in(policy):
+    for size in sizes_in(policy):
         unit = TimeUnit.TOKEN if has_tokens(size) else TimeUnit.SAMPLE
         found.setdefault(unit, size)
     if len(found) > 1:
@@ -435,12 +424,23 @@ def check_units(policy: Timed) -> None:
         )
 
 
-def _sizes_in(policy: Timed) -> Iterator[object]:
-    """Yield the sizes among the fields of a policy, and the policies inside."""
-    checks = checks_of(type(policy))
-    for name, value in values_of(policy).items():
+def sizes_in(policy: Timed, *, parts: bool = True) -> Iterator[object]:
+    """Yield the sizes among the fields of a policy, and the policies inside.
+
+    >>> from stretto.batching import AtMost, Fixed
+    >>> [*sizes_in(AtMost(Fixed(8), 64))]
+    [Fixed(8), 64]
+
+    Args:
+        policy: the policy.
+        parts: whether to yield what sizes grow by or are multiples of.
+    """
+    values, checks = values_of(policy), dict[str, tuple[Check, bool]]()
+    with suppress(NameError):  # somebody's class may name types that are not there at run time
+        checks = checks_of(type(policy)) if values else {}
+    for name, value in values.items():
         check = checks[name][0] if name in checks else None
-        is_size = check in (_SIZE, _FOUND) or (check is _PART and value != 1)
+        is_size = check in (_SIZE, _FOUND) or (parts and check is _PART and value != 1)
         if isinstance(value, BatchSizePolicy) or (is_size and isinstance(value, int)):
             yield value
         elif isinstance(value, tuple):  # of sizes, or of pairs of a time and one

@@ -66,18 +66,6 @@ def as_rows(lengths: LengthsLike, tokens_per_sample: int | None) -> PiecewiseCon
     return PiecewiseConstant({time: length // each for time, length in steps.steps})
 
 
-def check_holds_row(micro_batch_size: int | None, horizon: Horizon) -> None:
-    """Refuse a micro-batch that is smaller than the longest row.
-
-    Raises:
-        BatchSizeError: it is.
-    """
-    if micro_batch_size is not None and micro_batch_size < (horizon.group or 1):
-        why = f"the longest sequence alone takes {horizon.group} samples"
-        instead = f"write {horizon.group} or more"
-        raise BatchSizeError.bad("micro_batch_size", micro_batch_size, why, instead)
-
-
 def in_rows(policy: Bound, rows: PiecewiseConstant, horizon: Horizon) -> Bound:
     """Return a bound policy whose sizes are whole rows, at least one.
 
@@ -127,11 +115,13 @@ def in_rows(policy: Bound, rows: PiecewiseConstant, horizon: Horizon) -> Bound:
     )
 
 
-def length_of(policy: Bound, horizon: Horizon) -> Schedule:
+def length_of(policy: Bound, lengths: LengthsLike, tokens_per_sample: int | None) -> Schedule:
     """Return the sequence length of a policy in rows, as a value of the run."""
 
     def length(timer: Timer) -> int:
         assert policy.row_at is not None, "in rows"
-        return policy.row_at(timer.timestamp) * (horizon.tokens_per_sample or 0)
+        return policy.row_at(timer.timestamp) * (tokens_per_sample or 0)
 
+    # What a description of the run shows, so that a resume tells what changed.
+    length.__qualname__ = str(as_lengths(lengths))
     return Custom(length, reads=" ".join(policy.units | {TimeUnit.SAMPLE}))

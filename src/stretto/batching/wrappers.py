@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, final
 
@@ -21,7 +22,7 @@ from stretto.batching.policy import (
     SizePart,
     Tokens,
     in_unit_of,
-    tokens_in,
+    sizes_in,
     wrapped,
 )
 from stretto.batching.steps import as_policy
@@ -126,15 +127,29 @@ class InSamples(SizeMap):
         return size // self.each
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
-        """Return the warnings of the policy inside, and a line if sizes are rounded down."""
-        inside = self.policy.warnings(horizon, largest * self.each)
-        odd = [size for size in dict.fromkeys(tokens_in(self.policy)) if size % self.each]
-        if not odd:
-            return inside
-        texts = [f"{size} is {samples_text(size // self.each)}" for size in odd[:_FEW]]
-        more = f", and {len(odd) - _FEW} more" if len(odd) > _FEW else ""
-        line = f"sizes are rounded down to whole samples of {self.each:,} tokens: "
-        return (line + ", ".join(texts) + more, *inside)
+        """Return the warnings of the policy inside."""
+        return self.policy.warnings(horizon, largest * self.each)
+
+
+def rounding(policy: BatchSizePolicy, each: int) -> str | None:
+    """Return which sizes in tokens are no whole samples of `each`, and what becomes of them.
+
+    >>> rounding(as_policy("64Ktok"), 4096)
+    'sizes are rounded down to whole samples of 4,096 tokens: 64Ktok is 15 samples'
+    """
+    odd = [size for size in dict.fromkeys(_tokens_in(policy)) if size % each]
+    texts = [f"{size} is {samples_text(size // each)}" for size in odd[:_FEW]]
+    more = f", and {len(odd) - _FEW} more" if len(odd) > _FEW else ""
+    line = f"sizes are rounded down to whole samples of {each:,} tokens: "
+    return line + ", ".join(texts) + more if odd else None
+
+
+def _tokens_in(policy: BatchSizePolicy) -> Iterator[Tokens]:
+    for size in sizes_in(policy, parts=False):
+        if isinstance(size, Tokens):
+            yield size
+        elif isinstance(size, BatchSizePolicy):
+            yield from _tokens_in(size)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

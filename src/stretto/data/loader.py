@@ -13,7 +13,7 @@ from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyLike, Signals
 from stretto.batching.pack import checked_micro_batch
-from stretto.batching.rows import LengthsLike, check_holds_row
+from stretto.batching.rows import LengthsLike
 from stretto.data.decisions import Decisions, other_order, reading_state
 from stretto.data.fetch import FetchedStep, RankShare, pinned
 from stretto.data.source import BatchSource, make_source, prepared_for
@@ -307,7 +307,6 @@ class StepLoader(Iterator[Step]):
         """The processes that share each batch."""
         self._agrees = max(self.ranks.world_size, self.ranks.dp_world_size) > 1
         self._read(micro_batch_size)
-        check_holds_row(self.micro_batch_size, self.prepared.facts)
 
     def _read(self, micro_batch_size: int | str | None) -> None:
         """Read this rank's part of the data in micro-batches of so many samples or tokens."""

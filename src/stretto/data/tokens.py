@@ -91,7 +91,8 @@ def used_columns(batch: Any, num_rows: int) -> list[int] | None:
     used = mask != 0
     if _is_tensor(labels) and labels.shape == mask.shape:
         used = used | (labels != IGNORED_LABEL)
-    return (used * torch.arange(1, width + 1, device=mask.device)).amax(1).clamp(min=1).tolist()
+    places = torch.arange(1, width + 1, dtype=torch.int32, device=mask.device)
+    return (used * places).amax(1).clamp(min=1).tolist()
 
 
 def narrowed(batch: Any, columns: int) -> Any:

@@ -33,6 +33,8 @@ from stretto.timing import (
 )
 from stretto.timing.grammar import MAX_DIGITS
 
+_QUICK = 2**21  # samples
+_COUNTED = (TimeUnit.EPOCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
 _LIMIT = 10 ** (MAX_DIGITS - 2)
 At: TypeAlias = Callable[..., AbstractContextManager[object]]
 """`at("schedules", "lr")` is entered while that part is bound, so errors can say where."""
@@ -86,6 +88,19 @@ class Prepared:
     def is_planned(self) -> bool:
         """Whether every batch is known before the run."""
         return self.sizes is not None and self.sizes.is_exact
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether all stages are found in a quarter of a second; if not, none is before the run.
+
+        Where lengths decide, that takes a look at every sample.
+        """
+        lengths, run = self.facts.lengths, self.facts.max_duration
+        if lengths is None:
+            return True
+        of_epoch = {TimeUnit.SAMPLE: lengths.num_samples, TimeUnit.TOKEN: lengths.total}
+        epochs = run.amount / of_epoch.get(run.unit, 1) if run.unit in _COUNTED else 1
+        return epochs * lengths.num_samples <= _QUICK
 
     @property
     def num_batches(self) -> int | None:
@@ -179,9 +194,9 @@ def bind_run(
     with at("batch_size"):
         policy = as_policy(policy)
         bound_policy = bind_sizes(facts, policy)
-        if rows is not None:
-            bound_policy = in_rows(bound_policy, rows, facts)
-            own[LENGTH] = length_of(bound_policy, facts)
+        if sequence_length is not None and rows is not None:
+            bound_policy, each = in_rows(bound_policy, rows, facts), facts.tokens_per_sample
+            own[LENGTH] = length_of(bound_policy, sequence_length, each)
         unit, each = bound_policy.unit, facts.tokens_per_sample
         for name, follows in rules.items():
             rules[name] = follows.bind(unit, each) if isinstance(follows, Referenced) else follows

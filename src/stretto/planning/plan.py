@@ -11,7 +11,7 @@ from typing import cast, final
 from stretto.batching import BatchSizePolicy, PolicyLike, Rule, RuleLike
 from stretto.batching.pack import checked_micro_batch, num_passes
 from stretto.batching.policy import Tokens, as_float, checked_world_size
-from stretto.batching.rows import LengthsLike, check_holds_row
+from stretto.batching.rows import LengthsLike
 from stretto.batching.rules import is_learning_rate
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
@@ -325,7 +325,6 @@ def plan_prepared(
     """
     world_size = checked_world_size(world_size)
     micro = checked_micro_batch(micro_batch_size, run.facts)
-    check_holds_row(micro, run.facts)
     if values is None:
         values = {name: on_base(name, run, base or {}) for name in run.schedules}
     base = _known(base or {}, values)

@@ -559,7 +559,9 @@ class _Search:
         if self.open is not None:
             self._add(self.open[0])
         elif self.end is not None:
-            self._add(_beyond(self._horizon, self.stages[-1], self.end))
+            is_over = not self.stages  # a run that is resumed at its end
+            one = batches_of(self._horizon, self.end, 1)
+            self._add(one if is_over else _beyond(self._horizon, self.stages[-1], self.end))
 
     def _add(self, batches: Batches) -> None:
         self.sections.append(batches)

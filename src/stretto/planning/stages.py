@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, final
 from stretto.batching import BatchSizePolicy, Bound, Rule, Tokens
 from stretto.batching.rules import Referenced, moved
 from stretto.batching.split import even_unit, in_rows, not_even, split
+from stretto.batching.wrappers import rounding
 from stretto.errors import ConversionError, PlanError, samples_text
 from stretto.planning.bind import Prepared
 from stretto.planning.sizes import FirstLast, PlannedSizes, Stage, on_data, unknown_count
@@ -266,6 +267,11 @@ def warnings_of(
         measure = "wall time" if unit is TimeUnit.SECOND else "what the data turn out to hold"
         yield f"the run ends by {measure}, so the plan does not know when its last stage is over"
     yield from mistakes_of(horizon, sizes, stages)
+    each = horizon.tokens_per_sample
+    in_tokens = sizes.policy.unit is TimeUnit.TOKEN
+    line = rounding(sizes.policy, each) if in_tokens and each is not None else None
+    if line is not None:
+        yield line
     if not any(_large(horizon, stages)):
         yield from _cut(stages, even=even)
     if drops and sizes.end is not None:

@@ -155,7 +155,7 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
     clocks = [row[0].first for row in rows] + ([plan.end] if plan.end else [])
     for heading, show in _clock(plan.horizon, is_open=plan.end is None).items():
         columns.append([heading, *map(show, clocks), *([] if plan.end else ["?"])])
-    if plan.world_size > 1:
+    if plan.world_size > 1 and not isinstance(plan.micro_batch_size, Tokens):
         shares = [[share for stage in row for share in stage.shares] for row in rows]
         columns.append(["per rank", *(span(min(row), max(row)) for row in shares), ""])
     if plan.micro_batch_size is not None:

@@ -65,9 +65,8 @@ def curve_ticks(scope: Scope, to: Fraction) -> tuple[int, int, int, int]:
 
     The last tick is its end, or the end of the scope if that comes first.
     """
-    scale, first, last, stop = over_common_denominator(
-        scope.start, to, to if scope.end is None else min(to, scope.end)
-    )
+    end = scope.end if scope.is_over(Mark(scope.axis, to)) else to
+    scale, first, last, stop = over_common_denominator(scope.start, to, to if end is None else end)
     return scale, first, last - first, stop - first
 
 
@@ -395,8 +394,8 @@ class WarmedUp(Schedule):
             return self.over_rest(scope, scope)
         cut = scope.after(Time(self.warmup))
         own = scope.on(cut.axis)
-        if own.end is not None and cut.tick > own.end:
-            why = f"the run or period is only '{own.show(own.end - own.start)}' long"
+        if scope.is_over(cut):
+            why = f"the run or period is only '{own.show((own.end or 0) - own.start)}' long"
             instead = "write a shorter one, or a fraction such as '5%'"
             raise ScheduleError.bad("warmup", str(self.warmup), why, instead)
         main = self.over_rest(scope.part(cut, scope.last), scope)

@@ -155,6 +155,15 @@ class Scope:
         end = self.on(mark.axis).end
         return end is None or mark.tick < end
 
+    def is_over(self, mark: Mark) -> bool:
+        """Return whether `mark` is after the end of the scope."""
+        last = self.last
+        if self.horizon.lengths is not None and last.axis.unit is not TimeUnit.SECOND:
+            # To count all batches of unequal samples takes a look at each of them.
+            return self.on(last.axis).place(mark) > last.tick
+        end = self.on(mark.axis).end
+        return end is not None and mark.tick > end
+
     def smooth(self) -> Scope:
         """Return this scope for a curve that changes with every batch.
 

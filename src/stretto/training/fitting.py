@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from stretto.batching.metrics import NOISE
@@ -45,7 +46,8 @@ def find_micro_batch(step: TrainStep, run: Run, ranks: Ranks, plan: Plan | None)
     most = -(-largest // loader.world_size // row)
     measures = keeps_gradients_apart(loader.reads, map(type, run.callbacks))
     answer = _largest(step, run, loader, ranks, most, accumulation=2, measures_noise=measures)
-    run.set_micro_batch_size(answer.size * row)
+    answer = replace(answer, size=answer.size * row)
+    run.set_micro_batch_size(answer.size)
     return answer
 
 

@@ -136,6 +136,7 @@ class Stepper:
         if NOISE in reads or measures_noise:
             every = settings.steps_between_noise
             self.meter = NoiseMeter(self._parameters, spec=spec, strategy=strategy, every=every)
+            _warn_of_lengths(micro_batch_size, is_read=NOISE in reads)
         # With loss scaling, the gradient may overflow; the scaler handles that.
         watched = [] if step.scaler is not None else self._parameters
         self._moves = self._ranks.device.type != "cpu"
@@ -483,6 +484,21 @@ class Stepper:
         return move_batch(batch, self._ranks.device) if self._moves else batch
 
 
+def _warn_of_lengths(micro_batch_size: int | None, *, is_read: bool) -> None:
+    """Warn if noise is measured on micro-batches that were chosen by length.
+
+    Those of a policy that reads the noise are not.
+    """
+    if isinstance(micro_batch_size, Tokens) and not is_read:
+        warnings.warn(
+            "the gradient noise is measured by comparing micro-batches, and those with a budget of "
+            "tokens are not random: they are chosen by length; write micro_batch_size as a number "
+            "of samples to measure it",
+            UserWarning,
+            stacklevel=5,  # who makes the trainer
+        )
+
+
 LOSS_OF = attrgetter("loss")
 _NOTHING = nullcontext()
 
@@ -589,7 +605,7 @@ class Retry:
             instead = f"resume from the last checkpoint with micro_batch_size={smaller!r}"
         if is_single or self._ranks.world_size > 1:
             raise TrainingError.cannot(
-                f"compute the step at {at} in micro-batches of {_said(most)}",
+                f"compute the step at {at} in micro-batches of {most:,}",
                 why=f"memory ran out {why} ({brief})",
                 instead=instead,
             )
@@ -600,8 +616,8 @@ class Retry:
         self.splits += 1
         self.on_fall_back(step.timestamp, most, smaller)
         warnings.warn(
-            f"memory ran out in the step at {at} with micro-batches of {_said(most)}; the step is "
-            f"repeated with micro-batches of {_said(smaller)}, and the batch size does not change",
+            f"memory ran out in the step at {at} with micro-batches of {most:,}; the step is "
+            f"repeated with micro-batches of {smaller:,}, and the batch size does not change",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -629,10 +645,6 @@ def _price(micro: MicroBatch) -> int:
     """Return the tokens of a micro-batch as it is run, with its padding."""
     rows = count_samples(micro.batch) or micro.num_samples  # 1 if it is packed
     return max(rows * (longest_sequence(micro.batch) or 0), micro.num_tokens, 1)
-
-
-def _said(size: int) -> str:
-    return f"{size:,} tokens" if isinstance(size, Tokens) else f"{size:,}"
 
 
 def _kept(size: int | None) -> int | str | None:

@@ -612,7 +612,8 @@ class Trainer:
         self.changes = (*self._setup.changes, *dropped)
         self._loop.recorder.files.resumed = found, self.changes
         self._refusal = self.run.prepared.refused
-        self.run.plan  # noqa: B018  making it checks the stages that are still to come
+        if self.run.prepared.is_quick:  # if not, the loader checks what it can
+            self.run.plan  # noqa: B018  making it checks the stages that are still to come
 
     def _refused(self) -> StrettoError | None:
         """Return why the run cannot begin, or why there is no plan.
@@ -626,7 +627,7 @@ class Trainer:
                 return self.run.prepared.refused
             if self._ranks.world_size == 1:
                 check_tokens(self.run.prepared)
-            else:
+            elif self.run.prepared.is_quick:
                 self.run.plan  # noqa: B018  making it checks it
         except PlanError as refusal:
             if self._ranks.world_size > 1:

@@ -71,8 +71,30 @@ def test_trains() -> None:
                 "groups": {"head": {"parameters": "^last", "lr": 0.1}},
             },
         },
+        {
+            "max_duration": "2ep",
+            "data": {"target": "my_project:Points", "tokens_per_sample": 3},
+            "micro_batch_size": 4,
+            "schedules": {"lr": {"Cosine": {"warmup": "20tok"}}},
+            "batch_size": {"LinearRamp": {"start": "10tok", "end": "40tok", "over": "50%"}},
+            "rule": {"sqrt": "20tok"},
+        },
+        {
+            "max_duration": "2ep",
+            "data": {"target": "my_project:Points", "tokens_per_sample": 3},
+            "schedules": {},
+            "batch_size": {
+                "Seesaw": {"decay": {"Cosine": {}}, "size": "10tok", "maximum": "31tok"}
+            },
+        },
     ],
-    ids=["mixed units", "carry, accumulation, a rule", "drop, tokens, a group, a function"],
+    ids=[
+        "mixed units",
+        "carry, accumulation, a rule",
+        "drop, tokens, a group, a function",
+        "sizes in tokens, a rule",
+        "a pair in tokens",
+    ],
 )
 def test_a_run_follows_the_plan_of_its_file(changes: dict[str, Any], tmp_path: Path) -> None:
     described = config(**changes)

@@ -48,3 +48,21 @@ def test_a_stream_can_be_read_backwards() -> None:
     stream = IndexStream(SampleOrder(100, 3))
     later = stream.take(50, 20)
     assert stream.take(10, 60)[40:] == later
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 4), st.integers(1, 4), st.data())
+def test_groups_stay_together_in_both_forms_of_the_order(
+    groups: int, group: int, seed: int, world_size: int, data: st.DataObject
+) -> None:
+    """Groups are permuted as single samples would be, and the tensors agree with the numbers."""
+    order = SampleOrder(groups * group, seed, group=group)
+    plain = SampleOrder(groups, seed)
+    row = data.draw(st.sampled_from([one for one in range(1, group + 1) if group % one == 0]))
+    for position in range(2 * groups * group):
+        number, inside = divmod(position, group)
+        assert order[position] == plain[number] * group + inside
+        assert order.in_rows(row)[position // row] * row == order[position // row * row]
+    rank = data.draw(st.integers(0, world_size - 1))
+    count = groups * group
+    taken = IndexStream(order, rank=rank, world_size=world_size).take(0, count)
+    assert taken == [order[rank + at * world_size] for at in range(count)]

@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -75,6 +76,7 @@ class RunFiles:
         written its first line; None: all, in order."""
         self._is_full = False
         self._attempt = 1
+        self._resumed_at = 0
 
     @property
     def paths(self) -> list[Path]:
@@ -90,7 +92,8 @@ class RunFiles:
         if self.folder is None:
             return
         try:
-            plan = self._run.plan  # it may read the data, whose errors are no fault of ours
+            # It may read the data, whose errors are no fault of ours.
+            plan = self._run.plan if self._run.prepared.is_quick else None
         except PlanError:
             plan = None
         try:
@@ -123,8 +126,8 @@ class RunFiles:
         else:
             self._order = _order(columns, ledger_names(folder))
         self.lengths = {}
-        record = plan and plan_record(plan) | {"resumed_at": at.batch}
-        replace_file(folder / PLAN, json.dumps(record) + "\n")
+        self._resumed_at = at.batch
+        self._write_plan(folder, plan)
         self._files[EVENTS], self._attempt = open_events(folder / EVENTS)
         self._begin_attempt(at, done)
 
@@ -202,11 +205,18 @@ class RunFiles:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._is_full = failure is not None or (bool(names) and self._is_full)
 
+    def _write_plan(self, folder: Path, plan: Plan | None) -> None:
+        record = plan and plan_record(plan) | {"resumed_at": self._resumed_at}
+        replace_file(folder / PLAN, json.dumps(record) + "\n")
+
     def close(self) -> None:
-        """Flush and close all files."""
+        """Flush and close all files; write a plan that would have held the run at its start."""
         self._is_full = False
         self.flush(is_last=True)
         self._files = {}
+        if self.folder is not None and not self._run.prepared.is_quick:
+            with suppress(OSError, PlanError):
+                self._write_plan(self.folder, self._run.plan)
 
     def present_lengths(self) -> dict[str, int]:
         """Return how long the files are, all lines included.
