@@ -193,7 +193,7 @@ def with_lengths(run: Run) -> Run:
     is_in_tokens = run.prepared.bound_policy.unit is TimeUnit.TOKEN or isinstance(micro, Tokens)
     is_unknown = spec.is_map_style and spec.lengths is None and spec.tokens_per_sample is None
     why = "how many each sample has is not known"
-    instead = "pass lengths=[len(one['input_ids']) for one in dataset] to attach()"
+    instead = "pass lengths=count_lengths(dataset, 'lengths.bin') to attach()"
     refuse((is_in_tokens and is_unknown, "follow amounts in tokens", why, instead))
     return run
 
