@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.data import DataSpec
+from stretto.data import DataSpec, StepLoader
 from stretto.errors import TrainingError
+from stretto.memory.examples import example_batches
 from stretto.run_folder import read_ledger
 from stretto.training import Trainer
 
@@ -128,3 +129,10 @@ def test_a_longer_schedule_stretches_the_lengths() -> None:
     trainer, seen = trained(scale_schedule=0.5)
     assert seen == [(8, 4), (4, 8), (2, 16), (2, 16)]
     assert trainer.timer.sample == 32
+
+
+def test_a_search_for_memory_tries_the_longest_rows() -> None:
+    data = DataSpec(Text(), tokens_per_sample=EACH)
+    loader = StepLoader(data, 8, max_duration="1ep", sequence_length=LENGTHS)
+    make = example_batches(loader)
+    assert [make(size)[0].shape for size in (1, 4, 11)] == [(1, 16), (1, 16), (2, 16)]

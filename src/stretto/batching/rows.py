@@ -66,12 +66,12 @@ def as_rows(lengths: LengthsLike, tokens_per_sample: int | None) -> PiecewiseCon
     return PiecewiseConstant({time: length // each for time, length in steps.steps})
 
 
-def in_rows(policy: Bound, rows: PiecewiseConstant, horizon: Horizon) -> Bound:
+def whole_rows(policy: Bound, rows: PiecewiseConstant, horizon: Horizon) -> Bound:
     """Return a bound policy whose sizes are whole rows, at least one.
 
     >>> horizon = Horizon("1ep", dataset_num_samples=64).in_groups(4)
     >>> from stretto.batching import Fixed
-    >>> bound = in_rows(Fixed(6).bind(horizon), PiecewiseConstant("0sp:1 10sp:4"), horizon)
+    >>> bound = whole_rows(Fixed(6).bind(horizon), PiecewiseConstant("0sp:1 10sp:4"), horizon)
     >>> [bound.decide(Timestamp(sample=at), {}, Signals())[0] for at in (0, 6, 12, 14, 16)]
     [6, 6, 4, 6, 4]
 

@@ -107,6 +107,8 @@ def compare_with(folder: Path, arguments: Sequence[str]) -> None:
     with progress("reading the data"):
         _, prepared = prepare_checked(config, resumes=True)
         prepared, since = as_resumed(prepared, folder)
+        if prepared.is_read:
+            prepared.planned_sizes()  # refuses
     planned = every_batch(config, prepared, "--against")
     if not planned.is_exact:
         why = "the number of samples in its data is not known, so any batch may be cut short"

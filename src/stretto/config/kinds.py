@@ -457,21 +457,15 @@ _ONE_RULE = _named(
     as_rule,
     lambda _: False,
 )
-RULE = _either(
-    [
-        # A rule is a mapping of one of these names, or a target.
-        replace(
-            _entries(_PLAIN[str], _ONE_RULE),
-            fits=lambda value: (
-                isinstance(value, dict)
-                and bool(value)
-                and {"target", *_RULE_NAMES}.isdisjoint(value)
-                and all(one is None or isinstance(one, dict) for one in value.values())
-            ),
-        ),
-        _ONE_RULE,
-    ]
+_RULES_BY_NAME = replace(
+    _entries(_PLAIN[str], _ONE_RULE),
+    fits=lambda value: (
+        isinstance(value, dict)
+        and value.keys().isdisjoint(_RULE_NAMES)
+        and {type(one) for one in value.values()} in ({dict}, {dict, type(None)})
+    ),
 )
+RULE = _either([_RULES_BY_NAME, _ONE_RULE])
 _TIMES = {Time, str, timedelta, Trigger, Literal["rest"]}
 _NAMED = {Schedule: SCHEDULE, BatchSizePolicy: SIZES, Rule: RULE}
 

@@ -141,8 +141,6 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
         rules = as_rules(imported(config, config.rule, "rule"))
     with source.at("batch_size"):
         sizes, schedules, rules = paired(sizes, schedules, rules)
-    if data.is_endless and sizes.unit is TimeUnit.TOKEN and counts["tokens_per_sample"] is None:
-        counts["tokens_per_sample"] = 1  # all is said in tokens, so samples do not matter
     with source.at("max_duration"):
         run = Horizon(config.max_duration, **counts, last_batch=ends, lengths=lengths)
     values = imported(config, config.values, "values")
@@ -245,6 +243,8 @@ def plan_of(config: RunConfig, run: Prepared) -> Plan:
     """
     micro = config.micro_batch_size
     try:
+        if run.is_read and (config.data.is_endless or config.data.is_opened):
+            return _in_full_batches(config, run)
         return plan_prepared(
             run,
             world_size=config.num_data_ranks or 1,
@@ -255,6 +255,24 @@ def plan_of(config: RunConfig, run: Prepared) -> Plan:
     except PlanError as error:
         where = config.source.where(("batch_size",))
         raise error.recast(PlanError, where=where) from error
+
+
+def _in_full_batches(config: RunConfig, run: Prepared) -> Plan:
+    """Return the plan of a run wholly in tokens as if each was a sample, so batches are full.
+
+    Raises:
+        PlanError: something in it follows samples.
+    """
+    is_in_samples = type(config.micro_batch_size) is int
+    if is_in_samples or any(TimeUnit.SAMPLE in units for units in run.reads.values()):
+        run.planned_sizes()  # refuses
+    sizes = replace(config.data, target=None, arguments={}, num_samples=None, tokens_per_sample=1)
+    full = replace(config, data=sizes)
+    planned = plan_of(full, prepare_run(full, build_run(full)))
+    if config.data.is_endless:
+        return planned
+    line = "only reading tells how many tokens each sample has: here batches are full, and no "
+    return replace(planned, warnings=(f"{line}epoch ends", *planned.warnings))
 
 
 def prepare_checked(config: RunConfig, *, resumes: bool = False) -> tuple[TimesAndSizes, Prepared]:

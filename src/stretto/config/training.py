@@ -418,7 +418,8 @@ def _examples(config: RunConfig, spec: DataSpec, amount: type[int]) -> Any:
         )
     if spec.is_map_style:
         loading = make_loading(config)
-        loader = StepLoader(spec, 1, max_duration="1ba", loading=loading, rank=0, world_size=1)
+        given: dict[str, Any] = {"loading": loading, "sequence_length": config.sequence_length}
+        loader = StepLoader(spec, 1, max_duration="1ba", **given, rank=0, world_size=1)
         if amount is Tokens:
             return unequal_samples(loader, packed=loading.packed)
         return example_batches(loader)

@@ -107,12 +107,14 @@ def example_batches(loader: StepLoader) -> Any:
 
     Its sequences are padded to the longest of a few samples. If the collate function packs several
     samples into a row, the result is a function: it packs the requested number of copies of the
-    longest sample.
+    longest sample. If samples are joined to a sequence length, it returns the longest rows.
     """
     num_samples = len(loader.spec.dataset)
     count = min(EXAMPLES, num_samples)
     indices = [i * num_samples // count for i in range(count)]
-    batch = loader.example_batch(indices)
+    batch, row = loader.example_batch(indices), loader.horizon.group or 1
+    if row > 1:
+        return lambda size: resize_batch(batch, max(1, size // row))
     if not _is_packed(loader.spec, batch):
         return batch
 

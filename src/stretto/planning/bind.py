@@ -16,7 +16,7 @@ from stretto.batching import (
     as_policy,
     as_rules,
 )
-from stretto.batching.rows import LENGTH, LengthsLike, as_rows, in_rows, length_of
+from stretto.batching.rows import LENGTH, LengthsLike, as_rows, length_of, whole_rows
 from stretto.batching.rules import Referenced
 from stretto.errors import PlanError, StrettoError
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, bind_sizes, horizon_of
@@ -195,7 +195,7 @@ def bind_run(
         policy = as_policy(policy)
         bound_policy = bind_sizes(facts, policy)
         if sequence_length is not None and rows is not None:
-            bound_policy, each = in_rows(bound_policy, rows, facts), facts.tokens_per_sample
+            bound_policy, each = whole_rows(bound_policy, rows, facts), facts.tokens_per_sample
             own[LENGTH] = length_of(bound_policy, sequence_length, each)
         unit, each = bound_policy.unit, facts.tokens_per_sample
         for name, follows in rules.items():
@@ -210,10 +210,8 @@ def bind_run(
         if sizes is not None and facts.lengths is None:
             _check_length(sizes)
     bound: dict[str, dict[str, BoundSchedule]] = {"schedules": {}, "values": {}}
-    for kind, name, one in (
-        *(("schedules", *each) for each in read.items()),
-        *(("values", *each) for each in own.items()),
-    ):
+    every = [("schedules", *pair) for pair in read.items()]
+    for kind, name, one in [*every, *(("values", *pair) for pair in own.items())]:
         try:
             with at(kind, name):
                 bound[kind][name] = one.bind(horizon)

@@ -221,14 +221,14 @@ def check_plannable(horizon: Horizon, policy: Bound) -> None:
     Raises:
         PlanError: it follows measurements, the wall clock, or counts that are not known before.
     """
-    unknown = unknown_count(horizon, {horizon.axis(unit).unit for unit in policy.units})
-    if unknown is not None:
-        raise _unplannable(f"they follow {unknown}, which only the run can count", _STATE[unknown])
     if policy.unit is TimeUnit.TOKEN and horizon.lengths is None:
         raise _unplannable(
             "they are in tokens, and how many each sample has is not known",
             f"set {fact_text('tokens_per_sample')}, or pass DataSpec(data, lengths=...)",
         )
+    unknown = unknown_count(horizon, {horizon.axis(unit).unit for unit in policy.units})
+    if unknown is not None:
+        raise _unplannable(f"they follow {unknown}, which only the run can count", _STATE[unknown])
     if not policy.is_static:
         instead = "run it without a plan"
         if policy.bounds is not None:

@@ -11,7 +11,7 @@ from stretto.errors import ScheduleError, StrettoError
 from stretto.schedules.fields import Timed, checked_interval, checked_length, fill
 from stretto.schedules.schedule import Schedule, ScheduleLike, as_schedule
 from stretto.schedules.scope import END, BoundSchedule, Mark, Scope, counted
-from stretto.timing import Axis, Horizon, Time, TimeLike, TimeUnit
+from stretto.timing import Horizon, Time, TimeLike, TimeUnit
 
 Rest: TypeAlias = Literal["rest"]
 """The duration of the period that takes what the others leave of the run."""
@@ -143,9 +143,11 @@ class Periods(Schedule):
             instead = "write shorter durations, or 'rest' for one of them"
             raise ScheduleError.cannot(what, why="they are longer", instead=instead)
         marks = [*starts, *reversed(ends)] if rest < len(durations) else starts
+        # A length is counted by its own unit, as the mark that it leads to; the rest as the scope.
+        axes = [*(mark.axis for mark in starts[1:]), None, *(mark.axis for mark in ends[:0:-1])]
         return [
-            scope.part(first, last, _axis(scope, length, last))
-            for length, (first, last) in zip(durations, pairwise(marks), strict=True)
+            scope.part(first, last, axis)
+            for axis, (first, last) in zip(axes, pairwise(marks), strict=False)
         ]
 
     def __repr__(self) -> str:
@@ -162,13 +164,6 @@ def _end(scope: Scope, begin: Mark, span: Span) -> Mark:
         why = f"the period begins at '{own.show(own.place(begin))}' of the run"
         raise ScheduleError.bad("period", str(span), why, "write a later time, or a duration")
     return end
-
-
-def _axis(scope: Scope, span: Span, end: Mark) -> Axis | None:
-    """Return the counter of a period, which fractions in it are of; None: that of the scope."""
-    if span == "rest":
-        return None
-    return scope.along(span.unit).axis if isinstance(span, Time) else end.axis
 
 
 Inside = TypeVar("Inside")
@@ -200,8 +195,7 @@ def read_periods(
         why, instead = "only one of them can take the rest", "write durations for the others"
         raise error.bad("periods", periods, why, instead)
     spans = [span for span, _ in found]
-    after = spans[spans.index("rest") :] if "rest" in spans else []
-    for span in after:
+    for span in spans[spans.index("rest") :] if "rest" in spans else []:
         if isinstance(span, Until):
             why = "it follows the rest, so nothing says where it begins"
             instead = "write a duration, or put the rest after it"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from stretto.batching.metrics import NOISE
@@ -42,11 +41,9 @@ def find_micro_batch(step: TrainStep, run: Run, ranks: Ranks, plan: Plan | None)
         largest = max(stage.size for stage in plan.stages)
     else:
         largest = (num_samples or 2**20) if bounds is None else bounds[1]
-    row = run.horizon.group or 1  # examples are the longest rows
-    most = -(-largest // loader.world_size // row)
+    most = -(-largest // loader.world_size)
     measures = keeps_gradients_apart(loader.reads, map(type, run.callbacks))
     answer = _largest(step, run, loader, ranks, most, accumulation=2, measures_noise=measures)
-    answer = replace(answer, size=answer.size * row)
     run.set_micro_batch_size(answer.size)
     return answer
 
@@ -78,8 +75,7 @@ def find_maximum(step: TrainStep, run: Run, ranks: Ranks) -> FoundMaximum:
     loader = StepLoader(run.spec, run.prepared, loading=loading, rank=0, world_size=1)
     horizon = run.horizon
     there_are = horizon.dataset_num_tokens if _finds_budget(run) else horizon.dataset_num_samples
-    row = horizon.group or 1  # examples are the longest rows
-    most = max(1, (there_are or 1) // ranks.world_size // row)
+    most = max(1, (there_are or 1) // ranks.world_size)
     answer = _largest(step, run, loader, ranks, most)
     size = answer.size
     if ranks.world_size == 1 and keeps_gradients_apart(loader.reads, map(type, run.callbacks)):
@@ -87,7 +83,7 @@ def find_maximum(step: TrainStep, run: Run, ranks: Ranks) -> FoundMaximum:
         halves = _largest(step, run, loader, ranks, half, accumulation=2, measures_noise=True)
         if 2 * halves.size < size:
             size, answer = 2 * halves.size, halves
-    return FoundMaximum(in_unit_of(answer.size, size * row * ranks.world_size), answer)
+    return FoundMaximum(in_unit_of(answer.size, size * ranks.world_size), answer)
 
 
 def _finds_budget(run: Run) -> bool:

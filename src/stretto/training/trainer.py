@@ -212,12 +212,12 @@ class Trainer:
         named = named_settings(evaluations, checkpoint, read_settings(Logging, log, "log"))
         if scale_schedule is not None:
             sizes = sizes if isinstance(sizes, Pair) else as_policy(sizes)
-            each, own = (
-                {name: as_one_schedule(one) for name, one in check_names(given, what).items()}
-                for given, what in ((schedules, "schedules"), (values, "values"))
-            )
+            followed = [
+                {name: as_one_schedule(one) for name, one in each.items()}
+                for each in (check_names(schedules), check_names(values, "values"))
+            ]
             lengths = None if sequence_length is None else as_lengths(sequence_length)
-            times = Time(max_duration), sizes, each, own, named, callbacks, lengths
+            times = Time(max_duration), sizes, *followed, named, callbacks, lengths
             stretched = scaled(times, check_ratio(scale_schedule))
             max_duration, sizes, schedules, values, named, callbacks, sequence_length = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)

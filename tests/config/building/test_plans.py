@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stretto.config.plans import build_plan
+from stretto.config.plans import build_plan, plan_of, prepare_checked
 from stretto.config.run import RunConfig, parse_run_file
 from stretto.errors import ConfigError, PlanError, StrettoError
+from stretto.planning import Plan
+from stretto.report import plan_table
 from stretto.timing import Time
 
 RUN: dict[str, Any] = {
@@ -189,3 +192,61 @@ def test_a_run_wholly_in_tokens_needs_no_sample() -> None:
 def test_what_a_plan_without_data_still_needs(text: str, message: str) -> None:
     with pytest.raises(StrettoError, match=message):
         build_plan(parse_run_file(text))
+
+
+WHOLE = "max_duration: 1Mtok\nbatch_size: 0tok:8Ktok 96Ktok:16Ktok\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "schedules: {lr: {Cosine: {warmup: 1000sp}}}\n",
+        "checkpoint: {every: 1000sp}\n",
+        "rule: {sqrt: 256}\n",
+        "micro_batch_size: 8\n",
+    ],
+    ids=["schedule", "checkpoint", "rule", "micro-batch"],
+)
+def test_a_run_wholly_in_tokens_has_nothing_in_samples(text: str) -> None:
+    with pytest.raises(StrettoError, match=r"tok"):
+        build_plan(parse_run_file(WHOLE + text))
+
+
+class Texts:
+    """A stream of texts of two lengths."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        import torch
+
+        mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+        yield {"input_ids": mask, "attention_mask": mask}
+
+
+def texts() -> list[dict[str, Any]]:
+    """Return the same as a list."""
+    return [*Texts()]
+
+
+def test_a_plan_says_what_only_reading_tells() -> None:
+    planned = plan_file(WHOLE + f"data: {{target: '{__name__}:Texts'}}\nmicro_batch_size: 4Ktok\n")
+    assert [(one.size, one.batches, one.accumulation) for one in planned.stages] == [
+        (8_000, 12, 2),
+        (16_000, 57, 4),
+    ]
+    assert "only reading tells how many tokens each sample has" in planned.warnings[0]
+    assert planned.warnings[0] in plan_table(planned).replace("\n      ", " ")
+    assert (
+        plan_file(WHOLE.replace("1Mtok", "2ep") + f"data: {{target: '{__name__}:Texts'}}").end
+        is None
+    )
+
+
+def test_data_by_index_without_lengths_have_no_plan() -> None:
+    with pytest.raises(PlanError, match="lengths"):
+        plan_file(WHOLE + f"data: {{target: '{__name__}:texts'}}\n")
+
+
+def plan_file(text: str) -> Plan:
+    """Return the plan that the command line prints."""
+    run_file = parse_run_file(text)
+    return plan_of(run_file, prepare_checked(run_file)[1])
