@@ -130,7 +130,8 @@ def prepare(
         mesh: as in `Trainer`: the mesh of all ranks if they share the model, too.
         idle_ranks: as in `Trainer`: whether a batch may have fewer samples than there are ranks.
         sequence_length: tokens of a sequence, which may change: `"0tok:4096 252Mtok:8192"`. For
-            map-style data of equal samples: consecutive ones are joined to rows of that length.
+            map-style data of equal samples: consecutive ones are joined to rows of that length,
+            so they must follow each other in the text without a gap.
             Each length is a multiple of the shorter ones and of `DataSpec.tokens_per_sample`.
         loss_weight: what your loss is a mean over: `"samples"`, target `"tokens"`, or what a
             function counts in a batch. The weights of micro-batches follow it, so that gradients

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.batching import LinearRamp, SquareRootRule
-from stretto.errors import ConversionError, PlanError
+from stretto.errors import ConversionError, PlanError, StrettoError
 from stretto.planning import Plan, plan
 from stretto.report import plan_table
 from stretto.report.tables import groups
@@ -222,3 +222,34 @@ def test_at_refuses_what_only_the_run_can_tell() -> None:
             planned.at(time)
     with pytest.raises((PlanError, ConversionError)):
         planned.at("3tok")
+
+
+TIMES = st.sampled_from(["3ba", "40sp", "7%", "900tok", "0.3ep", "25ba"])
+STEPS: st.SearchStrategy[Schedule] = st.recursive(
+    st.one_of(
+        st.builds(Constant, st.sampled_from([0.25, 0.5, 1.0])),
+        st.builds(lambda every: StepDecay(every, 0.5), TIMES),
+        st.builds(lambda first, after: MultiStep([first, after], 0.5), TIMES, st.just("70%")),
+    ),
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: a * b, inner, inner),
+        st.builds(lambda a, b: a + b, inner, inner),
+        st.builds(lambda time, a, b: Periods([(time, a), ("rest", b)]), TIMES, inner, inner),
+        st.builds(lambda a, b: Periods([("until 60%", a), ("rest", b)]), inner, inner),
+    ),
+    max_leaves=4,
+)
+
+
+@given(STEPS, st.sampled_from([4, "0sp:4 30sp:7"]), st.sampled_from(get_args(LastBatch)))
+def test_a_value_in_steps_changes_only_where_a_row_begins(
+    shape: Schedule, sizes: str, ends: LastBatch
+) -> None:
+    horizon = Horizon("300sp", dataset_num_samples=70, tokens_per_sample=16, last_batch=ends)
+    try:
+        planned = plan(horizon, sizes, schedules={"lr": shape})
+    except StrettoError:  # milestones out of order
+        return
+    rates = [one.values["lr"] for one in planned.batches()]
+    moved = {batch for batch in range(1, len(rates)) if rates[batch] != rates[batch - 1]}
+    assert moved <= {stage.first.batch for stage in planned.stages if stage.begins}

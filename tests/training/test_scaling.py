@@ -44,7 +44,10 @@ def test_one_switch_scales_every_time_of_a_run(problem: Make, tmp_path: Any) -> 
         scale_schedule=0.5,
     )
     assert trainer.run.horizon.max_duration == Time("2ep")
-    assert [(stage.size, stage.batches) for stage in trainer.plan.stages] == [(10, 6), (20, 3)]
+    assert [(stage.size, stage.batches) for stage in trainer.run.plan.sizes.stages] == [
+        (10, 6),
+        (20, 3),
+    ]
     assert [trainer.plan.values_at(batch)["lr"] for batch in (5, 6)] == pytest.approx([0.05, 0.005])
     assert trainer.run.hyperparameters.schedules["momentum"] == Cosine(warmup="0.5ep")
     events = {event.name: event.count for event in trainer.plan.events}

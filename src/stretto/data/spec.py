@@ -159,7 +159,7 @@ class DataSpec:
         """Return the order of the samples of a map-style data set.
 
         >>> DataSpec([1, 2, 3]).order(Loading(shuffle=False))
-        SampleOrder(num_samples=3, seed=0, shuffle=False)
+        SampleOrder(num_samples=3, seed=0, shuffle=False, group=1)
         """
         shuffles = loading.shuffle
         if shuffles is None:

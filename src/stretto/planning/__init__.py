@@ -1,6 +1,7 @@
 """Plans of runs: where every batch begins, its size, and the events."""
 
 from stretto.planning.bind import Prepared, bind_run
+from stretto.planning.borders import Change
 from stretto.planning.plan import Plan, plan
 from stretto.planning.resume import passes, resumed
 from stretto.planning.sizes import (
@@ -14,6 +15,7 @@ from stretto.planning.sizes import (
 from stretto.planning.stages import Event, bound_of, check_least
 
 __all__ = [
+    "Change",
     "Event",
     "Plan",
     "PlannedBatch",

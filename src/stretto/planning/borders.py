@@ -7,16 +7,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypeAlias, final
+from typing import final
 
+from stretto.batching.rows import LENGTH
 from stretto.planning.sizes import PlannedSizes, Stage
 from stretto.planning.stages import Values, batches_until
 from stretto.schedules import Schedule
 from stretto.schedules.scope import MOST_BORDERS, Scope
 from stretto.timing import Horizon, Timestamp
-
-Borders: TypeAlias = Mapping[str, Sequence[int]]
-"""By the name of a value, the batches at which its schedule changes its formula."""
 
 
 @final
@@ -31,43 +29,46 @@ class Change:
     """The clock at the start of the batch."""
 
 
-def borders_of(
-    horizon: Horizon, schedules: Mapping[str, Schedule], sizes: PlannedSizes
-) -> dict[str, list[int]]:
-    """Return where each schedule changes its formula, between the first and the last batch."""
-    found = {}
+def split_at_borders(
+    sizes: PlannedSizes, schedules: Mapping[str, Schedule], horizon: Horizon
+) -> list[Stage]:
+    """Return the stages of a run, split where any schedule changes its formula."""
+    names: dict[int, list[str]] = {}
     for name, schedule in schedules.items():
         marks = schedule.borders(Scope.of(horizon))
         batches = {batches_until(mark.axis, mark.first_tick, sizes) for mark in marks}
-        inside = sorted(at for at in batches if 0 < at < (sizes.num_batches or math.inf))
-        found[name] = inside if len(inside) <= MOST_BORDERS else []
-    return found
-
-
-def split_at(stages: Sequence[Stage], borders: Borders) -> Iterator[Stage]:
-    """Yield the stages of a run, split where any schedule changes."""
-    names: dict[int, list[str]] = {}
-    for name, batches in borders.items():
-        for batch in batches:
+        for batch in batches if len(batches) <= MOST_BORDERS else ():
             names.setdefault(batch, []).append(name)
-    cuts, number = sorted(names), 0
-    for stage in stages:
+    cuts, found = sorted(names), list[Stage]()
+    for stage in sizes.stages:
         start, equal = stage.first.batch, stage.equal
         stop = None if stage.batches is None else start + stage.batches
         upto = len(cuts) if stop is None else bisect_left(cuts, stop)
         inner = cuts[bisect_right(cuts, start) : upto]
+        if found and found[-1].row != stage.row:
+            names.setdefault(start, []).append(LENGTH)
         for first, after in zip([start, *inner], [*inner, stop], strict=True):
-            number += 1
             is_first = first == start
-            yield replace(
+            one = replace(
                 stage,
-                number=number,
+                number=len(found) + 1,
                 equal=equal if is_first else equal.later(first - start),
                 batches=None if after is None else after - first,
                 end=stage.end if after in (None, stop) else equal.timestamp(after - start),
                 skipped=stage.skipped if is_first else 0,
-                begins=tuple(names.get(first, ())),
+                begins=tuple(names.get(first, ())) if first else (),
             )
+            found.append(one)
+    return found
+
+
+def value_text(value: float) -> str:
+    """Return a value as text of about four digits.
+
+    >>> value_text(2.2e-4), value_text(32768.0)
+    ('0.00022', '32,768')
+    """
+    return f"{value:,.0f}" if value.is_integer() and value >= 1e4 else f"{value:.4g}"
 
 
 def changes_of(stages: Sequence[Stage], sizes: PlannedSizes, values: Values) -> Iterator[Change]:
@@ -93,7 +94,7 @@ def changes_of(stages: Sequence[Stage], sizes: PlannedSizes, values: Values) -> 
             # A curve that begins or ends here has a step that is like those beside it.
             near = range(max(edges[number], batch - 2), min(edges[number + 2], batch + 2))
             steps = {one + 1: abs(at(one + 1) - at(one)) for one in near[:-1]}
-            step, said, now = steps.pop(batch), list[str](), f"{stage.values[name].first:.4g}"
+            step, said, now = steps.pop(batch), list[str](), value_text(stage.values[name].first)
             if step > 4 * max(steps.values(), default=0.0) + 1e-9 * abs(at(batch)):
                 said.append(f"changes to {now}")
             elif before not in (0, after):

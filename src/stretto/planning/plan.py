@@ -15,7 +15,7 @@ from stretto.batching.rows import LengthsLike
 from stretto.batching.rules import is_learning_rate
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
-from stretto.planning.borders import Change, borders_of, changes_of, split_at
+from stretto.planning.borders import Change, changes_of, split_at_borders
 from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, unknown_count, walk
 from stretto.planning.stages import (
     Event,
@@ -347,7 +347,7 @@ def plan_prepared(
             micro_batch_size=micro,
             values=first_last(stage, at),
         )
-        for stage in split_at(sizes.stages, borders_of(run.horizon, schedules, sizes))
+        for stage in split_at_borders(sizes, schedules, run.horizon)
     )
     ahead = [
         stage

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from stretto.batching import Tokens
 from stretto.batching.policy import in_unit_of
 from stretto.planning import Event, Plan, Stage, bound_of
-from stretto.planning.plan import moment_record
+from stretto.planning.borders import value_text
 from stretto.planning.stages import FIRST
 from stretto.report.run import RunMetrics
 from stretto.run_folder import PLAN, read_json
-from stretto.timing import Horizon, Timestamp, TimeUnit
+from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
@@ -117,19 +117,21 @@ def moments_table(plan: Plan, times: Sequence[str]) -> str:
          at  stage  batch size  from batch  sample  epoch  of run
     0.5dur      1          32           5     160    0.5   50.0%
     """
-    rows = [moment_record(plan, time) for time in times]
     batches = [plan.at(time) for time in times]
-    clocks = _clock(plan.horizon, is_open=plan.end is None)
+    stages = [plan.stage_of(batch.timestamp.batch) for batch in batches]
     columns: list[Column] = [
-        ["at", *(str(row["at"]) for row in rows)],
-        ["stage", *(str(row["stage"]) for row in rows)],
+        ["at", *(str(Time(time)) for time in times)],
+        ["stage", *(f"{stage.number:,}" for stage in stages)],
         ["batch size", *(f"{batch.size:,}" for batch in batches)],
     ]
-    if any(row["tokens"] for row in rows):
-        columns.append(["in tokens", *(f"{row['tokens']:,}" for row in rows)])
-    columns += [[name, *(show(one.timestamp) for one in batches)] for name, show in clocks.items()]
+    after = [plan.timestamp_at_batch(batch.timestamp.batch + 1) for batch in batches]
+    tokens = [end.token - one.timestamp.token for end, one in zip(after, batches, strict=True)]
+    if any(tokens):
+        columns.append(["in tokens", *(f"{one:,}" for one in tokens)])
+    for name, show in _clock(plan.horizon, is_open=plan.end is None).items():
+        columns.append([name, *(show(batch.timestamp) for batch in batches)])
     columns += [
-        [name, *(f"{batch.values[name]:.4g}" for batch in batches)] for name in batches[0].values
+        [name, *(value_text(batch.values[name]) for batch in batches)] for name in batches[0].values
     ]
     return "\n\n".join("\n".join(block) for block in blocks(columns))
 
@@ -161,7 +163,7 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
     if plan.micro_batch_size is not None:
         columns.append(["accumulation", *map(_passes, rows), ""])
     each = plan.horizon.tokens_per_sample
-    if each is not None and plan.policy.unit is TimeUnit.TOKEN:
+    if each not in (None, 1) and plan.policy.unit is TimeUnit.TOKEN:
         sizes = [[stage.size * each for stage in row] for row in rows]
         columns.insert(2, ["tokens each", *(span(min(row), max(row)) for row in sizes), ""])
     names = plan.stages[0].values
@@ -219,7 +221,7 @@ def _passes(row: Sequence[Stage]) -> str:
 def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
     """Return the first and the last value, and extremes in between."""
     if row[-1].values[name].last is None:
-        return f"{_value(row[0].values[name].first)} to ?"
+        return f"{value_text(row[0].values[name].first)} to ?"
     start, count = row[0].first.batch, sum(filter(None, (stage.batches for stage in row)))
     batches = range(start, start + count)
 
@@ -227,12 +229,8 @@ def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
         return plan.values_at(batch)[name]
 
     turns = {_extreme(value, batches, best) for best in (max, min)}
-    texts = [_value(value(batch)) for batch in sorted({batches[0], batches[-1], *turns})]
+    texts = [value_text(value(batch)) for batch in sorted({batches[0], batches[-1], *turns})]
     return " to ".join(text for text, _ in groupby(texts))
-
-
-def _value(value: float) -> str:
-    return f"{value:,.0f}" if value.is_integer() and value >= 1e4 else f"{value:.4g}"
 
 
 def _extreme(value: Callable[[int], float], batches: range, best: Callable[..., Any]) -> int:
