@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, final
 from rich.console import Console
 
 from stretto._location import local_path
+from stretto.batching import Tokens
 from stretto.cli.planning import (
     add_working_folder,
     packaged_run_file,
@@ -200,11 +201,13 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
         yield f"run of {run}; the number of batches is not known in advance{why}"
     else:
         sizes = [stage.size for stage in plan.stages]
-        many = f"{sizes[0]:,}" if len(set(sizes)) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+        ends = [f"{one}" if isinstance(one, Tokens) else f"{one:,}" for one in sizes]
+        many = ends[0] if len(set(sizes)) == 1 else f"{ends[0]} to {ends[-1]}"
+        many += "" if isinstance(sizes[0], Tokens) else " samples"
         count = f"{plan.num_batches:,} batches"
         if not plan.is_exact and run.unit is not TimeUnit.BATCH:
             count = bound_of(plan.sizes) or count
-        yield f"run of {run}: {count} of {many} samples"
+        yield f"run of {run}: {count} of {many}"
     if trainer.fitting is not None:
         yield f"micro_batch_size auto: {trainer.fitting.summary()}"
     if trainer.found_maximum is not None:

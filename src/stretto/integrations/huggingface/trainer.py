@@ -96,7 +96,7 @@ def check_loss(trainer: Any, run: Run, kind: LossKind | None) -> None:
     if kind is not None and (own is None or _is_known_mean(own)):
         return
     sizes, bounds = run.prepared.sizes, run.prepared.bound_policy.bounds
-    found = [one.size for one in sizes.stages] if sizes else bounds or ()
+    found = [one.whole_sizes[1] for one in sizes.stages] if sizes else bounds or ()
     most = run.micro_batch_size or math.inf
     is_whole = max(found, default=math.inf) <= (0 if isinstance(most, Tokens) else most)
     is_whole = is_whole and run.world_size == 1 and "noise" not in run.loader.reads
