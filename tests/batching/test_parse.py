@@ -40,7 +40,7 @@ def test_policies_as_they_are_written(written: object, policy: BatchSizePolicy) 
     ("written", "match"),
     [
         (0, "use 0 as a batch size"),
-        ("0", "use 0 as a batch size"),
+        ("0", "use '0' as a batch size"),
         (-8, "use -8 as a batch size"),
         (8.0, "use 8.0 as a batch size"),
         (True, "use True as a batch size"),

@@ -139,10 +139,7 @@ class SizeFunction(BatchSizePolicy):
         name = name_of(self.function)
         known = known_counts(timestamp, hidden) if hidden else timestamp
         try:
-            current = state["size"]
-            if self.in_tokens and current is not None:
-                current = Tokens(current)
-            size = self.function(known, current)
+            size = self.function(known, state["size"])
             what = f"the batch size that {name} returned"
             return _in_unit(size, self.unit, what, f"write SizeFunction({name}, in_tokens=True)")
         except UnknownCountError as error:
@@ -248,7 +245,7 @@ class IncreaseFunction(BatchSizePolicy):
         )
 
     def _grown(self, epoch: int, size: int, most: int) -> int:
-        increment = self.function(epoch, in_unit_of(self.start, size))
+        increment = self.function(epoch, size)
         added = 0 if increment is None else whole(increment)
         if added != 0 and isinstance(increment, (str, Time, Tokens)):
             what = f"the increment that {name_of(self.function)} returned"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from itertools import filterfalse
 from typing import Annotated, Any, Self, TypeAlias, final
 
 from stretto.errors import BatchSizeError, TimeError, samples_text, shown
@@ -411,14 +412,11 @@ def has_tokens(value: object) -> bool:
 
 def check_units(policy: Timed) -> None:
     """Refuse sizes of which some are in samples and others in tokens."""
-    found: dict[TimeUnit, object] = {}
-    for size in sizes_in(policy):
-        unit = TimeUnit.TOKEN if has_tokens(size) else TimeUnit.SAMPLE
-        found.setdefault(unit, size)
-    if len(found) > 1:
-        one, other = (f"{shown(size)} in {NAMES[unit]}" for unit, size in found.items())
+    sizes = [*sizes_in(policy)]
+    tokens, others = [*filter(has_tokens, sizes)], [*filterfalse(has_tokens, sizes)]
+    if tokens and others:
         raise BatchSizeError.cannot(
-            f"use {one} and {other} in one batch size policy",
+            f"use {tokens[0]!r} in tokens and {others[0]!r} in samples in one batch size policy",
             why="how many tokens a sample has is not known here",
             instead="write all its sizes as numbers of samples, or all like '64Ktok'",
         )
@@ -466,22 +464,15 @@ def checked_size(
     if not isinstance(value, (str, Time)):
         size = checked_number(value, what, instead=instead)
         return Tokens(size) if isinstance(value, Tokens) else size
-    text = value.strip().replace("_", "") if isinstance(value, str) else ""
-    # 18 digits are more samples than any run has, and bound the work on a hostile text.
-    if text.isascii() and text.isdigit() and len(text) <= 18:
-        return checked_number(int(text), what, instead=instead)
+    text, kinds = str(value).strip(), {TimeUnit.SAMPLE: int, TimeUnit.TOKEN: Tokens}
     try:
-        time = Time(value)
+        time = Time(f"{text}sp" if text.replace("_", "").isdecimal() else text)
+        if time.unit in kinds and time.amount >= 1:
+            return kinds[time.unit](time.amount)
+        why = "it is less than 1" if time.unit in kinds else f"it is a time in {NAMES[time.unit]}"
     except TimeError:
         why = "it is not a number of samples or tokens"
-        raise BatchSizeError.cannot(
-            f"use {shown(value)} as {what}", why=why, instead=instead
-        ) from None
-    kinds: dict[TimeUnit, type[int]] = {TimeUnit.SAMPLE: int, TimeUnit.TOKEN: Tokens}
-    if time.unit not in kinds or time.amount < 1:
-        why = "it is less than 1" if time.unit in kinds else f"it is a time in {NAMES[time.unit]}"
-        raise BatchSizeError.cannot(f"use {shown(str(value))} as {what}", why=why, instead=instead)
-    return kinds[time.unit](time.amount)
+    raise BatchSizeError.cannot(f"use {shown(text)} as {what}", why=why, instead=instead)
 
 
 def checked_number(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
-    Decision,
     Hold,
-    PolicyState,
-    Signals,
     Size,
     SizeLike,
     SizePart,
@@ -167,21 +164,15 @@ class LinearRamp(_Ramp):
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
-        start, step = self.start, max(self.increment, grain_of(self, horizon))
-        # The end, or the first step beyond it: an increment may be less than a sample.
-        sizes = range(start, self.end + step, step)
+        start, end, step, grain = self.start, self.end, self.increment, grain_of(self, horizon)
+        if step < grain:  # whole samples
+            start, end, step = start - start % grain or start, end - end % grain, grain
+        sizes = range(start, end + 1, step)
 
         def sum_before(level: int) -> int:
             return int(level * start + step * level * (level - 1) // 2)
 
-        bound = _bound_ramp(horizon, self, sizes, sum_before)
-        if sizes[-1] == self.end:
-            return bound
-
-        def decide(timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
-            return min(bound.decide(timestamp, state, signals)[0], self.end), state
-
-        return replace(bound, decide=decide, bounds=(start, self.end))
+        return _bound_ramp(horizon, self, sizes, sum_before)
 
 
 @final

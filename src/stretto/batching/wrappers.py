@@ -27,7 +27,7 @@ from stretto.batching.policy import (
 )
 from stretto.batching.steps import as_policy
 from stretto.errors import BatchSizeError, StrettoError, samples_text
-from stretto.schedules.fields import Check, Interval, check_fields
+from stretto.schedules.fields import Check, Interval
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.grammar import exact
 from stretto.timing.time import Number
@@ -103,9 +103,6 @@ class InSamples(SizeMap):
     """
 
     each: PositiveInt
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def unit(self) -> TimeUnit:

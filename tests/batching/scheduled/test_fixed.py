@@ -116,7 +116,7 @@ def test_steps_in_order_or_not_known_to_be_out_of_it_are_taken(
         ("0tok:x", "'x': it is not a number of samples"),
         ("0tok:1e3", "'1e3': it is not a number of samples"),
         ("0tok:-8", "'-8': it is not a number of samples"),
-        ("0tok:0", "'0': it is not an integer of at least 1"),
+        ("0tok:0", "'0': it is less than 1"),
         ("0tok:0tok", "'0tok': it is less than 1"),
         ("0tok:64Kba", "'64Kba': it is a time in batches"),
         ("0tok:16Ktok 2Mtok:64", "in tokens and 64 in samples"),
