@@ -120,8 +120,8 @@ def whole_size(horizon: Horizon, position: int, size: int) -> int:
     if not isinstance(size, Tokens):
         return size
     if horizon.lengths is None:
-        assert horizon.tokens_per_sample is not None, "checked when the policy is bound"
-        return max(1, size // horizon.tokens_per_sample)
+        each = horizon.tokens_per_sample
+        return 1 if each is None else max(1, size // each)  # one at least, if only reading tells
     return horizon.lengths.count(position, size)
 
 

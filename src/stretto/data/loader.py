@@ -316,7 +316,8 @@ class StepLoader(Iterator[Step]):
         self._tokens = TokenCounter(self._source, self.prepared, self.timer)
         self._agreed, self._cross = self._tokens.agreed, self._tokens.cross
         # The next batch of so many tokens may fit into an epoch that this one would not.
-        self._crosses = self._tokens.lengths is not None and self.horizon.last_batch == "drop"
+        in_tokens = self.prepared.bound_policy.unit is TimeUnit.TOKEN
+        self._crosses = in_tokens and self.horizon.last_batch == "drop"
 
     @property
     def rank(self) -> int:

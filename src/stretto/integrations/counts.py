@@ -81,8 +81,13 @@ def _most_between(run: Run, start: int, stop: int) -> NumSteps:
         return NumSteps(None, is_exact=False)
     epoch, within = divmod(start, facts.dataset_num_samples)
     first = Timestamp(epoch=epoch, sample=start, sample_in_epoch=within)
-    count = EqualBatches(facts, first, bounds[0]).count_before(stop)
-    return NumSteps(count, is_exact=bounds[0] == bounds[1])
+    least, lengths = bounds[0], facts.lengths
+    if isinstance(least, Tokens):
+        least = max(
+            1, least // (facts.tokens_per_sample or (lengths.longest if lengths else least))
+        )
+    count = EqualBatches(facts, first, least).count_before(stop)
+    return NumSteps(count, is_exact=bounds[0] == bounds[1] and least == bounds[0])
 
 
 def micro_batches_in_epoch(run: Run, epoch: int) -> int | None:
@@ -110,12 +115,13 @@ def planned_micro_batches(run: Run, start: int, stop: int) -> int:
         if end is not None and run.prepared.facts.last_batch != "drop":
             last = min(last, end - stage.equal.position(after - 1))
         batches = [(first, stage.size, after - 1 - first), (after - 1, last, 1)]
-        if isinstance(micro, Tokens):  # as many as the lengths of each batch need
+        if isinstance(micro, Tokens) or isinstance(stage.size, Tokens):  # each batch has its own
             whole = range(first, after - 1)
             batches[:1] = [(number, stage.equal.size_of(number), 1) for number in whole]
         for number, size, count in batches:
             place = stage.equal.position(number)
-            passes = num_passes(size, place, world_size, micro, lengths=lengths, row=stage.row)
+            batch = range(place, place + size)
+            passes = num_passes(batch, world_size, micro, lengths, row=stage.row)
             total += count * (passes or 0)
     return total
 
@@ -124,5 +130,5 @@ def smallest_step(run: Run) -> int | None:
     """Return the samples of the smallest step, as far as that is known before the run."""
     sizes, bounds = run.prepared.sizes, run.prepared.bound_policy.bounds
     if sizes is None:
-        return bounds[0] if bounds else None
-    return min(min((stage.size, *stage.cut_sizes)) for stage in sizes.stages)
+        return None if not bounds or isinstance(bounds[0], Tokens) else bounds[0]
+    return min(min((*stage.whole_sizes, *stage.cut_sizes)) for stage in sizes.stages)

@@ -42,6 +42,7 @@ from stretto.timing.epochs import (
     outgrows_epoch,
 )
 
+_TOKEN = TimeUnit.TOKEN
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -100,7 +101,7 @@ def next_step(
     if horizon.is_done(timestamp):
         return timestamp, None
     decided, decided_state = policy.decide(timestamp, state, signals)
-    if policy.unit is TimeUnit.TOKEN:
+    if policy.unit is _TOKEN:
         if horizon.lengths is None:  # only reading tells how many samples these are
             most = cut(horizon, timestamp, decided)
             return timestamp, PlannedBatch(timestamp, most, Tokens(decided), 0, 0, decided_state)
@@ -115,14 +116,13 @@ def next_step(
             return timestamp, None
         # The batch starts at a later position, so the policy decides again.
         decided, decided_state = policy.decide(timestamp, state, signals)
-        if policy.unit is TimeUnit.TOKEN:
+        if policy.unit is _TOKEN:
             decided = Tokens(decided)
         whole = whole_size(horizon, timestamp.sample, decided)
         if outgrows_epoch(horizon, timestamp, whole):
             raise larger_than_epoch(horizon, decided)
     size = cut(horizon, timestamp, whole)
-    after = next_size(horizon, timestamp.sample + size, decided)
-    ends = advance(horizon, timestamp, size, next_size=after).epoch - timestamp.epoch
+    ends = _moved(horizon, timestamp, size, decided).epoch - timestamp.epoch
     skipped = timestamp.sample - before
     step = PlannedBatch(timestamp, size, decided, skipped, ends, decided_state)
     return timestamp, step if policy.row_at is None else step._replace(row=policy.row_at(timestamp))
@@ -140,8 +140,13 @@ def next_size(horizon: Horizon, position: int, decided: int) -> int | None:
 
 def after_batch(horizon: Horizon, step: PlannedBatch) -> Timestamp:
     """Return the clock after a planned batch."""
-    now, size = step.timestamp, step.size
-    following = next_size(horizon, now.sample + size, step.decided)
+    return _moved(horizon, step.timestamp, step.size, step.decided)
+
+
+def _moved(horizon: Horizon, now: Timestamp, size: int, decided: int) -> Timestamp:
+    if type(decided) is int:
+        return advance(horizon, now, size)
+    following = next_size(horizon, now.sample + size, decided)
     return advance(horizon, now, size, next_size=following)
 
 
@@ -212,7 +217,7 @@ def walk(
             return now
         state = step.state
         yield step
-        now = after_batch(horizon, step)
+        now = _moved(horizon, now, step.size, step.decided)
 
 
 def check_plannable(horizon: Horizon, policy: Bound) -> None:
@@ -363,14 +368,9 @@ class Stage:
         return [one for one in found if one is not None]
 
     def _passes(self, size: int) -> int | None:
-        return num_passes(
-            size,
-            self.first.sample,
-            self.world_size,
-            self.micro_batch_size,
-            lengths=self.equal.horizon.lengths,
-            row=self.row,
-        )
+        batch = range(self.first.sample, self.first.sample + size)
+        lengths = self.equal.horizon.lengths
+        return num_passes(batch, self.world_size, self.micro_batch_size, lengths, row=self.row)
 
     @property
     def _is_cut(self) -> bool:

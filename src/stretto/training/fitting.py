@@ -38,7 +38,7 @@ def find_micro_batch(step: TrainStep, run: Run, ranks: Ranks, plan: Plan | None)
         bounds = run.prepared.bound_policy.bounds
         largest = (run.horizon.dataset_num_tokens or NO_LIMIT) if bounds is None else bounds[1]
     elif plan is not None and plan.stages:
-        largest = max(stage.size for stage in plan.stages)
+        largest = max(stage.whole_sizes[1] for stage in plan.stages)
     else:
         largest = (num_samples or 2**20) if bounds is None else bounds[1]
     most = -(-largest // loader.world_size)

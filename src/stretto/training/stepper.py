@@ -36,7 +36,7 @@ from stretto.ordering import evenly
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.losses import scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text, release_memory
-from stretto.runtime.packing import count, count_or_none
+from stretto.runtime.packing import count
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.rewind import Rewind, kept_buffers
 from stretto.runtime.sharded import local_part
@@ -45,6 +45,7 @@ from stretto.settings import Stepping
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.state import MISFITS, unfit
 from stretto.training.criterion import HINT
+from stretto.training.describe import plain
 from stretto.training.reduction import adds_up, has_sum, is_sum
 
 
@@ -625,19 +626,20 @@ class Retry:
     def state_dict(self) -> dict[str, Any]:
         """Return the present size."""
         return {
-            "largest": _kept(self.largest),
+            "largest": plain(self.largest),
             "is_found": self.is_found,
-            "size": _kept(self.size),
+            "size": plain(self.size),
             "splits": self.splits,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the saved size, unless another one was configured since."""
-        largest = _size_of(state, "largest")
+        kept = (state["largest"], state["size"])
+        largest, size = (None if one is None else checked_size(one) for one in kept)
         if self.is_found and state["is_found"]:
             self.largest = self.size = largest
         if repr(self.largest) == repr(largest):  # 4096 is neither of the two in the other unit
-            self.size = _size_of(state, "size")
+            self.size = size
         self.splits = count(state, "splits")
 
 
@@ -645,17 +647,6 @@ def _price(micro: MicroBatch) -> int:
     """Return the tokens of a micro-batch as it is run, with its padding."""
     rows = count_samples(micro.batch) or micro.num_samples  # 1 if it is packed
     return max(rows * (longest_sequence(micro.batch) or 0), micro.num_tokens, 1)
-
-
-def _kept(size: int | None) -> int | str | None:
-    """Return a size as JSON keeps it: that in tokens as a text."""
-    return str(size) if isinstance(size, Tokens) else size
-
-
-def _size_of(state: Mapping[str, Any], name: str) -> int | None:
-    if isinstance(state[name], str):
-        return checked_size(state[name])
-    return count_or_none(state, name, least=1)
 
 
 _GRADIENT, _IS_GIVEN = attrgetter("grad"), partial(is_not, None)
