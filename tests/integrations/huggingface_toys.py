@@ -9,7 +9,6 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-import datasets
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -23,7 +22,6 @@ from stretto.schedules import Cosine
 from stretto.timing import Horizon
 
 transformers.logging.set_verbosity_error()
-datasets.disable_progress_bars()
 torch.set_num_threads(1)
 
 N, WORDS, SEED = 150, 64, 3
@@ -44,7 +42,10 @@ def rows(number: int = N) -> list[dict[str, list[int]]]:
     return found
 
 
-def dataset(number: int = N) -> datasets.Dataset:
+def dataset(number: int = N) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
     return datasets.Dataset.from_list(rows(number))
 
 

@@ -56,6 +56,28 @@ def test_checkpointed_activations_in_half_precision_see_the_same_samples() -> No
     torch.testing.assert_close(toys.flat(trainer.model), weights, rtol=0, atol=1e-3)
 
 
+def test_fine_tuning_in_tokens_is_one_big_batch() -> None:
+    found = []
+    for budget in ("40tok", "10Ktok"):
+        trainer = SFTTrainer(
+            model=toys.llama(),
+            args=toys.arguments(SFTConfig, max_length=32, **PRECISE),
+            train_dataset=toys.dataset(),
+            processing_class=tokenizer(),
+        )
+        lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
+        sizes = "0tok:60tok 700tok:150tok"
+        attach(trainer, sizes, toys.SCHEDULES, micro_batch_size=budget, lengths=lengths)
+        recorder = toys.Recorder(trainer)
+        trainer.train()
+        found.append((recorder, toys.flat(trainer.model)))
+    (small, weights), (whole, big) = found
+    assert small.ids == whole.ids
+    assert max(map(len, small.micros)) > 1
+    assert max(map(len, whole.micros)) == 1
+    torch.testing.assert_close(weights, big, rtol=0, atol=1e-7)
+
+
 def test_adapters_train_as_one_big_batch() -> None:
     peft = pytest.importorskip("peft", reason="needs peft: make test-adapters")
     weights = []

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from stretto import plan
-from stretto.batching import NO_SIGNALS, DoublingRamp, Fixed, PiecewiseConstant, as_policy
+from stretto import plan, prepare
+from stretto.batching import (
+    NO_SIGNALS,
+    DoublingRamp,
+    Fixed,
+    NoiseScale,
+    PiecewiseConstant,
+    Signals,
+    as_policy,
+)
 from stretto.batching.policy import Tokens
 from stretto.data import DataSpec, StepLoader
+from stretto.data import lengths as lengths_module
 from stretto.planning import next_step
 from stretto.planning.sizes import bind_sizes
+from stretto.schedules import Cosine
 from stretto.timing import LastBatch, Timestamp, TimeUnit
 from stretto.training import Loading
 
@@ -255,3 +267,99 @@ def test_a_step_is_decided_without_a_walk() -> None:
     _, step = next_step(horizon, bind_sizes(horizon, case.policy), Timestamp(sample=3), {})
     assert step is not None
     assert (step.size, step.decided, repr(step.decided)) == (3, 17, "'17tok'")
+
+
+def collate(samples: list[Any]) -> dict[str, Any]:
+    ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+def texts(lengths: list[int]) -> DataSpec:
+    return DataSpec([torch.ones(one, dtype=torch.long) for one in lengths], lengths=lengths)
+
+
+LENGTHS = [7, 3, 12, 5, 9, 4, 4, 11, 6, 8, 3, 10]
+
+
+def test_a_policy_that_follows_the_noise_decides_in_tokens() -> None:
+    loading = Loading(collate_fn=collate)
+    policy = NoiseScale("8tok", "40tok")
+    loader = StepLoader(texts(LENGTHS), policy, max_duration="3ep", loading=loading)
+    sizes = []
+    for step in loader:
+        sizes.append((step.num_tokens, step.batch_size))
+        measured = Signals(noise_numerator=100.0 * len(sizes), noise_denominator=1.0)
+        loader.finish(step, signals=measured)
+    assert all(tokens <= max(size, 12) for tokens, size in sizes)
+    assert {repr(size) for _, size in sizes} >= {"'8tok'", "'40tok'"}
+    assert loader.timer.token == 3 * sum(LENGTHS)
+
+
+def test_a_resume_may_change_the_unit() -> None:
+    spec, loading = texts(LENGTHS), Loading(collate_fn=collate, seed=2)
+
+    def loader(size: Any) -> StepLoader:
+        return StepLoader(spec, size, max_duration="2ep", loading=loading)
+
+    first, second, third = loader(2), loader("20tok"), loader(3)
+    for one, after in ((first, second), (second, third)):
+        for _ in range(3):
+            one.finish(next(one))
+        after.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert third.state_dict()["past"] == [[0, 2], [3, "20tok"]]
+    sizes = third.prepared.planned_sizes()
+    assert [(repr(stage.size), stage.batches) for stage in sizes.stages[:2]] == [
+        ("2", 3),
+        ("'20tok'", 3),
+    ]
+    assert sizes.timestamp_at_batch(6)[:7] == third.timer.timestamp[:7]
+    assert len([*third]) == len(third) - 6
+
+
+@pytest.mark.parametrize("wrong", [1, -1])
+def test_lengths_that_are_not_those_of_the_batches_are_told(wrong: int) -> None:
+    lengths = [one + wrong for one in LENGTHS]
+    spec = DataSpec(texts(LENGTHS).data, lengths=lengths)
+    loader = StepLoader(spec, "30tok", max_duration="1ep", loading=Loading(collate_fn=collate))
+    with pytest.warns(UserWarning, match="the clock and sizes in tokens follow the lengths"):
+        next(loader)
+    assert len([*loader]) == len(loader) - 1  # told once
+
+
+def test_padding_without_a_mask_is_no_mistake() -> None:
+    def padded(samples: list[Any]) -> dict[str, Any]:
+        return {"input_ids": collate(samples)["input_ids"]}
+
+    loading = Loading(collate_fn=padded)
+    loader = StepLoader(texts(LENGTHS), "30tok", max_duration="1ep", loading=loading)
+    assert sum(step.num_tokens for step in loader) == sum(LENGTHS)
+
+
+def test_a_start_and_a_resume_read_only_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_samples, read = 800_000, []
+    kept = lengths_module.OrderedLengths._read
+
+    def counted(self: Any, begin: int, end: int) -> Any:
+        read.append(begin)
+        return kept(self, begin, end)
+
+    lengths = torch.full((num_samples,), 3, dtype=torch.uint8)
+    spec, schedule = DataSpec(range(num_samples), lengths=lengths), Cosine(1, 0.1, warmup="9ba")
+    whole = plan(spec.horizon("3ep"), "3000tok", schedules={"lr": schedule})
+    assert whole.num_batches == 2400
+    monkeypatch.setattr(lengths_module.OrderedLengths, "_read", counted)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = prepare(spec, "3000tok", max_duration="3ep", schedules={"lr": schedule})
+    run.bind(optimizer, rank=0, world_size=2)
+    state = run.loader.state_dict()
+    clock = whole.timestamp_at_batch(1000).to_state()
+    state |= {"clock": state["clock"] | clock, "past": [[0, "3000tok"]]}
+    assert run.begin() is not None
+    assert len(read) <= 2
+    run.loader.load_state_dict(state)
+    step = next(run.loader)
+    assert (step.timestamp.batch, len(read) <= 4) == (1000, True)
+    assert run.loader.prepared.planned_sizes().sample_at_batch(5) == 5000
+    assert len(read) <= 5
+    assert len(run.loader) == 2400

@@ -18,7 +18,6 @@ from stretto.errors import BatchSizeError, TrainingError
 from stretto.training import Evaluation, Loading, Stepping, Trainer
 from stretto.training.algorithms import NoiseReport
 
-pytestmark = pytest.mark.filterwarnings("ignore:an epoch of these data:UserWarning")
 LENGTHS = [3 + 7 * place % 23 for place in range(60)]
 
 

@@ -93,34 +93,27 @@ def checked_micro_batch(value: object, facts: Horizon) -> int | None:
 
 
 def num_passes(
-    size: int,
-    start: int,
-    world_size: int,
-    micro_batch_size: int | None,
-    *,
-    lengths: Lengths | None = None,
-    row: int = 1,
+    batch: range, world_size: int, micro: int | None, lengths: Lengths | None, *, row: int = 1
 ) -> int | None:
     """Return the micro-batches of each rank in a batch; None if they follow unknown lengths.
 
-    >>> num_passes(13, 0, world_size=4, micro_batch_size=2)
+    >>> num_passes(range(13), 4, 2, None)
     2
 
     Args:
-        size: the samples of the batch.
-        start: the position of its first sample.
+        batch: the positions of its samples.
         world_size: how many ranks share it.
-        micro_batch_size: the most samples that a rank takes at once, or a budget of tokens.
+        micro: the most samples that a rank takes at once, or a budget of tokens.
         lengths: the tokens of each sample.
         row: how many samples are joined to a row.
     """
-    if not isinstance(micro_batch_size, Tokens):
-        size, micro_batch_size = in_rows(size, micro_batch_size, row)
-        return Split(size, world_size, micro_batch_size).accumulation
+    if not isinstance(micro, Tokens):
+        size, micro = in_rows(batch.stop - batch.start, micro, row)  # `len` has a limit
+        return Split(size, world_size, micro).accumulation
     if lengths is None:
         return None
-    found = lengths.of(start, start + size)
-    return len(pack(found, micro_batch_size, world_size, packed=lengths.packed)[0])
+    found = lengths.of(batch.start, batch.stop)
+    return len(pack(found, micro, world_size, packed=lengths.packed)[0])
 
 
 def _sorted(lengths: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, final
 from rich.console import Console
 
 from stretto._location import local_path
-from stretto.batching import Tokens
+from stretto.batching.policy import size_text
 from stretto.cli.planning import (
     add_working_folder,
     packaged_run_file,
@@ -193,7 +193,7 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     plan, run = trainer.plan, trainer.run.horizon.max_duration
     bounds = trainer.run.loader.prepared.decided_between
     if bounds is not None:
-        many = f"batches of {bounds[0]:,} to {bounds[1]:,} samples"
+        many = f"batches of {bounds[0]:,} to {size_text(bounds[1])}"
         yield f"run of {run}: {many}, decided during the run"
     elif plan is None or plan.num_batches is None:
         known = trainer.run.horizon.batch_sizes
@@ -201,9 +201,8 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
         yield f"run of {run}; the number of batches is not known in advance{why}"
     else:
         sizes = [stage.size for stage in plan.stages]
-        ends = [f"{one}" if isinstance(one, Tokens) else f"{one:,}" for one in sizes]
-        many = ends[0] if len(set(sizes)) == 1 else f"{ends[0]} to {ends[-1]}"
-        many += "" if isinstance(sizes[0], Tokens) else " samples"
+        many = "" if len(set(sizes)) == 1 else f"{sizes[0]:,} to "
+        many += size_text(sizes[-1])
         count = f"{plan.num_batches:,} batches"
         if not plan.is_exact and run.unit is not TimeUnit.BATCH:
             count = bound_of(plan.sizes) or count

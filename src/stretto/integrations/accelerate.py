@@ -38,6 +38,7 @@ from stretto.integrations.shared import (
     StepMeter,
     counted_as_collated,
     refuse,
+    with_lengths,
 )
 from stretto.run import Run, prepare
 from stretto.settings import Loading
@@ -55,9 +56,10 @@ def attach(
     rule: RuleLike | None = None,
     units: Units | None = None,
     every: Mapping[str, Trigger | TimeLike] | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | str | None = None,
     loading: Loading | None = None,
     model: nn.Module | None = None,
+    **facts: Any,
 ) -> tuple[AccelerateLoader, ClockScheduler]:
     """Return a loader of micro-batches and a scheduler, for a loop that accumulates gradients.
 
@@ -65,7 +67,7 @@ def attach(
 
     Args:
         accelerator: the accelerator.
-        batch_size: samples of one step over all ranks: a number, a text, a policy.
+        batch_size: samples or tokens of one step over all ranks: a number, a text, a policy.
         schedules: by hyper-parameter.
         data: a `DataLoader` that is not prepared, or what else `StepLoader` takes.
         optimizer: the prepared one; or several, of which the last to step in the loop is the last.
@@ -74,9 +76,11 @@ def attach(
         units: what the loss is a mean over: "samples", "tokens" (targets), or a function that
             counts them. None: samples; refused if micro-batches have other targets per sample.
         every: by a name of yours, when `loader.due` has that name.
-        micro_batch_size: the most samples of a micro-batch; None: the batch size of a `DataLoader`.
+        micro_batch_size: the most samples of a micro-batch, or its most tokens, such as `"8Ktok"`;
+            None: the batch size of a `DataLoader`.
         loading: how data are loaded.
         model: the prepared model, for sizes that follow the noise of the gradient.
+        facts: fields of `DataSpec`, such as `lengths`.
 
     Raises:
         StrettoError: the arguments do not fit; the message says what to write instead.
@@ -98,7 +102,7 @@ def attach(
     if micro_batch_size is None and isinstance(data, DataLoader):
         micro_batch_size = data.batch_size
     run = prepare(
-        counted_as_collated(data),
+        counted_as_collated(data, **facts),
         batch_size,
         max_duration=max_duration,
         schedules=schedules,
@@ -107,7 +111,9 @@ def attach(
         micro_batch_size=micro_batch_size,
         loading=loading,
     )
-    run.bind(each, rank=accelerator.process_index, world_size=accelerator.num_processes)
+    with_lengths(run).bind(
+        each, rank=accelerator.process_index, world_size=accelerator.num_processes
+    )
     loader = AccelerateLoader(accelerator, run, units, model)
     last = each[-1]
     inner: Any = last.optimizer if isinstance(last, AcceleratedOptimizer) else last

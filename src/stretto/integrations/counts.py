@@ -120,7 +120,8 @@ def planned_micro_batches(run: Run, start: int, stop: int) -> int:
             batches[:1] = [(number, stage.equal.size_of(number), 1) for number in whole]
         for number, size, count in batches:
             place = stage.equal.position(number)
-            passes = num_passes(size, place, world_size, micro, lengths=lengths, row=stage.row)
+            batch = range(place, place + size)
+            passes = num_passes(batch, world_size, micro, lengths, row=stage.row)
             total += count * (passes or 0)
     return total
 

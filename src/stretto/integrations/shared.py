@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from stretto.batching import NO_SIGNALS, Signals
+from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
 from stretto.data import DataSpec, Step
 from stretto.data.weights import Units, unit_counter, units_of
 from stretto.errors import DataError, TrainingError
 from stretto.integrations.counts import steps_between, steps_left
 from stretto.noise import NoiseMeter
 from stretto.run import Run
-from stretto.timing import Timer
+from stretto.timing import Timer, TimeUnit
 
 BY_SIZE = "the batch size decides how many micro-batches a step has"
 """Why an accumulation of the framework's own is refused."""
@@ -181,6 +181,21 @@ def counted_as_collated(data: Any, **facts: Any) -> DataSpec:
     if spec.is_map_style and spec.get_num_samples_in_batch is None:
         return DataSpec.of(spec, get_num_samples_in_batch=lambda _: None)
     return spec
+
+
+def with_lengths(run: Run) -> Run:
+    """Return a run; refuse amounts in tokens of samples of unknown length: nothing counts them.
+
+    Raises:
+        TrainingError: it has such amounts.
+    """
+    spec, micro = run.spec, checked_size(run.micro_batch_size or 1)
+    is_in_tokens = run.prepared.bound_policy.unit is TimeUnit.TOKEN or isinstance(micro, Tokens)
+    is_unknown = spec.is_map_style and spec.lengths is None and spec.tokens_per_sample is None
+    why = "how many each sample has is not known"
+    instead = "pass lengths=count_lengths(dataset, 'lengths.bin') to attach()"
+    refuse((is_in_tokens and is_unknown, "follow amounts in tokens", why, instead))
+    return run
 
 
 def counted_steps(run: Run) -> Iterator[Step]:

@@ -118,14 +118,9 @@ class Plan:
 
     def _shared(self, step: PlannedBatch) -> PlannedBatch:
         """Return a batch with what only a plan says of it."""
-        passes = num_passes(
-            step.size,
-            step.timestamp.sample,
-            self.world_size,
-            self.micro_batch_size,
-            lengths=self.horizon.lengths,
-            row=step.row,
-        )
+        start, lengths = step.timestamp.sample, self.horizon.lengths
+        batch = range(start, start + step.size)
+        passes = num_passes(batch, self.world_size, self.micro_batch_size, lengths, row=step.row)
         values = self._values(step.timestamp, step.decided)
         return step._replace(accumulation=passes, values=values)
 

@@ -368,14 +368,9 @@ class Stage:
         return [one for one in found if one is not None]
 
     def _passes(self, size: int) -> int | None:
-        return num_passes(
-            size,
-            self.first.sample,
-            self.world_size,
-            self.micro_batch_size,
-            lengths=self.equal.horizon.lengths,
-            row=self.row,
-        )
+        batch = range(self.first.sample, self.first.sample + size)
+        lengths = self.equal.horizon.lengths
+        return num_passes(batch, self.world_size, self.micro_batch_size, lengths, row=self.row)
 
     @property
     def _is_cut(self) -> bool:

@@ -14,6 +14,7 @@ from stretto.planning import Event, Plan, Stage, bound_of
 from stretto.planning.borders import value_text
 from stretto.planning.stages import FIRST
 from stretto.report.run import RunMetrics
+from stretto.run_folder import PLAN, read_json
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
@@ -292,7 +293,7 @@ def run_table(metrics: RunMetrics, folder: Path) -> str:
     counts = [unit for unit in _CLOCK if unit != "tok" or rows[-1]["tok"]]
     names = [name for name in metrics.measured if name not in metrics.references]
     followed = [name for name in FOLLOWED if any(name in line for line in metrics.training)]
-    heads = [*(_CLOCK[unit] for unit in counts), "time", "batch size"]
+    heads = [*(_CLOCK[unit] for unit in counts), "time", _size_head(folder)]
     heads += [name.replace("_", " ") for name in followed] + ["loss", *names]
     table = [heads]
     for row in shown:
@@ -304,6 +305,14 @@ def run_table(metrics: RunMetrics, folder: Path) -> str:
     lines = aligned(list(zip(*table, strict=True)))
     notes = [f"{name}: {value:.4f} throughout" for name, value in metrics.references.items()]
     return "\n".join([f"{folder}:", "", *lines, *([""] if notes else []), *notes])
+
+
+def _size_head(folder: Path) -> str:
+    """Return what the batch sizes of a run are, as far as its plan says it."""
+    plan = read_json(folder / PLAN)
+    stages = plan.get("stages", ()) if isinstance(plan, dict) else ()
+    units = {stage.get("unit") for stage in stages}
+    return "batch tokens" if "tok" in units else "batch size"
 
 
 def _evenly_spaced(rows: list[Mapping[str, float]]) -> list[Mapping[str, float]]:
@@ -360,7 +369,9 @@ def memory_table(answer: Answer) -> str:
     for size, peak in answer.peaks.items():
         mark = answer.bound if size == answer.size else ""
         headroom = answer.limit.bytes - answer.reserve - peak
-        rows.append((_sized(size, answer), show_bytes(peak), show_bytes(headroom), mark))
+        rows.append(
+            (f"{in_unit_of(answer.size, size):,}", show_bytes(peak), show_bytes(headroom), mark)
+        )
     return _with_remarks(rows)
 
 
@@ -378,18 +389,11 @@ def answers_table(rows: Sequence[tuple[Mapping[str, object], Answer | None]]) ->
         cells = ("none fits", "", "", "")
         if answer is not None:
             peak = "" if answer.peak is None else show_bytes(answer.peak)
-            batch = answer.size * int(str(asked.get("ranks", 1)))
-            size, whole = (_sized(one, answer) for one in (answer.size, batch))
-            cells = (size, whole, peak, answer.certainty)
+            batch = in_unit_of(answer.size, answer.size * int(str(asked.get("ranks", 1))))
+            cells = (f"{answer.size:,}", f"{batch:,}", peak, answer.certainty)
         table.append((*shown, *cells))
     notes = dict.fromkeys(note for _, answer in rows if answer for note in answer.notes)
     return "\n".join([_with_remarks(table), *notes])
-
-
-def _sized(size: int, answer: Answer) -> str:
-    """Return a size in the unit of an answer."""
-    amount = in_unit_of(answer.size, size)
-    return str(amount) if isinstance(amount, Tokens) else f"{size:,}"
 
 
 def _with_remarks(rows: Sequence[Sequence[str]]) -> str:

@@ -39,24 +39,26 @@ def attach(
     rule: RuleLike | None = None,
     every: Mapping[str, Trigger | TimeLike] | None = None,
     max_duration: TimeLike | None = None,
+    micro_batch_size: int | str | None = None,
     last_batch: LastBatch | None = None,
     **facts: Any,
 ) -> AnyTrainer:
     """Let a trainer follow a batch size that changes, and schedules on an exact clock.
 
     Call it before `trainer.train()`, on every rank. `per_device_train_batch_size` is the most
-    samples of a micro-batch from now on.
+    samples of a micro-batch from now on, if there is no other.
 
     Args:
         trainer: the trainer, as it was built.
-        batch_size: samples of one step over all ranks: a number, a text, a policy.
+        batch_size: samples or tokens of one step over all ranks: a number, a text, a policy.
         schedules: by hyper-parameter; None: `args.lr_scheduler_type`, over the clock.
         rule: how learning rates follow the batch size.
         every: when to "evaluate", "save" or "log", beside what the strategies of `args` say.
         max_duration: how long to train; None: `args.max_steps` or `args.num_train_epochs`.
+        micro_batch_size: the most samples of a micro-batch, or its most tokens, such as `"8Ktok"`.
         last_batch: what happens if an epoch ends inside a batch; None: `drop` with
             `args.dataloader_drop_last`, else `keep`.
-        facts: fields of `DataSpec`, such as `num_samples` of a stream.
+        facts: fields of `DataSpec`, such as `lengths`, or `num_samples` of a stream.
 
     Returns:
         The trainer.
@@ -77,6 +79,7 @@ def attach(
         rule=rule,
         max_duration=length if max_duration is None else max_duration,
         every=when,
+        micro_batch_size=micro_batch_size,
     )
     ending: LastBatch = "drop" if args.dataloader_drop_last else "keep"
     own.loading, own.facts = Loading(last_batch=ending if last_batch is None else last_batch), facts

@@ -40,6 +40,7 @@ from stretto.integrations.shared import (
     note_metrics,
     refuse,
     warn_of_end,
+    with_lengths,
 )
 from stretto.run import Run, prepare
 from stretto.settings import Loading
@@ -193,7 +194,8 @@ class StrettoCallback(TrainerCallback, ExportableState):
         elif not self.is_counted:
             end, left = end_of(run), state.max_steps - state.global_step
             if end is not None:  # as if the size stayed as it is
-                left = -(-(end - run.timer.sample) // run.batch_size)
+                assert run.step is not None, "finished"
+                left = -(-(end - run.timer.sample) // run.step.num_samples)
             state.max_steps = state.global_step + max(1, left)
         return control
 
@@ -244,7 +246,7 @@ class Follows(Trainer):
         settings = {**own.settings, "loading": loading}
         if settings["schedules"] is None:
             settings["schedules"] = {"lr": lambda timer: own.curve(timer.get_elapsed_duration())}
-        own.run = prepare(counted_as_collated(data, **own.facts), **settings)
+        own.run = with_lengths(prepare(counted_as_collated(data, **own.facts), **settings))
         return TrainerLoader(own.run, stock.dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> tuple[Any, ...]:
@@ -260,7 +262,7 @@ class Follows(Trainer):
         if own.settings["schedules"] is None:
             own.curve = self._stock_curve(num_training_steps)
         rank, world_size = self.args.process_index, self.args.world_size
-        most = self._train_batch_size
+        most = self._train_batch_size if own.settings["micro_batch_size"] is None else None
         own.run.bind(optimizer, rank=rank, world_size=world_size, micro_batch_size=most)
         own.meter = None
         self.lr_scheduler = ClockScheduler(optimizer, own.run.timer)

@@ -39,6 +39,7 @@ from stretto.integrations.lightning.callback import (
     own_interval,
     own_length,
 )
+from stretto.integrations.shared import with_lengths
 from stretto.run import prepare
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
@@ -56,17 +57,20 @@ def attach(
     every: Mapping[str, Trigger | TimeLike] | None = None,
     max_duration: TimeLike | None = None,
     units: Units = "samples",
+    micro_batch_size: int | str | None = None,
     loading: Loading | None = None,
+    **facts: Any,
 ) -> LightningLoader:
     """Let a trainer follow a batch size that changes, and schedules on an exact clock.
 
     Call it before `trainer.fit`, on every rank, and pass what it returns to `trainer.fit`; or pass
     `datamodule=` the data module that was attached, which is prepared and set up here. The
-    `batch_size` of a `DataLoader` is the most samples of a micro-batch from now on.
+    `batch_size` of a `DataLoader` is the most samples of a micro-batch from now on, if there is no
+    other.
 
     Args:
         trainer: the trainer.
-        batch_size: samples of one step over all ranks: a number, a text, a policy.
+        batch_size: samples or tokens of one step over all ranks: a number, a text, a policy.
         schedules: by hyper-parameter; None, without a `rule`: the module's own schedulers stay.
         data: a `DataLoader`, a `LightningDataModule`, a data set, an iterable of batches, or a
             `DataSpec`.
@@ -75,7 +79,9 @@ def attach(
             `check_val_every_n_epoch` say.
         max_duration: how long to train; None: `max_steps` or `max_epochs` of the trainer.
         units: what the loss is a mean over: "samples", "tokens", or a function of a batch.
+        micro_batch_size: the most samples of a micro-batch, or its most tokens, such as `"8Ktok"`.
         loading: how data are loaded, as far as the `DataLoader` does not say.
+        facts: fields of `DataSpec`, such as `lengths`.
 
     Returns:
         The train dataloader.
@@ -96,17 +102,19 @@ def attach(
         what, instead = f"follow a {type(data).__name__} of dataloaders", "give one DataLoader"
         raise DataError.cannot(what, why="a run has one order of samples", instead=instead)
     evaluate = when["evaluate"] if "evaluate" in when else own_interval(trainer)
+    if micro_batch_size is None and isinstance(data, DataLoader):
+        micro_batch_size = data.batch_size
     run = prepare(
-        DataSpec.of(data),
+        DataSpec.of(data, **facts),
         batch_size,
         max_duration=own_length(trainer) if max_duration is None else max_duration,
         schedules=schedules,
         rule=rule,
         every={**when, "evaluate": evaluate},
-        micro_batch_size=data.batch_size if isinstance(data, DataLoader) else None,
+        micro_batch_size=micro_batch_size,
         loading=loading,
     )
-    batches = LightningLoader(run, units)
+    batches = LightningLoader(with_lengths(run), units)
     # First, so that other callbacks see the clock behind the step and the rates of the next one.
     trainer.callbacks.insert(0, LightningCallback(batches, ends_epochs=evaluate == "1ep"))
     if module is not None:
