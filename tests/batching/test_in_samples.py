@@ -306,3 +306,17 @@ def test_a_policy_of_yours_may_decide_in_tokens() -> None:
         assert [stage.size for stage in plan(horizon, policy).stages] == [2]
     with pytest.raises(BatchSizeError, match="in tokens and 8 in samples"):
         AtMost(Mine(), 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    _whole() | _fine(), st.integers(1, 50), st.integers(0, 9), st.sampled_from(["keep", "carry"])
+)
+def test_equal_lengths_are_walked_as_equal_samples(
+    make: Make, each: int, odd: int, last_batch: LastBatch
+) -> None:
+    policy = make(lambda number: Tokens(number * (each + odd)))
+    samples = list(range(900))
+    known = DataSpec(samples, tokens_per_sample=each).horizon("2ep", last_batch)
+    stated = DataSpec(samples, lengths=[each] * 900).horizon("2ep", last_batch)
+    assert walked(stated, policy) == walked(known, policy)

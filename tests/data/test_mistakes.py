@@ -138,7 +138,6 @@ def test_a_mistake_is_said_once(settings: dict[str, Any], says: str) -> None:
         {"clear": in_place, "clears_first": True, "before_update": clip, "micro_batch_size": 3},
         {"before_update": clip},
         {"weigh": lambda run, step, micro: micro.num_samples / step.num_samples},
-        {"weigh": lambda run, step, micro: run.weights(step)[0]},
         {"weigh": lambda run, step, micro: 1.0, "micro_batch_size": 8},
         {"scheduler": step_lr},
         COSINE,

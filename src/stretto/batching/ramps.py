@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias, final
@@ -38,11 +39,13 @@ def _bound_ramp(
     ramp: LinearRamp | DoublingRamp | StagedRamp,
     sizes: Sequence[int],
     sum_before: Callable[[int], int],
+    grain: int = 1,
 ) -> Bound:
     """Return the ramp through `sizes`, the last of which begins at `over`.
 
-    `sum_before` returns the sum of the sizes before a level. Nothing is listed here, since there
-    may be millions of levels.
+    `sum_before` returns the sum of the sizes before a level. Sizes are rounded down to multiples of
+    `grain`, so that a hold does not end with each token that a ramp grows by. Nothing is listed
+    here, since there may be millions of levels.
 
     Raises:
         BatchSizeError: equal batches over a wall time; how long a batch takes is not known.
@@ -82,10 +85,16 @@ def _bound_ramp(
         level = level_at(timestamp)
         if level == count:
             return Hold()
-        return Hold(((axis, -(-above * parts(level + 1) // (below * whole))),))
+        near = sizes[level + 1 : level + 1 + grain]
+        after = level + 1 + bisect_left(near, (sizes[level] // grain + 1) * grain)
+        return Hold(((axis, -(-above * parts(min(after, count)) // (below * whole))),))
+
+    def size_at(timestamp: Timestamp) -> int:
+        size = sizes[level_at(timestamp)]
+        return size - size % grain or size
 
     return timed(
-        lambda timestamp: sizes[level_at(timestamp)],
+        size_at,
         units=frozenset({axis.unit}),
         bounds=(sizes[0], sizes[count]),
         holds_until=holds_until,
@@ -164,15 +173,13 @@ class LinearRamp(_Ramp):
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
-        start, end, step, grain = self.start, self.end, self.increment, grain_of(self, horizon)
-        if step < grain:  # whole samples
-            start, end, step = start - start % grain or start, end - end % grain, grain
-        sizes = range(start, end + 1, step)
+        start, step, grain = self.start, self.increment, grain_of(self, horizon)
+        sizes = range(start, self.end + 1, step)
 
         def sum_before(level: int) -> int:
             return int(level * start + step * level * (level - 1) // 2)
 
-        return _bound_ramp(horizon, self, sizes, sum_before)
+        return _bound_ramp(horizon, self, sizes, sum_before, grain if step < grain else 1)
 
 
 @final

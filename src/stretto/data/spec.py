@@ -228,7 +228,8 @@ class DataSpec:
         """Return the tokens of each sample of a batch.
 
         >>> import torch
-        >>> DataSpec(range(9)).tokens_of_samples({"input_ids": torch.zeros(2, 3)}, 2)
+        >>> ids = torch.zeros(2, 3, dtype=torch.int64)
+        >>> DataSpec(range(9)).tokens_of_samples({"input_ids": ids}, 2)
         [3, 3]
 
         Raises:

@@ -98,6 +98,7 @@ class Batches(ABC):
 
         Later batches are placed as if the run continued.
 
+        >>> from stretto.timing import Horizon
         >>> EqualBatches(Horizon("50sp"), Timestamp(), 32).sample_at_batch(2)
         50
         """
@@ -170,6 +171,7 @@ class Batches(ABC):
 class EqualBatches(Batches):
     """Batches of one number of samples.
 
+    >>> from stretto.timing import Horizon
     >>> batches = EqualBatches(Horizon("2ep", dataset_num_samples=100), Timestamp(), 32)
     >>> [batches.position(number) for number in range(6)]
     [0, 32, 64, 96, 100, 132]
