@@ -150,6 +150,15 @@ def size_text(size: int) -> str:
     return str(size) if isinstance(size, Tokens) else samples_text(size)
 
 
+def saved_size(size: int | None) -> int | str | None:
+    """Return a size as JSON keeps it with its unit: an amount in tokens as text.
+
+    >>> saved_size(Tokens(2000)), saved_size(2000)
+    ('2Ktok', 2000)
+    """
+    return str(size) if isinstance(size, Tokens) else size
+
+
 def in_unit_of(size: int | None, number: int) -> int:
     """Return a number in the unit of a size: as `Tokens` if that is one of them.
 

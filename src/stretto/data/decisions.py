@@ -11,7 +11,7 @@ from itertools import chain, repeat
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, Bound, PolicyState, Signals, checked_size
-from stretto.batching.policy import Tokens, is_same
+from stretto.batching.policy import Tokens, is_same, saved_size
 from stretto.data.fetch import Plans, RankShare
 from stretto.errors import CheckpointError, StrettoError
 from stretto.planning import PlannedBatch, Prepared, check_least, next_step
@@ -153,6 +153,7 @@ class Decisions:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON; signals that are not finite become text."""
+        past = self.past
         return {
             "policy": {"state": dict(self.state)},
             "signals": {
@@ -160,7 +161,7 @@ class Decisions:
                 for name, value in asdict(self.signals).items()
             },
             "size": self.size,
-            "past": None if self.past is None else [[at, _saved(size)] for at, size in self.past],
+            "past": None if past is None else [[at, saved_size(size)] for at, size in past],
             **self._unit,
         }
 
@@ -228,11 +229,6 @@ def reading_state() -> Iterator[None]:
 def other_order(why: str, instead: str) -> CheckpointError:
     """Return the error for a position that these data do not have."""
     return CheckpointError.cannot("continue from the saved position", why=why, instead=instead)
-
-
-def _saved(size: int) -> int | str:
-    """Return a size as JSON keeps it with its unit."""
-    return str(size) if isinstance(size, Tokens) else size
 
 
 def _past(saved: list[Any] | None, now: Timestamp) -> list[tuple[int, int]] | None:

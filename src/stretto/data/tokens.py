@@ -66,7 +66,9 @@ def tokens_of_rows(batch: Any, num_rows: int, *, is_padded: bool = False) -> lis
         rows: Any = mask if is_mask else part["input_ids"]
         if rows.is_nested or rows.dim() != 2 or len(rows) != num_rows:
             return None
-        counts = (rows != 0 if is_mask and not is_padded else torch.ones_like(rows)).sum(1)
+        counts = (
+            rows != 0 if is_mask and not is_padded else torch.ones_like(rows, dtype=torch.int64)
+        ).sum(1)
         total = counts if total is None else total + counts
     return None if total is None else total.tolist()
 

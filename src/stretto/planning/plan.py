@@ -10,7 +10,7 @@ from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, Rule, RuleLike
 from stretto.batching.pack import checked_micro_batch, num_passes
-from stretto.batching.policy import Tokens, as_float, checked_world_size
+from stretto.batching.policy import Tokens, as_float, checked_world_size, saved_size
 from stretto.batching.rows import LengthsLike
 from stretto.batching.rules import is_learning_rate
 from stretto.errors import PlanError
@@ -178,13 +178,13 @@ class Plan:
         >>> plan(Horizon("20sp"), 8).to_json()["num_batches"]
         3
         """
-        horizon, micro = self.horizon, self.micro_batch_size
+        horizon = self.horizon
         return {
             "max_duration": str(horizon.max_duration),
             **{name: getattr(horizon, name) for name in _FACTS},
             "batch_size": repr(self.policy),
             "world_size": self.world_size,
-            "micro_batch_size": micro if micro is None or type(micro) is int else str(micro),
+            "micro_batch_size": saved_size(self.micro_batch_size),
             "is_exact": self.is_exact,
             "num_batches": self.num_batches,
             "num_samples": self.num_samples,

@@ -689,19 +689,6 @@ class PlannedSizes:
             count = least(count, search.stages[number].batches) or 0
         return search.first_batches[number] + count
 
-    def batch_at_token(self, token: int) -> int:
-        """Return the number of batches after which so many tokens of known lengths have passed."""
-        if self._past is not None:
-            return self._past.batch_at_token(token)
-        search, axis = self._search, self.horizon.axis(TimeUnit.TOKEN)
-        search.find()
-        firsts = [batches.first.token for batches in search.sections]
-        number = max(0, bisect_left(firsts, token) - 1)
-        count = search.sections[number].count_until(axis, token)
-        if number < len(search.stages):
-            count = least(count, search.stages[number].batches)
-        return search.first_batches[number] + (count or 0)
-
     def timestamp_at_batch(self, batch: int) -> Timestamp:
         """Return the clock at the start of batch number `batch`; after the last, at the end.
 

@@ -84,16 +84,12 @@ def batches_until(axis: Axis, tick: int, sizes: PlannedSizes) -> int:
     """Return the number of batches after which a counter has reached `tick`."""
     if axis.unit is TimeUnit.BATCH:
         return tick
-    is_token = axis.unit is TimeUnit.TOKEN
-    if is_token and sizes.horizon.lengths is not None:
-        batches = sizes.batch_at_token(tick)
-    else:
-        if is_token:
-            tick = -(-tick // (sizes.horizon.tokens_per_sample or 1))
-        batches, is_token = sizes.batch_at_sample(tick), False
+    if axis.unit is TimeUnit.TOKEN:
+        lengths, each = sizes.horizon.lengths, sizes.horizon.tokens_per_sample or 1
+        tick = -(-tick // each) if lengths is None else lengths.reached(0, tick)
+    batches = sizes.batch_at_sample(tick)
     # Samples that are skipped before a batch count when that batch is over.
-    after = sizes.timestamp_at_batch(batches)
-    return batches + ((after.token if is_token else after.sample) < tick)
+    return batches + (sizes.timestamp_at_batch(batches).sample < tick)
 
 
 Values: TypeAlias = Callable[[Timestamp, int], dict[str, float]]

@@ -130,8 +130,7 @@ def compare(plan: Plan, folder: Path | str, *, since: int = 0) -> Comparison:
     """
     differences: list[Difference] = []
     batches, names = 0, ["size", "epoch", "sample", "micro_batches"]
-    each, lengths = plan.horizon.tokens_per_sample, plan.horizon.lengths
-    if each is not None or lengths is not None:
+    if plan.horizon.tokens(0, 1):
         names += ["token", "tokens"]
     for row, planned in zip_longest(read_ledger(folder), plan.batches()):
         if row is None or len(differences) >= FIRST:
@@ -142,12 +141,8 @@ def compare(plan: Plan, folder: Path | str, *, since: int = 0) -> Comparison:
             continue
         if batches == 0:
             names += [name for name in row.values if name in planned.values]
-        tokens = planned.size * (each or 0)
-        if lengths is not None:
-            tokens = lengths.tokens(
-                planned.timestamp.sample, planned.timestamp.sample + planned.size
-            )
-        expected = _expected(planned, tokens)
+        start = planned.timestamp.sample
+        expected = _expected(planned, plan.horizon.tokens(start, start + planned.size))
         those = names if batches >= since else [name for name in names if name in row.counts]
         differences += _differences(row, expected, those, batches)
         batches += 1

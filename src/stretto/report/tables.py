@@ -199,8 +199,7 @@ def _sizes(row: Sequence[Stage]) -> str:
     ends = (row[0].size, row[-1].size)
     if ends[0] <= ends[1]:
         ends = (min(stage.size for stage in row), max(stage.size for stage in row))
-    texts = [str(size) if isinstance(size, Tokens) else f"{size:,}" for size in ends]
-    return "-".join(dict.fromkeys(texts))
+    return span(*ends)
 
 
 def _batches(row: Sequence[Stage]) -> str:

@@ -11,7 +11,7 @@ from stretto.errors import ScheduleError, StrettoError
 from stretto.schedules.fields import Timed, checked_interval, checked_length, fill
 from stretto.schedules.schedule import Schedule, ScheduleLike, as_schedule
 from stretto.schedules.scope import END, BoundSchedule, Mark, Scope, counted
-from stretto.timing import Horizon, Time, TimeLike, TimeUnit
+from stretto.timing import Time, TimeLike, TimeUnit
 
 Rest: TypeAlias = Literal["rest"]
 """The duration of the period that takes what the others leave of the run."""
@@ -90,11 +90,6 @@ class Periods(Schedule):
         # Periods after the rest are measured back from the end.
         is_around = any(duration == "rest" for duration, _ in self.periods[:-1])
         return (*times, END) if is_around else tuple(times)
-
-    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
-        """Return the units of the durations, and what any of the schedules reads."""
-        own = frozenset(horizon.axis(time.unit).unit for time in self.times())
-        return own.union(*(schedule.reads(horizon) for _, schedule in self.periods))
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor over `scope` as a function of the timestamp.

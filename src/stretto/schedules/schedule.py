@@ -151,21 +151,26 @@ class Schedule(Timed):
         return self.replaced(lambda one: one.on(base) if isinstance(one, Schedule) else one)
 
     def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
-        """Return the units that it reads from the clock of a run; by default, those of its times.
+        """Return the units that it reads from the clock of a run.
 
-        A plan leaves out schedules that read counts known only during the run.
+        By default, those of its times, and what the schedules inside it read. A plan leaves out
+        schedules that read counts known only during the run.
         """
-        return frozenset(horizon.axis(time.unit).unit for time in self.times())
+        own = frozenset(horizon.axis(time.unit).unit for time in self.times())
+        return own.union(*(one.reads(horizon) for one in self._inside()))
 
     def borders(self, scope: Scope) -> list[Mark]:
         """Return where its formula changes inside `scope`, as far as known: a plan has rows there.
 
         By default, where those of the schedules inside it change.
         """
-        found: list[Mark] = []
+        return [mark for one in self._inside() for mark in one.borders(scope)]
+
+    def _inside(self) -> list[Schedule]:
+        found: list[Schedule] = []
 
         def visit(one: object) -> object:
-            found.extend(one.borders(scope) if isinstance(one, Schedule) else ())
+            found.extend([one] if isinstance(one, Schedule) else [])
             return one
 
         self.replaced(visit)
@@ -200,10 +205,6 @@ class _Several(Schedule):
             what, instead = f"make a {name.lower()} of no schedules", f"write {name}(Cosine(), 0.5)"
             raise ScheduleError.cannot(what, why="it has at least one", instead=instead)
         fill(self, schedules=tuple(as_schedule(schedule) for schedule in schedules))
-
-    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
-        """Return what any of the schedules reads."""
-        return frozenset[TimeUnit]().union(*(one.reads(horizon) for one in self.schedules))
 
 
 @final
@@ -284,10 +285,6 @@ class Floor(Schedule):
     def __post_init__(self) -> None:
         check_fields(self)
         fill(self, schedule=as_schedule(self.schedule))
-
-    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
-        """Return what the schedule reads."""
-        return as_schedule(self.schedule).reads(horizon)
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the larger factor over `scope` as a function of the timestamp."""

@@ -132,12 +132,11 @@ class Batches(ABC):
         position, num_samples = self.position(number), self.horizon.dataset_num_samples
         epoch, batch, sample, token, batch_, sample_, token_, run, job, epoch_ns, _ = self.first
         passed, tokens = position - sample, self.tokens(number)
-        each, lengths = self.horizon.tokens_per_sample or 0, self.horizon.lengths
-        per_epoch = each * (num_samples or 0) if lengths is None else lengths.total
         if num_samples is None or position < (epoch + 1) * num_samples:
             batch_, sample_, token_ = batch_ + number, sample_ + passed, token_ + tokens
         else:
             # Each epoch has the same tokens, in any order.
+            per_epoch = self.horizon.tokens(0, num_samples)
             token_ += tokens - (position // num_samples - epoch) * per_epoch
             epoch, sample_ = divmod(position, num_samples)
             batch_ = number - self.count_before(epoch * num_samples)
@@ -150,10 +149,7 @@ class Batches(ABC):
 
     def tokens(self, number: int) -> int:
         """Return the tokens from the first batch up to batch `number`; 0 if they are not known."""
-        start, stop, lengths = self.first.sample, self.position(number), self.horizon.lengths
-        if lengths is not None:
-            return lengths.tokens(start, stop)
-        return (stop - start) * (self.horizon.tokens_per_sample or 0)
+        return self.horizon.tokens(self.first.sample, self.position(number))
 
     @property
     def _cut(self) -> int | None:
@@ -257,15 +253,6 @@ class TokenBatches(Batches):
         while not starts or starts[-1] < sample:
             self._find()
         return bisect_left(starts, sample)
-
-    def count_until(self, axis: Axis, tick: int) -> int | None:
-        """Return how many batches start before `tick` of `axis`; None if only the run can tell."""
-        if axis.unit is not TimeUnit.TOKEN:
-            return Batches.count_until(self, axis, tick)  # slots: no super()
-        left, (_, _, tokens) = tick - self.first.token, self._found
-        while not tokens or tokens[-1] < left:
-            self._find()
-        return bisect_left(tokens, left)
 
     def size_of(self, number: int) -> int:
         """Return the samples in batch `number`: fewer if `keep` cuts it at the end of an epoch."""

@@ -93,16 +93,13 @@ def next_epoch(
         samples: the samples of the last batch that are in the new epoch already.
         tokens: their tokens.
     """
-    num_samples, skipped, lengths = horizon.dataset_num_samples, 0, horizon.lengths
+    num_samples, skipped, sample = horizon.dataset_num_samples, 0, timestamp.sample
     if num_samples is not None:
         skipped = epochs * num_samples + samples - timestamp.sample_in_epoch
-    skipped_tokens = skipped * (horizon.tokens_per_sample or 0)
-    if lengths is not None:
-        skipped_tokens = lengths.tokens(timestamp.sample, timestamp.sample + skipped)
     return timestamp._replace(
         epoch=timestamp.epoch + epochs,
-        sample=timestamp.sample + skipped,
-        token=timestamp.token + skipped_tokens,
+        sample=sample + skipped,
+        token=timestamp.token + horizon.tokens(sample, sample + skipped),
         batch_in_epoch=0,
         sample_in_epoch=samples,
         token_in_epoch=tokens,

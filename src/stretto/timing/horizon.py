@@ -268,6 +268,16 @@ class Horizon:
             return self._amount(Fraction(sample), _SP, target)
         return Fraction(lengths.tokens(0, math.ceil(self._amount(amount, unit, _SP))))
 
+    def tokens(self, start: int, stop: int, /) -> int:
+        """Return the tokens of the samples from `start` up to `stop`; 0 if they are not known.
+
+        >>> Horizon("1ep", tokens_per_sample=8).tokens(2, 4)
+        16
+        """
+        if self.lengths is not None:
+            return self.lengths.tokens(start, stop)
+        return (stop - start) * (self.tokens_per_sample or 0)
+
     def _rate(self, unit: TimeUnit, target: TimeUnit) -> Fraction:
         """Return how many `target` one `unit` is; both are epochs, samples or tokens."""
         if (unit, target) == (_EP, _SP):

@@ -21,7 +21,7 @@ from stretto.run import Run
 from stretto.runtime.compiled import plain_naming
 from stretto.schedules import BoundSchedule, Periods, Schedule, ScheduleLike, as_schedule
 from stretto.schedules.scope import Scope
-from stretto.timing import Horizon, Time, TimeLike, TimeUnit
+from stretto.timing import Time, TimeLike
 from stretto.training.callback import Callback, passed_between
 
 
@@ -101,10 +101,6 @@ class _Rounded(Schedule):
         """Return the numbers over `scope`."""
         at, each = self.inside.within(scope), self.multiple_of
         return lambda timestamp: max(1, math.ceil(at(timestamp) / each)) * each
-
-    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
-        """Return what the schedule reads."""
-        return self.inside.reads(horizon)
 
 
 @final

@@ -339,15 +339,13 @@ class Recorder:
         pending, self.pending = self.pending, []
         if not pending:
             return
-        lines, lengths = [], self._run.horizon.lengths
-        each = self._run.horizon.tokens_per_sample or 0
+        lines, horizon = [], self._run.horizon
         for one in pending:
             at, after, size, decided = one.at, one.after, one.size, one.batch_size
             assert after is not None, "it is finished"
             # The clock also passes over what `last_batch="drop"` leaves out after the batch.
-            tokens = after.token - at.token - (after.sample - at.sample - size) * each
-            if lengths is not None:
-                tokens = lengths.tokens(at.sample, at.sample + size)
+            end = at.sample + size
+            tokens = after.token - at.token - horizon.tokens(end, after.sample)
             self._throughput.add(size, tokens)
             line = (
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{size},{tokens},"
