@@ -83,7 +83,7 @@ def command_line(*arguments: str, ranks: int = 1) -> str:
 def compare(run_file: list[str], folder: Path, *, ranks: int = 1) -> list[dict[str, Any]]:
     """Hold every line of the ledger against the plan that was made of the run file."""
     planned_as = [*run_file, f"world_size={ranks}"] if ranks > 1 else run_file
-    planned = [
+    planned: list[dict[str, Any]] = [
         {
             **batch.timestamp.to_state(),
             "size": batch.size,

@@ -129,19 +129,21 @@ def test_a_horizon_knows_what_lengths_say() -> None:
     ordered = OrderedLengths(checked_lengths(LENGTHS, 8), SampleOrder(8))
     horizon = Horizon("1ep", lengths=ordered)
     assert (horizon.dataset_num_samples, horizon.dataset_num_tokens) == (8, 60)
-    for wrong in ("dataset_num_samples", "dataset_num_tokens", "tokens_per_sample"):
+    facts = ("dataset_num_samples", "dataset_num_tokens", "tokens_per_sample")
+    for wrong in [dict[str, Any]([(name, 7)]) for name in facts]:
         with pytest.raises(ConversionError, match="lengths has"):
-            Horizon("1ep", lengths=ordered, **{wrong: 7})
+            Horizon("1ep", lengths=ordered, **wrong)
 
 
 class Texts(list[dict[str, Any]]):
     """Samples that note how often they are read."""
 
     reads = 0
+    stops_at: int | None = None
 
     def __getitem__(self, index: Any) -> Any:
         self.reads += 1
-        if self.reads == getattr(self, "stops_at", None):
+        if self.reads == self.stops_at:
             raise KeyboardInterrupt
         return super().__getitem__(index)
 

@@ -17,6 +17,7 @@ from stretto.data import DataSpec, StepLoader
 from stretto.errors import BatchSizeError, CheckpointError, ConversionError, DataError, StrettoError
 from stretto.planning import walk
 from stretto.settings import Loading
+from stretto.timing import LastBatch
 
 EACH = 2
 """Tokens of a sample."""
@@ -31,7 +32,7 @@ class Run(NamedTuple):
     sizes: list[tuple[int, int]]
     end: int
     """In samples."""
-    last_batch: str
+    last_batch: LastBatch
     shuffle: bool = True
     unit: str = "sp"
 
@@ -49,7 +50,8 @@ class Run(NamedTuple):
 def expected(run: Run) -> list[tuple[int, int, int]]:
     """Return start, size and row of each batch, by counting."""
     epoch = run.num_samples // run.longest * run.longest
-    end, found, start = math.ceil(run.end / run.longest) * run.longest, [], 0
+    end, start = math.ceil(run.end / run.longest) * run.longest, 0
+    found: list[tuple[int, int, int]] = []
     while start < run.end:
         clock = len(found) if run.unit == "ba" else start
         due = [row for at, row in run.lengths if at <= clock][-1]
@@ -93,7 +95,7 @@ def runs(draw: Any) -> Run:
     )
 
 
-class Tokens(torch.utils.data.Dataset):
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sample i has the tokens 2i and 2i + 1, and targets that are one further."""
 
     def __init__(self, num_samples: int) -> None:
@@ -112,7 +114,8 @@ class Tokens(torch.utils.data.Dataset):
 def loader(run: Run, rank: int = 0, world_size: int = 1, **changes: Any) -> StepLoader:
     sizes, lengths = run.texts
     loading = Loading(last_batch=run.last_batch, shuffle=run.shuffle, seed=5)
-    given = {"sequence_length": lengths, "loading": loading, "idle_ranks": True} | changes
+    given: dict[str, Any] = {"sequence_length": lengths, "loading": loading, "idle_ranks": True}
+    given |= changes
     data = given.pop("data", Tokens(run.num_samples))
     return StepLoader(
         DataSpec(data, tokens_per_sample=EACH),
@@ -147,14 +150,15 @@ def all_steps(
     found: list[Any] = []
     while until is None or len(found) < until:
         steps = [next(one, None) for one in loaders]
-        if steps[0] is None:
+        first = steps[0]
+        if first is None:
             assert steps == [None] * world_size
             break
-        size = steps[0].num_samples
-        weights = [micro.weight for step in steps for micro in step]
+        size = first.num_samples
+        weights = [micro.weight for step in steps for micro in step or ()]
         assert sum(weights) / world_size == pytest.approx(1)
         each = [rows_of(step) for step in steps]
-        found.append((steps[0].timestamp.sample, size, steps[0].micro_batches[0].row, each))
+        found.append((first.timestamp.sample, size, first.micro_batches[0].row, each))
         for one in loaders:
             one.finish(tokens=size * EACH, seconds=1.0)
     return found, loaders[0].state_dict()
@@ -206,7 +210,8 @@ RUN = Run(100, [(0, 1), (20, 2), (50, 4)], [(0, 6), (30, 12)], 150, "keep")
 
 @pytest.mark.parametrize("is_planned", [True, False], ids=["planned", "at the step"])
 def test_workers_read_the_same_rows_also_after_a_resume(is_planned: bool) -> None:
-    given = {"batch_size": cycled([5, 6, 14], planned=is_planned), "micro_batch_size": 5}
+    given: dict[str, Any] = {"batch_size": cycled([5, 6, 14], planned=is_planned)}
+    given["micro_batch_size"] = 5
     loading = Loading(shuffle=True, seed=5, num_workers=2)
     assert loader(RUN, **given).is_planned == is_planned
     direct, _ = all_steps(RUN, 2, **given)

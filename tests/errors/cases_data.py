@@ -49,7 +49,7 @@ def stream_without_samples() -> OwnStreams:
     """One of two ranks, of which the other has nothing."""
     spec, part = stream(), RankShare(Ranks.of(0, 2), None)
     source = ChunkSource(spec, spec.data, seed=0)
-    return OwnStreams(source, part, lambda own: [own, (0, 1, 0, 0)])
+    return OwnStreams(source, part, lambda own: [own, (0, 0, 1, 0, 0)])
 
 
 CASES: list[tuple[str, Callable[[], object]]] = [

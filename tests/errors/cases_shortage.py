@@ -48,7 +48,9 @@ def together(samples: int) -> None:
         SimpleNamespace(world_size=2, rank=1),  # type: ignore[arg-type]
         size=samples,
     )
-    retry.fall_back(next(loader), samples, "CUDA out of memory", clear=short)
+    step = next(loader)
+    step.micro_batches[0].num_samples = samples
+    retry.fall_back(step, step.micro_batches, "CUDA out of memory", clear=short)
 
 
 CASES: list[tuple[str, Callable[[], object]]] = [

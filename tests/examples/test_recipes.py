@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ FILES = sorted(FOLDER.glob("*.yaml"))
 MI = 2**20
 """A "million" tokens of a batch in publications that count sequences in powers of two."""
 
-TOTALS = {
+TOTALS: dict[str, dict[str, Any]] = {
     "bloom-176b": {"samples": 220_000_000, "tokens": 450_560_000_000},
     "consilience-40b": {"batches": 325_000},
     "deepseek-v2": {"tokens": 8.1e12},

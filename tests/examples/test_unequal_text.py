@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from examples import unequal_text
-from typer.testing import CliRunner
 
-from stretto.cli.app import app
+from stretto.cli import main
 
 ROOT = Path(__file__).parents[2]
+
+
+def ran(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert not ended.value.code
 
 
 def test_targets_are_the_bytes_of_the_answer() -> None:
@@ -40,10 +45,25 @@ def test_the_loop_learns_and_pads_little(capsys: pytest.CaptureFixture[str]) -> 
     assert float(said.split()[-1]) <= 1.12
 
 
-def test_the_run_file_is_planned_as_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_file_is_planned_as_the_loop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
-    found = CliRunner().invoke(app, ["plan", "examples/unequal_text.yaml"])
-    assert found.exit_code == 0, found.output
-    assert "batches" in found.output
-    assert "16Ktok" in found.output
-    assert "micro-batches of at most" in found.output
+    ran("plan", "examples/unequal_text.yaml")
+    planned = capsys.readouterr().out
+    assert f" batches, {len(unequal_text.make_data().dataset):,} samples on 1 rank" in planned
+    assert "16Ktok" in planned
+    assert "micro-batches of at most 1" in planned
+
+
+def test_a_run_is_as_its_folder_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    short = ["max_duration=3ba", "micro_batch_size=auto", "device=cpu"]
+    ran("train", "examples/unequal_text.yaml", *short, "--folder", str(tmp_path / "a"))
+    assert "micro_batch_size auto: " in capsys.readouterr().out
+    ran("plan", "--against", str(tmp_path / "a"))
+    assert "all 3 batches as planned" in capsys.readouterr().out
+    ran("report", str(tmp_path / "a"))
+    assert "batch tokens" in capsys.readouterr().out

@@ -87,9 +87,9 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
             run.finish(signals)
             ids = [int(i) for micro in step for i in micro.batch["i"][: micro.num_samples]]
             seen.append({"ids": ids, "units": total, "noise": signals.noise_numerator})
-    weights = torch.cat([one.detach().flatten() for one in model.parameters()])
+    trained = torch.cat([one.detach().flatten() for one in model.parameters()])
     state = run.state_dict()
-    (out / f"{rank}.json").write_text(json.dumps({"seen": seen, "weights": weights.tolist()}))
+    (out / f"{rank}.json").write_text(json.dumps({"seen": seen, "weights": trained.tolist()}))
     if rank == 0:
         (out / "run.json").write_text(json.dumps(state))
         torch.save(model.state_dict(), out / "model.pt")

@@ -120,7 +120,7 @@ def test_samples_are_counted_where_several_make_one_row() -> None:
     trainer.model.register_forward_pre_hook(note, with_kwargs=True)
     trainer.train()
     assert set(rows) == {1}
-    assert len(rows) == sum(step.accumulation for step in STEPS_OF_FOUR)
+    assert len(rows) == sum(step.accumulation or 0 for step in STEPS_OF_FOUR)
     assert trainer.stretto.run.timer.sample == 2 * toys.N
     assert trainer.state.global_step == len(STEPS_OF_FOUR)
 

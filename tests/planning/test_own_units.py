@@ -142,7 +142,7 @@ class Model:
     def _periods(self, one: Periods, now: Timestamp, first: Place, last: Place, unit: str) -> float:
         places, found = [first], first
         for duration, _ in one.periods[:-1]:
-            assert duration != "rest", "last"
+            assert isinstance(duration, Time), "last"
             found = self.after(first, last, unit, found, duration)
             places.append(found)
         number = sum(self.read(now, place.unit) >= place.amount for place in places[1:])
@@ -150,6 +150,7 @@ class Model:
         begin = places[number]
         if duration == "rest":
             return self.value(schedule, now, begin, last, unit)
+        assert isinstance(duration, Time), "until is tried elsewhere"
         stop = self.after(first, last, unit, begin, duration)
         return self.value(schedule, now, begin, stop, stop.unit)
 

@@ -258,7 +258,7 @@ def test_what_is_no_duration_is_refused(duration: str) -> None:
 # ---------------------------------------------------------------------------------------- until
 
 
-def tree(draw: st.DrawFn, begin: Fraction, end: Fraction, depth: int) -> tuple[Schedule, Schedule]:
+def tree(draw: Any, begin: Fraction, end: Fraction, depth: int) -> tuple[Schedule, Schedule]:
     """Return periods from `begin` to `end`, in epochs, with some `until`; and with none."""
     cuts = sorted(draw(st.sets(parts_of(7, 1, 6), max_size=3)))
     edges = [begin, *(begin + (end - begin) * cut for cut in cuts), end]
@@ -266,7 +266,7 @@ def tree(draw: st.DrawFn, begin: Fraction, end: Fraction, depth: int) -> tuple[S
     plain: list[tuple[Time | Rest | str, Schedule]] = []
     rest = draw(st.integers(0, len(edges) - 1))
     for number, (first, last) in enumerate(pairwise(edges)):
-        inside = same = Linear(draw(parts_of(9, 0, 9)), draw(parts_of(9, 0, 9)))
+        inside = same = Linear(float(draw(parts_of(9, 0, 9))), float(draw(parts_of(9, 0, 9))))
         if depth and draw(st.booleans()):
             inside, same = tree(draw, first, last, depth - 1)  # type: ignore[assignment]
         length = Time(last - first, "ep")

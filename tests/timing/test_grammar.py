@@ -262,7 +262,7 @@ COUNTS = st.integers(0, 10**18) | st.builds(
 @given(COUNTS, st.sampled_from([TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN]))
 def test_counts_are_short_and_read_in_their_order(count: int, unit: TimeUnit) -> None:
     text = show(Fraction(count), unit)
-    assert parse(text) == (count, unit)
+    assert parse(text) == (Fraction(count), unit)
     assert show(Fraction(-count), unit) == (f"-{text}" if count else text)
     number = text.removesuffix(unit)
     assert len(number) <= len(str(count))
@@ -274,3 +274,9 @@ def test_counts_are_short_and_read_in_their_order(count: int, unit: TimeUnit) ->
     mantissa, suffix = Fraction(number[:-1]), number[-1]
     assert mantissa >= 1
     assert suffix == "T" or mantissa < 1_000
+
+
+@pytest.mark.parametrize(("prefix", "power"), [("Ki", 10), ("Mi", 20), ("Gi", 30), ("Ti", 40)])
+def test_binary_prefixes_are_powers_of_1024(prefix: str, power: int) -> None:
+    assert parse(f"4{prefix}tok") == (Fraction(4 * 2**power), TimeUnit.TOKEN)
+    assert parse(f"0.5{prefix}sp") == (Fraction(2**power, 2), TimeUnit.SAMPLE)

@@ -55,7 +55,7 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def trained(**changes: Any) -> tuple[Trainer, list[tuple[int, float]]]:
     """Return a trainer after its run, and the rows and the length of each of its steps."""
-    model, seen = Model(), []
+    model, seen = Model(), list[tuple[int, float]]()
 
     class Watch(stretto.training.Callback):
         def on_batch_start(self, run: Any, step: Any) -> None:
@@ -63,19 +63,15 @@ def trained(**changes: Any) -> tuple[Trainer, list[tuple[int, float]]]:
             rows = sum(micro.num_rows for micro in step)
             seen.append((rows, step.values["sequence_length"]))
 
-    trainer = Trainer(
-        model,
-        DataSpec(Text(), tokens_per_sample=EACH),
-        **{
-            "optimizer": torch.optim.SGD(model.parameters(), lr=0.5),
-            "loss": loss_of,
-            "max_duration": "1ep",
-            "batch_size": 8,
-            "sequence_length": LENGTHS,
-            "callbacks": [Watch()],
-        }
-        | changes,
-    )
+    given: dict[str, Any] = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.5),
+        "loss": loss_of,
+        "max_duration": "1ep",
+        "batch_size": 8,
+        "sequence_length": LENGTHS,
+        "callbacks": [Watch()],
+    }
+    trainer = Trainer(model, DataSpec(Text(), tokens_per_sample=EACH), **given | changes)
     trainer.fit()
     return trainer, seen
 

@@ -417,7 +417,7 @@ _SIZES: Mapping[str, Callable[..., Any]] = {
     "NormTest": NormTest,
     "rampup": batching.rampup,
 }
-_TEXT = {"type": "string", "pattern": r"^\s*[0-9][0-9_.eE+-]*([KMBT]?(sp|tok))?\s*$"}
+_TEXT = {"type": "string", "pattern": r"^\s*[0-9][0-9_.eE+-]*(([KMBT]|[KMGT]i)?(sp|tok))?\s*$"}
 _SIZE = {"anyOf": [{"type": "integer", "minimum": 1}, _TEXT]}
 _FOUND = {"anyOf": [{"const": "auto"}, _SIZE]}
 _AMOUNT = Kind(

@@ -400,7 +400,7 @@ def written(value: Any) -> Any:
 
 TIME_PATTERN = (
     r"^\s*[0-9][0-9_]*(\.[0-9]+|/[0-9][0-9_]*)?([eE][+-]?[0-9]+)?"
-    r"(%|[KMBT]?(ep|ba|sp|tok|dur|sec)|[dhms]([0-9dhm./]*[hms])?)\s*$"
+    r"(%|([KMBT]|[KMGT]i)?(ep|ba|sp|tok|dur|sec)|[dhms]([0-9dhm./]*[hms])?)\s*$"
 )
 """What an editor can check of a time; the whole grammar is that of `Time`."""
 

@@ -146,7 +146,9 @@ def seed_everything(seed: int) -> None:
 
 
 def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
-    """Return the run file with the facts of the run; a plan then needs neither data nor torch.
+    """Return the run file with the facts of the run.
+
+    A plan then needs neither data nor torch, unless it needs the lengths of samples.
 
     That is the sizes of the data, the sizes that were `auto`, the scheduled values of the
     optimizer, and the run's folder.
@@ -166,14 +168,17 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
             if isinstance(value, (int, float, tuple))
         }
         optimizer = replace(optimizer, arguments={**numbers, **optimizer.arguments})
-    return replace(
-        config,
-        data=replace(
-            config.data,
+    data = config.data
+    if horizon.lengths is None:  # else only the data have them
+        data = replace(
+            data,
             num_samples=horizon.dataset_num_samples,
             num_tokens=None if horizon.tokens_per_sample else horizon.dataset_num_tokens,
             tokens_per_sample=horizon.tokens_per_sample,
-        ),
+        )
+    return replace(
+        config,
+        data=data,
         optimizer=optimizer,
         folder=None if trainer.folder is None else str(trainer.folder),
         micro_batch_size=trainer.run.loader.micro_batch_size,

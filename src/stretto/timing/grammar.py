@@ -173,9 +173,15 @@ MAX_TEXT = 500
 _LIMIT = 10**MAX_DIGITS
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+"""As IEC 80000-13: a batch of "4M tokens" is often 1,024 sequences of 4,096, which is 4Mi."""
 _CLOCK = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _UNITS = {
-    **{suffix + unit: (times, 1, unit) for suffix, times in _SUFFIXES.items() for unit in TimeUnit},
+    **{
+        suffix + unit: (times, 1, unit)
+        for suffix, times in (_SUFFIXES | _BINARY).items()
+        for unit in TimeUnit
+    },
     **{part: (length, 1, TimeUnit.SECOND) for part, length in _CLOCK.items()},
     "%": (1, 100, TimeUnit.DURATION),
 }
