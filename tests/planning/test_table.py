@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from stretto.batching import DoublingRamp, LinearRamp, LinearRule
 from stretto.planning import Plan, plan
+from stretto.planning.plan import moment_record
 from stretto.report import plan_table
+from stretto.report.tables import moments_table
 from stretto.schedules import Cosine, Custom, Linear, Periods, Schedule
 from stretto.timing import Horizon
 
