@@ -350,7 +350,7 @@ def plan_prepared(
     ]
     least = min((stage.rows for stage in ahead), default=world_size)
     for stage in ahead:
-        check_stage(stage, even=even, least=least, idle=idle_ranks)
+        check_stage(stage, even=even, least=least, each=run.tokens_each, idle=idle_ranks)
     return Plan(
         horizon=horizon,
         sizes=sizes,
