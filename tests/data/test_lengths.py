@@ -227,5 +227,5 @@ def test_a_batch_above_its_budget_is_refused_before_training(mask: bool) -> None
         micro_batch_size="80tok",
         loading=Loading(collate_fn=collate),
     )
-    with pytest.raises(DataError, match="budget of 80tok.* 2 samples has 800 tokens"):
+    with pytest.raises(DataError, match=r"budget of 80tok.* 2 samples has 800 tokens"):
         next(loader)
