@@ -334,6 +334,7 @@ def mistakes_of(
         if sizes.end is not None and "lr" in known:
             yield from _low(known["lr"], sizes, sizes.end.batch)
         yield from _large(horizon, stages)
+        yield from _small(horizon, sizes.bound, stages)
         if sizes.end is not None:
             yield from _late(horizon, sizes.policy)
         policy = on_data(sizes.horizon, sizes.policy)
@@ -423,6 +424,16 @@ def _large(horizon: Horizon, stages: Sequence[Stage]) -> Iterator[str]:
     large = [size for size in most if num_samples and size > num_samples]
     if large and horizon.last_batch == "keep":
         yield f"batches of {large[0]} are cut to the {num_samples} samples of an epoch; {_CARRY}"
+
+
+def _small(horizon: Horizon, bound: Bound, stages: Sequence[Stage]) -> Iterator[str]:
+    """Warn of sizes in tokens that some sample alone exceeds."""
+    lengths, least = horizon.lengths, min(stage.size for stage in stages)
+    if lengths is not None and bound.unit is TimeUnit.TOKEN and least < lengths.longest:
+        yield (
+            f"batches of {least} cannot hold the longest sample, of {lengths.longest:,} tokens: "
+            "such a sample is a larger batch, alone"
+        )
 
 
 def _late(horizon: Horizon, policy: BatchSizePolicy) -> Iterator[str]:
