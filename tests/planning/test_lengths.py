@@ -24,6 +24,7 @@ from stretto.batching import (
 from stretto.batching.policy import Tokens
 from stretto.data import DataSpec, StepLoader
 from stretto.data import lengths as lengths_module
+from stretto.errors import PlanError
 from stretto.planning import next_step
 from stretto.planning.sizes import bind_sizes
 from stretto.schedules import Cosine
@@ -259,6 +260,20 @@ def test_each_sample_comes_once_in_an_epoch(case: Case) -> None:
     num_samples = len(case.spec.dataset)
     for epoch in (seen[:num_samples], seen[num_samples:]):
         assert sorted(epoch) == list(range(num_samples))
+
+
+@pytest.mark.parametrize("run", ["2ep", "30sp", "150tok", "11ba"])
+@pytest.mark.parametrize("far", ["10Ttok", "10Tsp", "1_000_000_000ep"])
+def test_a_time_long_after_the_run_is_not_searched_for(run: str, far: str) -> None:
+    spec = DataSpec([0] * 20, lengths=[1 + one % 7 for one in range(20)])
+    horizon = spec.horizon(run)
+    plain = plan(horizon, "17tok")
+    planned = plan(horizon, f"0tok:17tok {far}:30tok", triggers={"x": far})
+    assert (planned.num_batches, planned.num_samples) == (plain.num_batches, plain.num_samples)
+    assert not planned.events[0].first
+    with pytest.raises(PlanError, match="begun its last batch"):
+        planned.at(far)
+    assert len(StepLoader(spec, f"0tok:17tok {far}:30tok", max_duration=run)) == plain.num_batches
 
 
 def test_a_step_is_decided_without_a_walk() -> None:

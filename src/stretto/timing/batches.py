@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left
@@ -248,9 +249,15 @@ class TokenBatches(Batches):
         return starts[number]
 
     def count_before(self, sample: int) -> int:
-        """Return how many batches start before `sample`."""
-        starts, _, _ = self._found
-        while not starts or starts[-1] < sample:
+        """Return how many batches start before `sample`; none is searched far after the run."""
+        (starts, _, tokens), run, first = self._found, self.horizon.max_duration, self.first
+        most = run.amount - first.batch if run.unit is TimeUnit.BATCH else math.inf
+        most_tokens = run.amount - first.token if run.unit is TimeUnit.TOKEN else math.inf
+        if self.horizon.end_sample is not None:
+            sample = min(sample, max(self.horizon.end_sample, first.sample) + 1)
+        while not starts or (
+            starts[-1] < sample and len(starts) <= most and tokens[-1] <= most_tokens
+        ):
             self._find()
         return bisect_left(starts, sample)
 
