@@ -41,7 +41,7 @@ from stretto.batching import (
 from stretto.batching.wrappers import InSamples
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import BatchSizeError, PlanError
-from stretto.planning import bind_run, plan
+from stretto.planning import bind_run, check_least, plan
 from stretto.planning.sizes import PlannedSizes, bind_sizes, next_step, walk
 from stretto.schedules import Cosine, Linear
 from stretto.timing import Horizon, LastBatch, Timestamp, TimeUnit, advance
@@ -320,3 +320,22 @@ def test_equal_lengths_are_walked_as_equal_samples(
     known = DataSpec(samples, tokens_per_sample=each).horizon("2ep", last_batch)
     stated = DataSpec(samples, lengths=[each] * 900).horizon("2ep", last_batch)
     assert walked(stated, policy) == walked(known, policy)
+
+
+def test_advice_for_sizes_in_tokens_is_in_tokens_and_works() -> None:
+    data = Horizon("2ep", dataset_num_samples=96, tokens_per_sample=16)
+    policy = as_policy("32tok")
+    with pytest.raises(PlanError, match=r"AtLeast\(policy, '64tok'\)"):
+        plan(data, policy, world_size=4)
+    assert plan(data, AtLeast(policy, "64tok"), world_size=4).num_batches == 48
+    with pytest.raises(PlanError, match=r"96tok or 192tok, or MultipleOf\(policy, '96tok'\)"):
+        plan(data, policy, world_size=2, micro_batch_size=3, even=True)
+    rounded = MultipleOf(policy, "96tok")
+    assert plan(data, rounded, world_size=2, micro_batch_size=3, even=True).num_batches == 32
+    with pytest.raises(PlanError, match=r"AtLeast\(policy, '64tok'\)"):
+        check_least(bind_sizes(data, NoiseScale("32tok", "1Ktok")), world_size=4, each=16)
+
+
+def test_a_ramp_without_stages_says_its_end_in_its_unit() -> None:
+    line, *_ = LinearRamp("64Ktok", "64Ktok", "10%").warnings(Horizon("1ep"), 8)
+    assert line.endswith("it starts at its end, 64Ktok")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from stretto.data import DataSpec, count_lengths
+from stretto.data import DataSpec, StepLoader, count_lengths
 from stretto.data import lengths as module
 from stretto.data.lengths import OrderedLengths, checked_lengths
 from stretto.errors import ConversionError, DataError
@@ -209,3 +209,23 @@ def test_progress_is_shown_on_a_terminal(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     count_lengths(texts(1), tmp_path / "b")
     assert capsys.readouterr().err == "\rlengths: 100%\n"
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_a_batch_above_its_budget_is_refused_before_training(mask: bool) -> None:
+    """The lengths of another data set of the same size must not let memory run out."""
+
+    def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+        return {"input_ids": ids} | ({"attention_mask": (ids > 0).long()} if mask else {})
+
+    data = [torch.ones(400, dtype=torch.int64) for _ in range(8)]
+    loader = StepLoader(
+        DataSpec(data, lengths=[40] * 8),
+        "160tok",
+        max_duration="1ep",
+        micro_batch_size="80tok",
+        loading=Loading(collate_fn=collate),
+    )
+    with pytest.raises(DataError, match=r"budget of 80tok.* 2 samples has 800 tokens"):
+        next(loader)

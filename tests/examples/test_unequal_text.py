@@ -14,6 +14,12 @@ from stretto.cli import main
 ROOT = Path(__file__).parents[2]
 
 
+def ran(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert not ended.value.code
+
+
 def test_targets_are_the_bytes_of_the_answer() -> None:
     sample = unequal_text.encode("if: ", "Tests.")
     assert bytes(sample["input_ids"].tolist()) == b"if: Tests."
@@ -43,7 +49,7 @@ def test_the_run_file_is_planned_as_the_loop(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    main(["plan", "examples/unequal_text.yaml"])
+    ran("plan", "examples/unequal_text.yaml")
     planned = capsys.readouterr().out
     assert f" batches, {len(unequal_text.make_data().dataset):,} samples on 1 rank" in planned
     assert "16Ktok" in planned
@@ -55,9 +61,9 @@ def test_a_run_is_as_its_folder_says(
 ) -> None:
     monkeypatch.chdir(ROOT)
     short = ["max_duration=3ba", "micro_batch_size=auto", "device=cpu"]
-    main(["train", "examples/unequal_text.yaml", *short, "--folder", str(tmp_path / "a")])
+    ran("train", "examples/unequal_text.yaml", *short, "--folder", str(tmp_path / "a"))
     assert "micro_batch_size auto: " in capsys.readouterr().out
-    main(["plan", "--against", str(tmp_path / "a")])
+    ran("plan", "--against", str(tmp_path / "a"))
     assert "all 3 batches as planned" in capsys.readouterr().out
-    main(["report", str(tmp_path / "a")])
+    ran("report", str(tmp_path / "a"))
     assert "batch tokens" in capsys.readouterr().out

@@ -363,3 +363,10 @@ def test_a_start_and_a_resume_read_only_what_they_need(monkeypatch: pytest.Monke
     assert run.loader.prepared.planned_sizes().sample_at_batch(5) == 5000
     assert len(read) <= 5
     assert len(run.loader) == 2400
+
+
+@pytest.mark.parametrize(("size", "warns"), [("50tok", True), ("60tok", False)])
+def test_a_size_below_the_longest_sample_is_warned_of(*, size: str, warns: bool) -> None:
+    spec = DataSpec([*range(10)], lengths=[40] * 9 + [60])
+    planned = plan(spec.horizon("1ep"), size)
+    assert any("cannot hold the longest sample" in line for line in planned.warnings) == warns

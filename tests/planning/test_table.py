@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from stretto.batching import DoublingRamp, LinearRamp, LinearRule
 from stretto.planning import Plan, plan
+from stretto.planning.plan import moment_record
 from stretto.report import plan_table
+from stretto.report.tables import moments_table
 from stretto.schedules import Cosine, Custom, Linear, Periods, Schedule
 from stretto.timing import Horizon
 
@@ -124,3 +126,10 @@ def test_a_run_of_more_batches_than_can_be_counted_has_a_table() -> None:
     planned = plan(Horizon("1e19ba"), 8, schedules={"lr": Linear(1, 0)})
     assert "  10,000,000,000,000,000,000  " in plan_table(planned)
     assert "  1 to " in plan_table(planned)
+
+
+def test_the_tokens_of_a_batch_are_its_own_without_those_that_are_dropped_after_it() -> None:
+    horizon = Horizon("2ep", dataset_num_samples=10, tokens_per_sample=8, last_batch="drop")
+    planned = plan(horizon, 4)
+    assert moment_record(planned, "4sp")["tokens"] == 32
+    assert moments_table(planned, ["4sp"]).splitlines()[1].split()[3] == "32"

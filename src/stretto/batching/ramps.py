@@ -20,6 +20,7 @@ from stretto.batching.policy import (
     grain_of,
     has_tokens,
     in_unit_of,
+    size_text,
     timed,
 )
 from stretto.batching.steps import Fixed, sample_axis
@@ -128,7 +129,8 @@ class _Ramp(BatchSizePolicy):
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return a line if the ramp has no stages."""
         del horizon, largest
-        only = f"the batch size ramp has no stages left: it starts at its end, {self.end:,} samples"
+        end = size_text(self.end)
+        only = f"the batch size ramp has no stages left: it starts at its end, {end}"
         return () if self.start < self.end else (only,)
 
 

@@ -122,11 +122,22 @@ def even_unit(world_size: int, micro_batch_size: int | None) -> int:
     return world_size * (1 if isinstance(micro_batch_size, Tokens) else micro_batch_size or 1)
 
 
-def not_even(size: int, world_size: int, micro_batch_size: int | None) -> BatchSizeError:
-    """Return the error for a size that cannot be split evenly."""
+def not_even(
+    size: int, world_size: int, micro_batch_size: int | None, each: int | None = None
+) -> BatchSizeError:
+    """Return the error for a size that cannot be split evenly.
+
+    Args:
+        size: samples of the batch.
+        world_size: how many ranks share it.
+        micro_batch_size: the most samples that one rank takes at once.
+        each: the tokens of a sample if sizes are written in tokens; None: in samples.
+    """
     unit = even_unit(world_size, micro_batch_size)
     lower = max(unit, size - size % unit)
-    instead = f"write a multiple such as {lower} or {lower + unit}, or MultipleOf(policy, {unit})"
+    sizes = (lower, lower + unit, unit)
+    few, more, step = (one if each is None else Tokens(one * each) for one in sizes)
+    instead = f"write a multiple such as {few} or {more}, or MultipleOf(policy, {step!r})"
     micro = "" if micro_batch_size is None else f" with micro-batches of {micro_batch_size}"
     what = f"split {size} samples evenly over {world_size} ranks{micro}"
     return BatchSizeError.cannot(what, why=f"it is not a multiple of {unit}", instead=instead)

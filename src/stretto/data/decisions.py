@@ -149,7 +149,13 @@ class Decisions:
             )
         else:
             size = self._policy.decide(now, self.state, self.signals)[0] if now.batch else None
-            check_least(run.bound_policy, world_size=part.world_size, size=size)
+            check_least(
+                run.bound_policy,
+                world_size=part.world_size,
+                size=size,
+                row=run.facts.group or 1,
+                each=run.tokens_each,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON; signals that are not finite become text."""

@@ -170,7 +170,8 @@ class Piece(NamedTuple):
     """Its samples, counted from the start of the batch; a dummy reads one of them."""
     num_samples: int
     """How many they are; 0 for a dummy."""
-    num_tokens: int
+    num_tokens: int | None = None
+    """None: they are counted."""
 
 
 Cut: TypeAlias = Callable[[int, int], list[Piece]]

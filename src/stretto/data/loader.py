@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, final
 
-from stretto.batching import NO_SIGNALS, PolicyLike, Signals
+from stretto.batching import NO_SIGNALS, PolicyLike, Signals, Tokens
 from stretto.batching.pack import checked_micro_batch
 from stretto.batching.rows import LengthsLike
 from stretto.data.decisions import Decisions, other_order, reading_state
@@ -107,9 +107,19 @@ class TokenCounter:
         return tokens
 
     def _check(self, fetched: FetchedStep, tokens: Sequence[int]) -> None:
-        """Warn once if a batch counts other tokens than the lengths of its samples."""
+        """Warn once if a batch counts other tokens than the lengths of its samples.
+
+        Raises:
+            DataError: it has more than the budget.
+        """
+        budget = self._source.part.micro_batch_size
         for (batch, count), known in zip(fetched.micro_batches, tokens, strict=True):
             found = self._spec.count_tokens(batch) if count else None
+            # Rows may be padded to a multiple of 64.
+            if found and isinstance(budget, Tokens) and found > budget + 64 * count:
+                why = f"a micro-batch of {count} samples has {found:,} tokens"
+                instead = "pass the lengths of these samples, as collate_fn returns them"
+                raise DataError.cannot(f"keep to a budget of {budget}", why=why, instead=instead)
             may_pad = self._spec.get_num_tokens_in_batch is None and counts_padding(batch)
             if found is not None and (found < known or (found > known and not may_pad)):
                 self._unchecked = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from operator import methodcaller
 from typing import Any, final
 
@@ -46,6 +46,8 @@ class MapSource:
     fetch: Fetch
     loading: Loading
     """Its settings, with those of a given `DataLoader`."""
+    cut: Cut | None = None
+    """States the micro-batches sample by sample; None: they have equally many."""
 
     def stream(self) -> IndexStream:
         """Return the indices that this rank reads."""
@@ -76,8 +78,8 @@ class MapSource:
 
     def check(self, batch: Any, num_samples: int) -> None:
         """Refuse a batch with another number of samples than requested."""
-        count = self.spec.get_num_samples_in_batch
-        if count is None and may_hold(batch, num_samples):
+        count, is_joined = self.spec.get_num_samples_in_batch, self.cut and self.loading.packed
+        if is_joined or (count is None and may_hold(batch, num_samples)):
             return
         found = count_samples(batch) if count is None else count(batch)
         if found is not None and found != num_samples:
@@ -85,13 +87,25 @@ class MapSource:
             instead = "keep all in collate_fn, or pass DataSpec(data, get_num_samples_in_batch=...)"
             raise DataError.cannot("use a batch", why=why, instead=instead)
 
+    def pieces(self, plan: PlannedBatch, start: int) -> list[Piece]:
+        """Return this rank's micro-batches of the batch at a position."""
+        if self.cut is not None:
+            return self.cut(plan.size, start)
+        world, found = self.part.world_size, list[Piece]()
+        first = (self.part.rank - start) % world
+        for count in share_sizes(self.part, plan.size, start):
+            after = first + count * world
+            found.append(Piece(range(first, after, world) or (0,), count))
+            first = after
+        return found
+
     def step(self, plan: PlannedBatch, pieces: list[Piece], batches: list[Any]) -> FetchedStep:
-        """Return a step whose micro-batches were stated sample by sample."""
-        if not self.loading.packed:
-            for batch, piece in zip(batches, pieces, strict=True):
-                self.check(batch, piece.num_samples or 1)
+        """Return a step of these micro-batches."""
         counted = [(batch, one.num_samples) for batch, one in zip(batches, pieces, strict=True)]
-        return FetchedStep(plan, counted, plan.size, tokens=[one.num_tokens for one in pieces])
+        for batch, count in counted:
+            self.check(batch, count or 1)
+        tokens = [one.num_tokens for one in pieces if one.num_tokens is not None]
+        return FetchedStep(plan, counted, plan.size, tokens=tokens if self.cut else None)
 
 
 def by_rows(steps: Callable[..., Iterator[FetchedStep]]) -> Callable[..., Iterator[FetchedStep]]:
@@ -138,35 +152,48 @@ def direct_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
         yield FetchedStep(plan, micro_batches, plan.size)
 
 
+def direct_pieces(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
+    """Do the same for micro-batches that are stated sample by sample."""
+    stream = source.order_stream()
+    for plan, start in plans:
+        indices, pieces = stream.take(start, plan.size), source.pieces(plan, start)
+        batches = [source.fetch([indices[one] for one in piece.places]) for piece in pieces]
+        yield source.step(plan, pieces, batches)
+
+
 @by_rows
 def planned_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
     """Let workers collate micro-batches ahead: for sizes that are known before the run."""
     first = next(plans, None)
     if first is None:
         return
-    stream, ahead = source.stream(), deque[tuple[PlannedBatch, tuple[int, ...]]]()
+    stream, ahead = source.stream(), deque[tuple[PlannedBatch, list[Piece]]]()
+    order = source.order_stream()
 
     def elements() -> Iterator[Element]:
         for plan, start in chain((first,), plans):
-            sizes = share_sizes(source.part, plan.size, start)
-            ahead.append((plan, sizes))
+            pieces = source.pieces(plan, start)
+            ahead.append((plan, pieces))
+            if source.cut is not None:
+                indices = order.take(start, plan.size)
+                for piece in pieces:
+                    # Its first sample is in no other piece, so the seed of a worker is its own.
+                    yield start + piece.places[0], [indices[one] for one in piece.places]
+                continue
             place = source.place(start)
-            for count in sizes:
+            for _, count, _ in pieces:
                 yield place, stream.take(place, count) if count else [stream.at(start)]
                 place += count
 
     batches = fetched_ahead(source.fetch, elements(), source.spec, source.loading, source.part.rank)
     for batch in batches:
-        plan, sizes = ahead.popleft()
-        micro_batches = [(batch, sizes[0]), *((next(batches), count) for count in sizes[1:])]
-        for micro_batch, count in micro_batches:
-            source.check(micro_batch, count or 1)
-        yield FetchedStep(plan, micro_batches, plan.size)
+        plan, pieces = ahead.popleft()
+        yield source.step(plan, pieces, [batch, *islice(batches, len(pieces) - 1)])
 
 
 @by_rows
 def sample_steps(
-    source: MapSource, bundle_size: int, end: int | None, cut: Cut | None, plans: Plans
+    source: MapSource, bundle_size: int, end: int | None, plans: Plans
 ) -> Iterator[FetchedStep]:
     """Let workers fetch samples ahead; the main process collates each micro-batch at the step.
 
@@ -177,7 +204,6 @@ def sample_steps(
         source: the data.
         bundle_size: the samples of a bundle.
         end: the position at which the run ends; None if unknown.
-        cut: states the micro-batches sample by sample; None: they have equally many.
         plans: the decided batches.
     """
     stream, part, unpinned = source.stream(), source.part, replace(source.loading, pin_memory=False)
@@ -206,27 +232,14 @@ def sample_steps(
                 source.fetch.uncollated(), elements(next_place), source.spec, unpinned, part.rank
             )
         taken(place - next_place)  # skipped, or before the position of a resumed run
-        next_place = place
-        if cut is not None:
-            pieces, share = cut(plan.size, start), taken(source.place(start + plan.size) - place)
-            next_place += len(share)
-            yield source.step(
-                plan,
-                pieces,
-                [
-                    source.fetch.collate([share[one // part.world_size] for one in piece.places])
-                    if piece.num_samples
-                    else source.fetch([stream.at(start + piece.places[0])])
-                    for piece in pieces
-                ],
-            )
-            continue
-        micro_batches: list[CountedBatch] = []
-        for count in share_sizes(part, plan.size, start):
-            batch = (
-                source.fetch.collate(taken(count)) if count else source.fetch([stream.at(start)])
-            )
-            next_place += count
-            source.check(batch, count or 1)
-            micro_batches.append((batch, count))
-        yield FetchedStep(plan, micro_batches, plan.size)
+        next_place = source.place(start + plan.size)
+        own = range((part.rank - start) % part.world_size, plan.size, part.world_size)
+        share = dict(zip(own, taken(next_place - place), strict=True))
+        pieces = source.pieces(plan, start)
+        batches = [
+            source.fetch.collate([share.pop(one) for one in piece.places])
+            if piece.num_samples
+            else source.fetch([stream.at(start + piece.places[0])])
+            for piece in pieces
+        ]
+        yield source.step(plan, pieces, batches)

@@ -1,19 +1,16 @@
-"""Micro-batches with a budget of tokens: how a batch of known lengths is cut, and read."""
+"""Micro-batches with a budget of tokens: how a batch of known lengths is cut."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from itertools import chain, count, islice
+from itertools import count, islice
 
 from stretto.batching import pack
 from stretto.batching.metrics import NOISE
-from stretto.data.fetch import Cut, FetchedStep, Piece, Plans
+from stretto.data.fetch import Cut, Piece
 from stretto.data.map_style import MapSource
-from stretto.data.workers import Element, fetched_ahead
 from stretto.errors import DataError
 from stretto.ordering import evenly
-from stretto.planning import PlannedBatch, Prepared
+from stretto.planning import Prepared
 
 
 def cut_by_tokens(source: MapSource, run: Prepared) -> Cut:
@@ -71,33 +68,3 @@ def _parts(shares: list[list[int]], budget: int, *, packed: bool) -> int:
 
     least = max(1, *(-(-sum(share) // budget) for share in shares))
     return next(parts for parts in count(least) if all(fits(share, parts) for share in shares))
-
-
-def direct_pieces(source: MapSource, cut: Cut, plans: Plans) -> Iterator[FetchedStep]:
-    """Fetch each micro-batch in the main process, at the step."""
-    stream = source.order_stream()
-    for plan, start in plans:
-        indices, pieces = stream.take(start, plan.size), cut(plan.size, start)
-        batches = [source.fetch([indices[one] for one in piece.places]) for piece in pieces]
-        yield source.step(plan, pieces, batches)
-
-
-def planned_pieces(source: MapSource, cut: Cut, plans: Plans) -> Iterator[FetchedStep]:
-    """Let workers collate micro-batches ahead: for sizes that are known before the run."""
-    first = next(plans, None)
-    if first is None:
-        return
-    stream, ahead = source.order_stream(), deque[tuple[PlannedBatch, list[Piece]]]()
-
-    def elements() -> Iterator[Element]:
-        for plan, start in chain((first,), plans):
-            indices, pieces = stream.take(start, plan.size), cut(plan.size, start)
-            ahead.append((plan, pieces))
-            for piece in pieces:
-                # Its first sample is in no other piece, so the seed of a worker is its own.
-                yield start + piece.places[0], [indices[one] for one in piece.places]
-
-    batches = fetched_ahead(source.fetch, elements(), source.spec, source.loading, source.part.rank)
-    for batch in batches:
-        plan, pieces = ahead.popleft()
-        yield source.step(plan, pieces, [batch, *islice(batches, len(pieces) - 1)])

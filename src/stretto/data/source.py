@@ -17,8 +17,14 @@ from stretto.data.chunks import (
     record_of_rank,
 )
 from stretto.data.fetch import Fetch, RankShare, Steps
-from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
-from stretto.data.pieces import cut_by_tokens, direct_pieces, planned_pieces
+from stretto.data.map_style import (
+    MapSource,
+    direct_pieces,
+    direct_steps,
+    planned_steps,
+    sample_steps,
+)
+from stretto.data.pieces import cut_by_tokens
 from stretto.data.spec import DataSpec, check_workers, is_one_shot
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
 from stretto.data.workers import batched, pins_memory, with_own_settings
@@ -175,17 +181,14 @@ def make_source(spec: DataSpec, run: Prepared, loading: Loading, part: RankShare
     source = MapSource(spec, order, part, fetch, loading)
     # Indexing tensors is faster than any worker; `get_batch` does not give single samples.
     is_direct = fetch.tensors is not None or (fetch.get_batch is not None and not run.is_planned)
-    cut = cut_by_tokens(source, run) if is_budget else None
+    if is_budget:
+        source = replace(source, cut=cut_by_tokens(source, run))
     if run.is_planned and loading.num_workers and not is_direct:
         steps = partial(planned_steps, source)
-        if cut is not None:
-            steps = partial(planned_pieces, source, cut)
         return BatchSource(steps, source, None, spec, part, looks_ahead=True)
-    steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample, cut)
+    steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample)
     if is_direct or not loading.num_workers:
-        steps = partial(direct_steps, source)
-        if cut is not None:
-            steps = partial(direct_pieces, source, cut)
+        steps = partial(direct_pieces if is_budget else direct_steps, source)
     return BatchSource(steps, source, None, spec, part, pins=pins_memory(loading))
 
 

@@ -78,6 +78,13 @@ class Prepared:
         }
 
     @property
+    def tokens_each(self) -> int | None:
+        """The most tokens of a sample if batch sizes are written in tokens; None: in samples."""
+        lengths = self.facts.lengths
+        most = self.facts.tokens_per_sample if lengths is None else lengths.longest
+        return most if self.policy.unit is TimeUnit.TOKEN else None
+
+    @property
     def refused(self) -> StrettoError | None:
         """Why the run cannot start from its beginning, though a resume may; None: it can."""
         each = (*self.bound_schedules.values(), *self.bound_values.values())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, Rule, RuleLike
-from stretto.batching.pack import checked_micro_batch, num_passes
+from stretto.batching.pack import checked_micro_batch
 from stretto.batching.policy import Tokens, as_float, checked_world_size, saved_size
 from stretto.batching.rows import LengthsLike
 from stretto.batching.rules import is_learning_rate
@@ -118,10 +118,9 @@ class Plan:
 
     def _shared(self, step: PlannedBatch) -> PlannedBatch:
         """Return a batch with what only a plan says of it."""
-        start, lengths = step.timestamp.sample, self.horizon.lengths
-        batch = range(start, start + step.size)
-        passes = num_passes(batch, self.world_size, self.micro_batch_size, lengths, row=step.row)
-        values = self._values(step.timestamp, step.decided)
+        now = step.timestamp
+        passes = self.stage_of(now.batch).passes(now.sample, step.size)
+        values = self._values(now, step.decided)
         return step._replace(accumulation=passes, values=values)
 
     def values_at(self, batch: int, /) -> dict[str, float]:
@@ -351,7 +350,7 @@ def plan_prepared(
     ]
     least = min((stage.rows for stage in ahead), default=world_size)
     for stage in ahead:
-        check_stage(stage, even=even, least=least, idle=idle_ranks)
+        check_stage(stage, even=even, least=least, each=run.tokens_each, idle=idle_ranks)
     return Plan(
         horizon=horizon,
         sizes=sizes,
@@ -435,7 +434,7 @@ def moment_record(plan: Plan, time: str) -> dict[str, object]:
         "at": str(Time(time)),
         "stage": plan.stage_of(now.batch).number,
         "size": batch.size,
-        "tokens": plan.timestamp_at_batch(now.batch + 1).token - now.token,
+        "tokens": plan.horizon.tokens(now.sample, now.sample + batch.size),
         "accumulation": batch.accumulation,
         "values": batch.values,
         "first": clock(plan.horizon, now),

@@ -361,14 +361,15 @@ class Stage:
         Of unequal batches, for the smallest and the largest that are not cut.
         """
         if isinstance(self.micro_batch_size, Tokens):
-            found = [self._passes(self.equal.size_of(0))]
+            found = [self.passes(self.first.sample, self.equal.size_of(0))]
         else:
             whole = [] if self._is_cut else dict.fromkeys(self.whole_sizes)
-            found = [self._passes(one) for one in (*whole, *self.cut_sizes)]
+            found = [self.passes(self.first.sample, one) for one in (*whole, *self.cut_sizes)]
         return [one for one in found if one is not None]
 
-    def _passes(self, size: int) -> int | None:
-        batch = range(self.first.sample, self.first.sample + size)
+    def passes(self, start: int, size: int) -> int | None:
+        """Return the micro-batches per rank of a batch; None if they follow unknown lengths."""
+        batch = range(start, start + size)
         lengths = self.equal.horizon.lengths
         return num_passes(batch, self.world_size, self.micro_batch_size, lengths, row=self.row)
 

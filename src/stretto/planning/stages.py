@@ -96,13 +96,16 @@ Values: TypeAlias = Callable[[Timestamp, int], dict[str, float]]
 """Every hyper-parameter at a timestamp, for a batch of a decided size."""
 
 
-def check_stage(stage: Stage, *, even: bool, least: int, idle: bool = False) -> None:
+def check_stage(
+    stage: Stage, *, even: bool, least: int, each: int | None, idle: bool = False
+) -> None:
     """Refuse a stage that the ranks cannot share.
 
     Args:
         stage: the stage.
         even: whether each rank has to have the same full micro-batches.
         least: the fewest rows of a batch that is still to come.
+        each: the most tokens of a sample if sizes are written in tokens; None: in samples.
         idle: whether ranks may be left without a sample.
 
     Raises:
@@ -113,14 +116,28 @@ def check_stage(stage: Stage, *, even: bool, least: int, idle: bool = False) -> 
     fewest, size = stage.whole_sizes  # of equal batches, the same
     place = f"stage {stage.number}, from batch {stage.first.batch:,}, sample {stage.first.sample:,}"
     if stage.rows < world_size and not idle:
-        raise _below(size, world_size, row=row, most=least, where=place)
+        raise _below(size, world_size, row=row, most=least, where=place, each=each)
     micro = micro if row == 1 else row * (in_rows(size, micro, row)[1] or 1)
-    if even and (fewest != size or size % even_unit(world_size, micro)):
-        error = not_even(size, world_size, micro)
+    if even and fewest != size:
+        raise PlanError.cannot(
+            f"split batches of {fewest:,} to {size:,} samples evenly over {world_size} ranks",
+            why="they are in tokens, and samples have unequal lengths",
+            instead="write sizes in samples, or leave 'even' out",
+            where=place,
+        )
+    if even and size % even_unit(world_size, micro):
+        error = not_even(size, world_size, micro, each)
         raise error.recast(PlanError, where=place)
 
 
-def check_least(policy: Bound, *, world_size: int, size: int | None = None, row: int = 1) -> None:
+def check_least(
+    policy: Bound,
+    *,
+    world_size: int,
+    size: int | None = None,
+    row: int = 1,
+    each: int | None = None,
+) -> None:
     """Refuse a run without a plan whose smallest size leaves ranks without a sample.
 
     >>> from stretto.batching import NoiseScale
@@ -131,6 +148,7 @@ def check_least(policy: Bound, *, world_size: int, size: int | None = None, row:
         world_size: how many ranks share a batch.
         size: the next size of a resumed run; a batch that never shrinks may have grown enough.
         row: the samples of the longest row.
+        each: the most tokens of a sample if sizes are written in tokens; None: in samples.
 
     Raises:
         PlanError: the policy may decide fewer samples than there are ranks, or has.
@@ -139,7 +157,7 @@ def check_least(policy: Bound, *, world_size: int, size: int | None = None, row:
         return
     least = max(policy.bounds[0], size or 0)
     if max(1, least // row) < world_size:
-        raise _below(least, world_size, row=row)
+        raise _below(least, world_size, row=row, each=each)
 
 
 def _below(
@@ -149,13 +167,14 @@ def _below(
     row: int = 1,
     most: int | None = None,
     where: str | None = None,
+    each: int | None = None,
 ) -> PlanError:
-    ranks = most or max(1, size // row)
+    ranks, enough = most or max(1, size // row), world_size * row
+    enough = enough if each is None else Tokens(enough * each)
     return PlanError.cannot(
         f"run batches of {size} on {world_size} ranks",
         why=f"each rank needs at least one {'sample' if row == 1 else f'row of {row} samples'}",
-        instead=f"write AtLeast(policy, {world_size * row}), start {ranks} ranks, or pass "
-        "idle_ranks=True",
+        instead=f"write AtLeast(policy, {enough!r}), start {ranks} ranks, or pass idle_ranks=True",
         where=where,
     )
 
@@ -315,6 +334,7 @@ def mistakes_of(
         if sizes.end is not None and "lr" in known:
             yield from _low(known["lr"], sizes, sizes.end.batch)
         yield from _large(horizon, stages)
+        yield from _small(horizon, sizes.bound, stages)
         if sizes.end is not None:
             yield from _late(horizon, sizes.policy)
         policy = on_data(sizes.horizon, sizes.policy)
@@ -404,6 +424,16 @@ def _large(horizon: Horizon, stages: Sequence[Stage]) -> Iterator[str]:
     large = [size for size in most if num_samples and size > num_samples]
     if large and horizon.last_batch == "keep":
         yield f"batches of {large[0]} are cut to the {num_samples} samples of an epoch; {_CARRY}"
+
+
+def _small(horizon: Horizon, bound: Bound, stages: Sequence[Stage]) -> Iterator[str]:
+    """Warn of sizes in tokens that some sample alone exceeds."""
+    lengths, least = horizon.lengths, min(stage.size for stage in stages)
+    if lengths is not None and bound.unit is TimeUnit.TOKEN and least < lengths.longest:
+        yield (
+            f"batches of {least} cannot hold the longest sample, of {lengths.longest:,} tokens: "
+            "such a sample is a larger batch, alone"
+        )
 
 
 def _late(horizon: Horizon, policy: BatchSizePolicy) -> Iterator[str]:

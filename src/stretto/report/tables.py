@@ -124,8 +124,8 @@ def moments_table(plan: Plan, times: Sequence[str]) -> str:
         ["stage", *(f"{stage.number:,}" for stage in stages)],
         ["batch size", *(f"{batch.size:,}" for batch in batches)],
     ]
-    after = [plan.timestamp_at_batch(batch.timestamp.batch + 1) for batch in batches]
-    tokens = [end.token - one.timestamp.token for end, one in zip(after, batches, strict=True)]
+    samples = [(batch.timestamp.sample, batch.size) for batch in batches]
+    tokens = [plan.horizon.tokens(start, start + size) for start, size in samples]
     if any(tokens):
         columns.append(["in tokens", *(f"{one:,}" for one in tokens)])
     for name, show in _clock(plan.horizon, is_open=plan.end is None).items():
@@ -196,10 +196,8 @@ def _samples_each(row: Sequence[Stage]) -> str:
 
 
 def _sizes(row: Sequence[Stage]) -> str:
-    ends = (row[0].size, row[-1].size)
-    if ends[0] <= ends[1]:
-        ends = (min(stage.size for stage in row), max(stage.size for stage in row))
-    return span(*ends)
+    sizes = [stage.size for stage in row]
+    return span(sizes[0], sizes[-1]) if sizes[0] > sizes[-1] else span(min(sizes), max(sizes))
 
 
 def _batches(row: Sequence[Stage]) -> str:

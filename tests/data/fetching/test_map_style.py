@@ -33,7 +33,7 @@ def fetched_steps(
     data = TensorDataset(torch.arange(n))
     order = SampleOrder(n, 1)
     source = MapSource(DataSpec(data), order, part, Fetch(data), Loading())
-    return list(sample_steps(source, bundle_size, end, None, batches))
+    return list(sample_steps(source, bundle_size, end, batches))
 
 
 @given(
