@@ -275,6 +275,6 @@ def test_a_pair_has_the_rule_and_the_rate(other: dict[str, Any]) -> None:
     pair = {"Seesaw": {"decay": {"Cosine": {"warmup": "5%"}}, "size": 16, "maximum": 64}}
     config = RunConfig.parse(RUN | {"data": data, "batch_size": pair})
     shown = [(one.size, round(one.values["lr"].first, 4)) for one in build_plan(config).stages]
-    assert shown == [(16, 0.0), (32, 0.7071), (64, 0.5)]
+    assert shown == [(16, 0.0), (16, 1.0), (32, 0.7071), (64, 0.5)]
     with pytest.raises(ConfigError, match=r"the pair has its own.*\(batch_size"):
         build_plan(RunConfig.parse(RUN | {"data": data, "batch_size": pair} | other))

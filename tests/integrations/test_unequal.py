@@ -85,8 +85,8 @@ def trainer_of(sizes: Any = SIZES, **settings: Any) -> tuple[Trainer, toys.Recor
     trainer = Trainer(
         model=toys.llama(),
         args=toys.arguments(max_grad_norm=0.0, **settings),
-        train_dataset=ROWS,  # type: ignore[arg-type]
-        eval_dataset=ROWS[:20],  # type: ignore[arg-type]
+        train_dataset=ROWS,
+        eval_dataset=ROWS[:20],
         data_collator=toys.collate,
     )
     every = {"save": "1ba", "evaluate": "50%", "log": "1ba"}

@@ -154,7 +154,7 @@ def saved_size(size: int | None) -> int | str | None:
     """Return a size as JSON keeps it with its unit: an amount in tokens as text.
 
     >>> saved_size(Tokens(2000)), saved_size(2000)
-    ('2Ktok', 2000)
+    ('2000tok', 2000)
     """
     return str(size) if isinstance(size, Tokens) else size
 
