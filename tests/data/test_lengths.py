@@ -229,3 +229,9 @@ def test_a_batch_above_its_budget_is_refused_before_training(mask: bool) -> None
     )
     with pytest.raises(DataError, match=r"budget of 80tok.* 2 samples has 800 tokens"):
         next(loader)
+
+
+@pytest.mark.parametrize("sample", [{"text": "abc"}, 3])
+def test_a_sample_that_does_not_tell_its_tokens_is_refused(sample: object, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="pass length="):
+        count_lengths([sample], tmp_path / "lengths")

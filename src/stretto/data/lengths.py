@@ -124,11 +124,12 @@ def _kept(path: Path, count: int, places: list[int]) -> list[int]:
     return kept[torch.tensor(places)].tolist()
 
 
-def _length(sample: Any) -> int:
+def _length(sample: Any) -> Any:
+    """Return the tokens of a sample; None if it does not tell."""
     if not isinstance(sample, Mapping):
-        return len(sample)
-    mask = sample.get("attention_mask")
-    return len(sample["input_ids"]) if mask is None else sum(map(bool, mask))
+        return len(sample) if hasattr(sample, "__len__") else None
+    mask, ids = sample.get("attention_mask"), sample.get("input_ids")
+    return (None if ids is None else len(ids)) if mask is None else sum(map(bool, mask))
 
 
 def _lengths(length: Callable[[Any], int], samples: list[Any]) -> list[int]:
