@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from stretto.data import DataSpec, StepLoader, count_lengths
 from stretto.data import lengths as module
 from stretto.data.lengths import OrderedLengths, checked_lengths
-from stretto.errors import ConversionError, DataError
+from stretto.errors import ConfigError, ConversionError, DataError
 from stretto.ordering import SampleOrder
 from stretto.timing import Horizon
 from stretto.training import Loading
@@ -235,3 +235,18 @@ def test_a_batch_above_its_budget_is_refused_before_training(mask: bool) -> None
 def test_a_sample_that_does_not_tell_its_tokens_is_refused(sample: object, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="pass length="):
         count_lengths([sample], tmp_path / "lengths")
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [([1, 2, 3], 0), {"input_ids": torch.ones(1, 3)}, torch.tensor(3), {"input_ids": ([1], [2])}],
+    ids=["a pair", "a row", "a number", "a tuple"],
+)
+def test_samples_that_do_not_tell_their_tokens_are_refused(sample: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="pass length="):
+        count_lengths([sample], tmp_path / "lengths")
+
+
+def test_packed_is_true_or_false() -> None:
+    with pytest.raises(ConfigError, match="packed"):
+        Loading(packed="yes")  # type: ignore[arg-type]

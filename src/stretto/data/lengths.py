@@ -126,10 +126,14 @@ def _kept(path: Path, count: int, places: list[int]) -> list[int]:
 
 def _length(sample: Any) -> Any:
     """Return the tokens of a sample; None if it does not tell."""
-    if not isinstance(sample, Mapping):
-        return len(sample) if hasattr(sample, "__len__") else None
-    mask, ids = sample.get("attention_mask"), sample.get("input_ids")
-    return (None if ids is None else len(ids)) if mask is None else sum(map(bool, mask))
+    mask, ids = None, sample
+    if isinstance(sample, Mapping):
+        mask, ids = sample.get("attention_mask"), sample.get("input_ids")
+    one = ids if mask is None else mask
+    # The parts of a tuple, such as inputs and targets, are no tokens; nor are rows.
+    if isinstance(one, tuple) or getattr(one, "ndim", 1) != 1 or not hasattr(one, "__len__"):
+        return None
+    return len(one) if mask is None else sum(map(bool, mask))
 
 
 def _lengths(length: Callable[[Any], int], samples: list[Any]) -> list[int]:

@@ -143,7 +143,7 @@ def check_value_names(values: Iterable[object], taken: Iterable[str]) -> None:
     """
     others = _TAKEN.union(taken)
     for name in values:
-        why = "a hyper-parameter, or a column of the metrics, has that name"
+        why = "a hyper-parameter, its rule, or a column of the metrics has that name"
         if not isinstance(name, str) or _OWN.fullmatch(name) is None:
             why = "it is not a word, in which '.' and '-' may be"
         elif _INDEX.sub("", name) not in others:
