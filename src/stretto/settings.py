@@ -64,9 +64,10 @@ class Loading:
     """Whether chance inside the data set depends on (seed, epoch, sample) alone."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.packed, bool):
+        packed: object = self.packed
+        if not isinstance(packed, bool):
             why = "it is neither True nor False"
-            raise ConfigError.bad("packed", self.packed, why, "write packed=True")
+            raise ConfigError.bad("packed", packed, why, "write packed=True")
         for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
             value = getattr(self, name)
             if value is not None:
