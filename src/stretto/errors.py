@@ -84,12 +84,13 @@ class Message:
 def fact_text(name: str) -> str:
     """Return how a message names a fact of a horizon, which is a field of the data in a run.
 
-    >>> fact_text("dataset_num_samples"), fact_text("max_training_duration")
-    ('dataset_num_samples (num_samples of the data)', 'max_training_duration')
+    >>> fact_text("dataset_num_samples"), fact_text("tokens_per_sample")
+    ('dataset_num_samples (num_samples of the data)', 'tokens_per_sample of the data')
     """
     of_data = name.removeprefix("dataset_")
-    is_of_data = of_data in ("num_samples", "num_tokens", "tokens_per_sample")
-    return f"{name} ({of_data} of the data)" if is_of_data else name
+    if name == "tokens_per_sample":
+        return f"{name} of the data"
+    return f"{name} ({of_data} of the data)" if of_data in ("num_samples", "num_tokens") else name
 
 
 def samples_text(count: int) -> str:
