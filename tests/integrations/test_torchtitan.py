@@ -99,7 +99,7 @@ def test_every_step_is_the_planned_one_when_the_ranks_change(
 @pytest.mark.distributed
 def test_tensor_parallel_ranks_share_a_batch(launch: Callable[..., Rows]) -> None:
     first = launch("out", "data", ranks=2, stop_after=15)
-    rest = launch("out", "tensor", ranks=2, tensor_parallel=2, stop_after=24)
+    rest = launch("out", "tensor", ranks=2, stop_after=24, parallelism={"tensor_parallel_degree": 2})
     assert min(rest) == sorted(planned())[14]
     each = {sample: (sorted([*ids, *ids]), rates) for sample, (ids, rates) in planned().items()}
     assert rest == {sample: each[sample] for sample in rest}
@@ -144,12 +144,13 @@ def test_another_dataloader_pipelines_and_an_old_torch_are_refused(
     good.parallelism.pipeline_parallel_degree = 2
     with pytest.raises(TrainingError, match="pipelines"):
         check_titan(good)
+    check_titan(replace(good, dataloader=replace(good.dataloader, even=True)))
     monkeypatch.delattr(dist, "set_timeout")
     with pytest.raises(TrainingError, match="torch"):
         check_titan(configuration())
 
 
-def bound(data: Any = None, **changed: Any) -> StepDataLoader:
+def bound(data: Any = None, passes: int = 1, **changed: Any) -> StepDataLoader:
     make_data = titan_toys.Rows if data is None else lambda: data
     config = StepDataLoader.Config(
         make_data=lambda *_: make_data(), **{"batch_size": 8, "even": True} | changed
@@ -158,7 +159,7 @@ def bound(data: Any = None, **changed: Any) -> StepDataLoader:
     sizes = {"dp_world_size": 1, "dp_rank": 0, "local_batch_size": MICRO, "seq_len": length}
     loader = config.build(tokenizer=None, **sizes)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    loader.bind([optimizer], Schedules.Config())
+    loader.bind([optimizer], Schedules.Config(), mesh=None, num_passes=passes)
     return loader
 
 
@@ -166,6 +167,7 @@ def unmade(loader: StepDataLoader, step: int) -> Any:
     """A trainer before its first step; to make it, torchtitan needs processes."""
     trainer: Any = object.__new__(RunTrainer)
     trainer.dataloader, trainer.step, trainer.saved = loader, step, []
+    trainer.num_pipeline_parallel_microbatches = 1
     trainer.checkpointer = SimpleNamespace(save=lambda *how, **more: trainer.saved.append(how))
     return trainer
 

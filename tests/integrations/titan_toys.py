@@ -28,12 +28,11 @@ _facts = SimpleNamespace(total_memory=2**34, name="cpu")
 vars(torch.cpu).update(get_device_name=lambda *_: "cpu", get_device_properties=lambda *_: _facts)
 _barrier = dist.barrier
 dist.barrier = lambda *_, **__: _barrier()  # gloo takes no device_ids
-vars(dist).setdefault("set_timeout", lambda *_: None)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch.jit
     from torchtitan.components.checkpoint import CheckpointManager
-    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.components.tokenizer import BaseTokenizer
@@ -91,7 +90,7 @@ def configuration(out: Path | str = "", **changed: Any) -> RunTrainer.Config:
     llama3.get_attention_config = lambda *_: ScaledDotProductAttention.Config()
     spec = llama3.model_registry("debugmodel", attn_backend="sdpa")
     spec.model.layers = spec.model.layers[:2]
-    tensor_parallel = changed.pop("tensor_parallel", 1)
+    parallelism = changed.pop("parallelism", {})
     lr_scheduler = changed.pop("lr_scheduler", Schedules.Config(schedules=SCHEDULES))
     training, checkpoint = changed.pop("training", {}), changed.pop("checkpoint", {})
     data: dict[str, Any] = {
@@ -119,9 +118,7 @@ def configuration(out: Path | str = "", **changed: Any) -> RunTrainer.Config:
         dataloader=StepDataLoader.Config(**(data | changed)),
         metrics=MetricsProcessor.Config(log_freq=5),
         parallelism=ParallelismConfig(
-            spmd_backend="partial_dtensor",
-            tensor_parallel_degree=tensor_parallel,
-            enable_sequence_parallel=False,
+            spmd_backend="partial_dtensor", enable_sequence_parallel=False, **parallelism
         ),
         activation_checkpoint=None,
         checkpoint=CheckpointManager.Config(
@@ -142,7 +139,7 @@ class Noted(RunTrainer):
 
     def post_dataloading_process(self, inputs: Any, labels: Any) -> Any:
         seen = zip(inputs["input"][:, 0].tolist(), labels[:, 0].tolist(), strict=True)
-        self.seen.extend(number for number, label in seen if label != -100)
+        self.seen.extend(number for number, label in seen if label != IGNORE_INDEX)
         return super().post_dataloading_process(inputs, labels)
 
     def train_step(self, data_iterator: Any) -> None:
@@ -167,7 +164,7 @@ def main(out: Path, attempt: str, stop_after: int | None = None, **changed: Any)
     trainer = Noted(config)
     trainer.stop_after = stop_after
     rank = dist.get_rank()
-    for module in trainer.model_parts[0].modules():
+    for module in (module for part in trainer.model_parts for module in part.modules()):
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
     with (out / f"{attempt}-{rank}.jsonl").open("w") as trainer.note:

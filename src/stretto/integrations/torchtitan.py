@@ -14,8 +14,8 @@ torchtitan divides the loss by the valid tokens of all ranks, so micro-batches n
 position in the data is the same text on every rank, so a run may resume with another data-parallel
 degree.
 
-Tested with torchtitan 0.3. It calls `torch.distributed.set_timeout`, which torch 2.13 does not
-have: install the torch that torchtitan asks for, a later one.
+Tested with torchtitan 0.3 on torch 2.14. torchtitan calls `torch.distributed.set_timeout`, which
+torch 2.13 does not have.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import LRSchedulersContainer
@@ -34,11 +35,15 @@ from torchtitan.trainer import Trainer
 from tyro.conf import Suppress
 
 from stretto.data import DataSpec, Step
+from stretto.distributed.mesh import Mesh
 from stretto.integrations.counts import steps_left
 from stretto.integrations.shared import BY_SIZE, ClockScheduler, refuse
 from stretto.run import Run, prepare
 
 __all__ = ["RunTrainer", "Schedules", "StepDataLoader"]
+
+BATCH = "batch"
+"""The dimension of torchtitan's mesh over which samples are shared."""
 
 
 def _as_text(config: Any) -> dict[str, str]:
@@ -66,8 +71,8 @@ class StepDataLoader(BaseDataLoader):
         loading: Annotated[Any, Suppress] = None
         """How data are loaded: a `Loading`, or a mapping of its fields."""
         even: bool = False
-        """Whether all ranks run full micro-batches only, as CUDA graphs need. Other sizes are
-        refused."""
+        """Whether all ranks run full micro-batches only, as CUDA graphs and pipelines need. Other
+        sizes are refused."""
 
         to_dict = _as_text
 
@@ -83,7 +88,7 @@ class StepDataLoader(BaseDataLoader):
         **_: Any,
     ) -> None:
         self._config, self._micro_batch_size = config, local_batch_size
-        self._rank, self._world_size = dp_rank, dp_world_size
+        self._world_size = dp_world_size
         assert config.make_data is not None, "checked by the trainer"
         spec = DataSpec.of(config.make_data(tokenizer, seq_len))
         counts = (spec.num_tokens, spec.tokens_per_sample, spec.get_num_tokens_in_batch)
@@ -91,8 +96,18 @@ class StepDataLoader(BaseDataLoader):
         """The tokens of each sample; None: the data count them."""
         self._spec = DataSpec.of(spec, tokens_per_sample=self._length)
 
-    def bind(self, optimizers: Any, config: Schedules.Config) -> Run:
-        """Make the run; it sets the learning rates of these optimizers."""
+    def bind(
+        self, optimizers: Any, config: Schedules.Config, mesh: DeviceMesh | None, num_passes: int
+    ) -> Run:
+        """Make the run; it sets the learning rates of these optimizers.
+
+        Args:
+            optimizers: those of the trainer.
+            config: what is scheduled.
+            mesh: all ranks, so that those which share a model agree on the wall clock, too.
+            num_passes: the micro-batches that a pipeline takes at once; else 1.
+        """
+        self._unit = self._world_size * self._micro_batch_size * num_passes
         self.run = run = prepare(
             self._spec,
             self._config.batch_size,
@@ -101,7 +116,10 @@ class StepDataLoader(BaseDataLoader):
             rule=config.rule,
             micro_batch_size=self._micro_batch_size,
             loading=self._config.loading,
-        ).bind(list(optimizers), rank=self._rank, world_size=self._world_size)
+            mesh=None
+            if mesh is None
+            else Mesh(mesh, [name for name in mesh.mesh_dim_names or () if name == BATCH]),
+        ).bind(list(optimizers))
         what = "follow a batch size that depends on what steps measure"
         instead = "write sizes over time, such as '0sp:256 20%:1024'"
         refuse((run.loader.reads, what, "torchtitan does not measure it", instead))
@@ -111,9 +129,9 @@ class StepDataLoader(BaseDataLoader):
         return run
 
     def _check(self, size: int) -> None:
-        unit = self._world_size * self._micro_batch_size
+        unit = self._unit
         what = f"train on a batch of {size} samples with even=True"
-        why = f"it is not a multiple of {unit}, one micro-batch of each rank"
+        why = f"it is not a multiple of {unit}, what all ranks run at once"
         instead = f"write multiples of {unit}, and loading=Loading(last_batch='drop')"
         refuse((self._config.even and size % unit, what, why, instead))
 
@@ -133,6 +151,9 @@ class StepDataLoader(BaseDataLoader):
                 what, why = "count tokens", f"labels have the shape {tuple(labels.shape)}"
                 instead = f"return rows of {length} tokens, or DataSpec(data, tokens_per_sample=1)"
                 refuse((length and labels.shape[1:].numel() != length, what, why, instead))
+                if length:  # as torchtitan's own loader: flex attention and CP ask for them
+                    places = torch.arange(length).expand(len(labels), -1)
+                    inputs = {"positions": places, **inputs}
                 # The samples of a micro-batch of weight 0 are no part of the batch.
                 yield inputs, labels if micro.weight else torch.full_like(labels, IGNORE_INDEX)
 
@@ -203,7 +224,11 @@ class RunTrainer(Trainer):
         super().__init__(config)
         # The user's configuration keeps its steps.
         self.config = replace(self.config, training=replace(config.training))
-        run = self.dataloader.bind(self.optimizers, self.lr_schedulers.config)
+        mesh = self.parallel_dims.get_activated_mesh(["pp", BATCH, "cp", "tp"])
+        num_passes = self.num_pipeline_parallel_microbatches
+        run = self.dataloader.bind(
+            self.optimizers, self.lr_schedulers.config, mesh=mesh, num_passes=num_passes
+        )
         self.lr_schedulers.follow(run)
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
@@ -220,7 +245,7 @@ class RunTrainer(Trainer):
         why = f"its data are at step {run.timer.batch + 1}"
         instead = "load the whole checkpoint, without exclude_from_loading"
         refuse((self.step != run.timer.batch + 1, f"train step {self.step}", why, instead))
-        self.gradient_accumulation_steps = len(step)
+        self.gradient_accumulation_steps = len(step) // self.num_pipeline_parallel_microbatches
         super().train_step(data_iterator)
         run.finish(step=step)
         self._note_end()
@@ -257,13 +282,13 @@ def check_titan(config: RunTrainer.Config) -> None:
     training, pipelines = config.training, config.parallelism.pipeline_parallel_degree
     size, graphs = training.global_batch_size, not training.disable_cuda_graphs
     shapes = "CUDA graphs need micro-batches of one shape"
-    even = "write even=True in StepDataLoader.Config, or training.disable_cuda_graphs"
+    even, equal = "write even=True in StepDataLoader.Config", "they take equal micro-batches"
     is_old, newer = not hasattr(dist, "set_timeout"), "install a torch later than 2.13"
     refuse(
         (is_old, f"train with torch {torch.__version__}", "torchtitan needs a later one", newer),
         (data.make_data is None, "make the data", "make_data is missing", "pass make_data=..."),
         (data.batch_size is None, "make steps", "batch_size is missing", "pass batch_size=..."),
         (size >= 0, f"use global_batch_size={size}", BY_SIZE, "leave it out"),
-        (pipelines > 1, "train in pipelines", "all of them need equal steps", "use FSDP or TP"),
-        (graphs and not data.even, "use CUDA graphs", shapes, even),
+        (pipelines > 1 and not data.even, "train in pipelines", equal, even),
+        (graphs and not data.even, "use CUDA graphs", shapes, f"{even}, or disable_cuda_graphs"),
     )
