@@ -2,7 +2,8 @@
 
 `import megatron.core` needs Triton, and `import megatron.bridge` transformers and Transformer
 Engine. What a plan meets (the calculator, the schedules, callbacks, samplers) needs none of
-them. Where Triton is installed, `megatron.core` is the whole package.
+them. Where Triton is installed, `megatron.core` is the whole package. A test file imports this
+module first, then `# isort: split`, then Megatron's; without its packages, the file is skipped.
 """
 
 from __future__ import annotations
