@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "src")]
 
 import peer_environments  # noqa: E402
 from peer_environments import Environment, python_of  # noqa: E402
+
+from phantomgpu import standins  # noqa: E402
+from phantomgpu.gpus import driver_facts, find_gpu  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,19 @@ def python_for(name: str) -> Path:
     return python_of(f"adapter-{name}")
 
 
+def stand_ins(python: Path) -> dict[str, str]:
+    """Return the environment in which a CUDA build of torch runs without CUDA, on the CPU.
+
+    A newer torch than that of this project comes without CUDA's libraries (`without_dependencies`).
+    """
+    (packages,) = python.parents[1].glob("lib/python3*/site-packages")
+    if not standins.has_cuda(packages) or (packages / "nvidia").exists():
+        return {}
+    files = map(str, standins.build(packages / "torch").glob("*.phantom"))
+    facts = driver_facts(find_gpu("h100"), memory=1, context=0, devices=0)
+    return {"LD_PRELOAD": os.pathsep.join(files), "PHANTOMGPU_FACTS": facts}
+
+
 def test(name: str) -> int:
     """Run the tests of one adapter; return the exit code."""
     adapter, python = ADAPTERS[name], python_for(name)
@@ -74,7 +90,7 @@ def test(name: str) -> int:
     command = [str(python), "-m", "pytest", "-q", "--show-capture=no", "--tb=short"]
     command += [*adapter.options, *files]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    environment["STRETTO_ADAPTERS"] = "1"  # see tests/integrations/conftest.py
+    environment |= {"STRETTO_ADAPTERS": "1", **stand_ins(python)}  # tests/integrations/conftest.py
     done = subprocess.run(
         command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
     )

@@ -66,6 +66,8 @@ def _makes_values(operation: Any) -> bool:
     schema = operation._schema
     is_view = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
     is_odd = any(str(one.type) in ("Storage", "Stream") for one in schema.arguments)
+    # `2.0 ** x` calls it with a number on the device, which torch cannot give to Python.
+    is_odd = is_odd or schema.overload_name == "Tensor_Tensor_out"
     return not is_view and not is_odd and not any(part in schema.name for part in _LEFT.split())
 
 
@@ -121,6 +123,8 @@ class Kernel:
                 self.bytes.note(one, _KNOWN if self.base == "zero_" else _LOST)
             if self.base == "all":  # what is checked is finite
                 self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)
+        elif self.base == "any" and most > self.few and not host[3]:  # and no sample is rejected
+            self.bytes.write(out, torch.zeros_like(out, device="cpu"), known=False)
         return out
 
     def is_worth(self, outputs: list[torch.Tensor], most: int) -> bool:

@@ -1,8 +1,9 @@
-"""A run in the trainer of torchtitan, against the real package on the CPU."""
+"""A run in the trainer of torchtitan: the real package, on the CPU and on a phantom."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,16 @@ from typing import Any
 
 import pytest
 
+import phantomgpu
+
 pytest.importorskip("torchtitan", reason="needs torchtitan: make test-adapters")
 
 import torch
 import torch.distributed as dist
+
+if not hasattr(dist, "set_timeout"):
+    pytest.skip("torchtitan needs torch 2.14", allow_module_level=True)
+
 from tests.integrations import titan_toys
 from tests.integrations.titan_toys import MICRO, RATE, SCHEDULES, SEED, SIZES, N, configuration
 from torch.utils.data import TensorDataset
@@ -35,10 +42,22 @@ CLOSE = 5e-5  # the model trains in float32; measured: 9.5e-6
 Rows = dict[int, tuple[list[int], set[float]]]
 
 
-def planned() -> Rows:
+EVEN: dict[str, Any] = {
+    "batch_size": "0sp:8 48sp:16",
+    "max_duration": "1ep",
+    "loading": {"seed": SEED, "last_batch": "drop"},
+    "even": True,
+}
+"""Sizes of which 2 ranks with 2 micro-batches of 2 samples, and all their steps, are full."""
+
+
+def planned(
+    batch_size: str = SIZES, max_duration: str = "2ep", loading: Any = None, **_: Any
+) -> Rows:
     """The samples of each step, and its learning rate."""
-    horizon = Horizon("2ep", dataset_num_samples=N)
-    steps = plan(horizon, SIZES, schedules=SCHEDULES, base={"lr": RATE}).batches()
+    last = "keep" if loading is None else loading["last_batch"]
+    horizon = Horizon(max_duration, dataset_num_samples=N, last_batch=last)
+    steps = plan(horizon, batch_size, schedules=SCHEDULES, base={"lr": RATE}).batches()
     order = SampleOrder(N, seed=SEED)
     return {
         step.timestamp.sample: (
@@ -49,18 +68,21 @@ def planned() -> Rows:
     }
 
 
-def seen(out: Path, attempt: str) -> Rows:
-    """What the ranks of an attempt have noted."""
+def seen(out: Path, attempt: str, *, drops: bool) -> Rows:
+    """What the ranks of an attempt have noted; those that share a model note the same."""
     files = [file.read_text().splitlines() for file in out.glob(f"{attempt}-*.jsonl")]
     found: Rows = {}
     for line in (line for file in files for line in file):
-        sample, _, world, rate, ids, tokens = json.loads(line)
-        sizes = {at: len(ids) for at, (ids, _) in planned().items()}
-        assert attempt == "dropped" or tokens == (sample + sizes[sample]) * titan_toys.LENGTH
-        assert world == len(files) or attempt == "tensor"
+        sample, _, world, rate, ids, tokens, size = json.loads(line)
         found.setdefault(sample, ([], set()))[0].extend(ids)
         found[sample][1].add(rate)
-    return {sample: (sorted(ids), rates) for sample, (ids, rates) in found.items()}
+        assert drops or tokens == (sample + size) * titan_toys.LENGTH
+    copies = len(files) // world
+    for sample, (ids, rates) in found.items():
+        each = [sorted(ids)[at::copies] for at in range(copies)]
+        assert each == each[:1] * copies
+        found[sample] = each[0], rates
+    return found
 
 
 @pytest.fixture
@@ -69,7 +91,7 @@ def launch(torchrun: Callable[..., None], tmp_path: Path) -> Callable[..., Rows]
         out = tmp_path / name
         out.mkdir(exist_ok=True)
         torchrun(SCRIPT, out, json.dumps({"attempt": attempt} | changed), ranks=ranks)
-        return seen(out, attempt)
+        return seen(out, attempt, drops="loading" in changed)
 
     return start
 
@@ -99,11 +121,68 @@ def test_every_step_is_the_planned_one_when_the_ranks_change(
 @pytest.mark.distributed
 def test_tensor_parallel_ranks_share_a_batch(launch: Callable[..., Rows]) -> None:
     first = launch("out", "data", ranks=2, stop_after=15)
-    rest = launch("out", "tensor", ranks=2, stop_after=24, parallelism={"tensor_parallel_degree": 2})
+    tensor = {"tensor_parallel_degree": 2}
+    rest = launch("out", "tensor", ranks=2, stop_after=24, parallelism=tensor)
     assert min(rest) == sorted(planned())[14]
-    each = {sample: (sorted([*ids, *ids]), rates) for sample, (ids, rates) in planned().items()}
-    assert rest == {sample: each[sample] for sample in rest}
-    assert first == {sample: planned()[sample] for sample in first}
+    assert first | rest == {sample: planned()[sample] for sample in first | rest}
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_a_model_agree_on_the_wall_clock(launch: Callable[..., Rows]) -> None:
+    tensor = {"tensor_parallel_degree": 2}
+    timed = {"max_duration": "15s", "batch_size": 4, "checkpoint": {"enable": False}}
+    rows = launch("out", "timed", ranks=2, parallelism=tensor, **timed)
+    assert len(rows) > 1
+    assert {len(rates) for _, rates in rows.values()} == {1}
+
+
+@pytest.mark.distributed
+def test_pipelines_take_the_planned_steps(launch: Callable[..., Rows], tmp_path: Path) -> None:
+    alone = launch("alone", "whole", ranks=1, **EVEN)
+    assert alone == planned(**EVEN)
+    often = {"checkpoint": {"interval": 4}, **EVEN}
+    first = launch("out", "first", ranks=1, stop_after=5, **often)
+    pipelines = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}
+    rest = launch("out", "pipes", ranks=4, stop_after=13, parallelism=pipelines, **often)
+    assert min(rest) == sorted(alone)[4]
+    last = launch("out", "last", ranks=1, **often)
+    assert min(last) == sorted(alone)[12]
+    assert first | rest | last == alone
+    one, other = [torch.load(tmp_path / name / "weights.pt") for name in ("alone", "out")]
+    print("largest difference of the weights", float((one - other).abs().max()))
+    assert torch.allclose(one, other, rtol=0, atol=CLOSE)
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "context": {"parallelism": {"context_parallel_degree": 2}},
+    "graphs": {"training": {"disable_cuda_graphs": False}},
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_first_of_four_ranks_follows_the_plan_on_a_phantom(name: str, tmp_path: Path) -> None:
+    """With flex attention: torchtitan's language models have no attention for the CPU."""
+    length, world = 256, {"context": 2, "graphs": 4}[name]  # flex has blocks of 128 tokens
+    changed: dict[str, Any] = {
+        "attempt": name,
+        "checkpoint": {"enable": False},
+        **EVEN,
+        "training": {"seq_len": length, "local_batch_size": 2, "mixed_precision_param": "bfloat16"},
+        "parallelism": {"spmd_backend": "spmd_types"},
+    }
+    for part, fields in SPLITS[name].items():
+        changed[part] |= fields
+    command = [sys.executable, str(SCRIPT), str(tmp_path), json.dumps(changed)]
+    report = phantomgpu.run(command, gpu="h100", ranks=4, steps=None)
+    assert report.fits, report
+    order, steps = SampleOrder(N, seed=SEED), planned(**EVEN)
+    lines = (tmp_path / f"{name}-0.jsonl").read_text().splitlines()
+    for line, (sample, (ids, rates)) in zip(lines, steps.items(), strict=True):
+        own = [order[at] for at in range(sample, sample + len(ids)) if at % world == 0]
+        noted = json.loads(line)
+        assert noted[:5] == [sample, len(own) // 2, world, *rates, own]
+        assert noted[6] == len(ids)
 
 
 @pytest.mark.distributed

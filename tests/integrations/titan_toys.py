@@ -1,6 +1,6 @@
-"""A run of torchtitan on the CPU, that a test starts with torchrun; each rank notes its steps.
+"""A run of torchtitan that a test starts with torchrun or on a phantom; a rank notes its steps.
 
-torchtitan needs a GPU and a later torch: what the CPU and torch 2.13 do not have is replaced here.
+torchtitan needs a GPU: what the CPU does not have is replaced here.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ import torch
 import torch._utils
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.data import Dataset
 
 torch.set_num_threads(1)
-torch._utils._get_available_device_type = lambda: "cpu"
-for _name in ("reset_peak_memory_stats", "empty_cache", "memory_stats", "manual_seed_all"):
-    setattr(torch.cpu, _name, lambda *_, **__: {})
-_facts = SimpleNamespace(total_memory=2**34, name="cpu")
-vars(torch.cpu).update(get_device_name=lambda *_: "cpu", get_device_properties=lambda *_: _facts)
-_barrier = dist.barrier
-dist.barrier = lambda *_, **__: _barrier()  # gloo takes no device_ids
+ON_CPU = not torch.cuda.is_available()
+if ON_CPU:
+    torch._utils._get_available_device_type = lambda: "cpu"
+    for _name in ("reset_peak_memory_stats", "empty_cache", "memory_stats", "manual_seed_all"):
+        setattr(torch.cpu, _name, lambda *_, **__: {})
+    _facts = SimpleNamespace(total_memory=2**34, name="cpu")
+    vars(torch.cpu).update(
+        get_device_name=lambda *_: "cpu", get_device_properties=lambda *_: _facts
+    )
+    _barrier = dist.barrier
+    dist.barrier = lambda *_, **__: _barrier()  # gloo takes no device_ids
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch.jit
@@ -38,12 +43,14 @@ with warnings.catch_warnings():
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.config import ParallelismConfig, TrainingConfig
     from torchtitan.models import llama3
-    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
     from stretto.integrations.torchtitan import RunTrainer, Schedules, StepDataLoader
     from stretto.schedules import Cosine
     from stretto.settings import Loading
 
+# Without a search for the fastest kernels, which a phantom cannot time.
+FlexAttention._compiled_flex_attn = torch.compile(flex_attention)
 N, LENGTH, MICRO, RATE, SEED = 203, 16, 4, 8e-4, 3
 SIZES = "0sp:4 100sp:9 220sp:18"  # 9 on two ranks: one has a dummy
 SCHEDULES = {"lr": Cosine(end=0.1, warmup="10%")}
@@ -52,9 +59,9 @@ SCHEDULES = {"lr": Cosine(end=0.1, warmup="10%")}
 class Rows(Dataset[Any]):
     """Rows of tokens; the first of each is its number."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = LENGTH) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.rows = torch.randint(300, 2048, (N, LENGTH + 1), generator=generator)
+        self.rows = torch.randint(300, 2048, (N, length + 1), generator=generator)
         self.rows[:, 0] = torch.arange(N)
 
     def __len__(self) -> int:
@@ -87,14 +94,15 @@ class NoTokenizer(BaseTokenizer):
 
 def configuration(out: Path | str = "", **changed: Any) -> RunTrainer.Config:
     """Return the configuration of a small llama of two layers."""
-    llama3.get_attention_config = lambda *_: ScaledDotProductAttention.Config()
-    spec = llama3.model_registry("debugmodel", attn_backend="sdpa")
+    if ON_CPU:  # flex attention has no backward pass there
+        llama3.get_attention_config = lambda *_: ScaledDotProductAttention.Config()
+    spec = llama3.model_registry("debugmodel")
     spec.model.layers = spec.model.layers[:2]
     parallelism = changed.pop("parallelism", {})
     lr_scheduler = changed.pop("lr_scheduler", Schedules.Config(schedules=SCHEDULES))
     training, checkpoint = changed.pop("training", {}), changed.pop("checkpoint", {})
     data: dict[str, Any] = {
-        "make_data": lambda tokenizer, length: Rows(),
+        "make_data": lambda tokenizer, length: Rows(length),
         "batch_size": SIZES,
         "max_duration": "2ep",
         "loading": Loading(seed=SEED),
@@ -118,11 +126,11 @@ def configuration(out: Path | str = "", **changed: Any) -> RunTrainer.Config:
         dataloader=StepDataLoader.Config(**(data | changed)),
         metrics=MetricsProcessor.Config(log_freq=5),
         parallelism=ParallelismConfig(
-            spmd_backend="partial_dtensor", enable_sequence_parallel=False, **parallelism
+            **{"spmd_backend": "partial_dtensor", "enable_sequence_parallel": False} | parallelism
         ),
         activation_checkpoint=None,
         checkpoint=CheckpointManager.Config(
-            enable=True, interval=7, last_save_model_only=False, **checkpoint
+            **{"enable": True, "interval": 7, "last_save_model_only": False} | checkpoint
         ),
     )
 
@@ -149,7 +157,8 @@ class Noted(RunTrainer):
         (rate,) = {group["lr"] for one in self.optimizers for group in one.param_groups}
         tokens = run.timer.token
         assert run.step is not None, "just finished"
-        row = [run.step.timestamp.sample, run.rank, run.world_size, rate, self.seen, tokens]
+        step, size = run.step, run.step.num_samples
+        row = [step.timestamp.sample, len(step), run.world_size, rate, self.seen, tokens, size]
         self.note.write(json.dumps(row) + "\n")
         self.note.flush()
         if self.step == self.stop_after:

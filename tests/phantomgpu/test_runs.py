@@ -268,6 +268,7 @@ def floats() -> None:
     policy = distributions.Categorical(logits=torch.randn(32, 6, device="cuda"))
     assert policy.log_prob(policy.sample()).exp().max().item() <= 1
     assert (torch.arange(8, device="cuda") % 3).tolist() == [0, 1, 2] * 2 + [0, 1]
+    assert (2.0 ** torch.arange(3, device="cuda").float()).tolist() == [1, 2, 4]
     square = torch.nn.init.orthogonal_(torch.empty(64, 64, device="cuda"))
     assert torch.allclose((square @ square.T).cpu(), torch.eye(64), atol=1e-4)
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0], device="cuda"))
@@ -280,6 +281,8 @@ def floats() -> None:
     large = torch.randn(3000, 1000, device="cuda")
     assert torch.linalg.qr(large[:300, :300])[0].shape == (300, 300)
     assert torch.isfinite(large).all()
+    drawn = torch.empty(512, 256, device="cuda")  # until no number lies outside
+    assert torch.nn.init.trunc_normal_(drawn, std=0.1, a=-0.2, b=0.2) is drawn
     loss = large.square().mean()
     assert math.log10(1 / loss.item()) >= 0
     assert loss.item() == loss.item() > 0
