@@ -7,10 +7,10 @@ the learning rate and the weight decay of each group.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from types import MethodType
+from functools import lru_cache, partial
 from typing import Any, cast, final
 
+from stretto.batching.policy import checked_number
 from stretto.integrations.shared import refuse
 from stretto.planning import Plan
 
@@ -29,20 +29,25 @@ class PlannedSteps:
 
     Raises:
         TrainingError: the engine cannot follow the plan.
+        BatchSizeError: a number is not one of samples or ranks.
     """
 
     plan: Plan
+    micro_batch_size: int
     unit: int
     """The samples of one micro-batch of each rank."""
     num_batches: int
     """The number of steps of the whole run."""
+    whole: str
+    """How a run is written that ends before the last batch of the plan, which may be cut."""
 
     def __init__(self, plan: Plan, micro_batch_size: int, data_parallel_size: int) -> None:
-        check_count("micro_batch_size", micro_batch_size, least=1)
-        check_count("data_parallel_size", data_parallel_size, least=1)
+        micro = checked_number(micro_batch_size, "micro_batch_size")
+        self.unit = micro * checked_number(data_parallel_size, "data_parallel_size")
         _check_plan(plan, micro_batch_size, data_parallel_size)
-        self.plan, self.unit = plan, micro_batch_size * data_parallel_size
+        self.plan, self.micro_batch_size = plan, micro
         self.num_batches = cast(int, plan.num_batches)
+        self.whole = f"max_duration='{plan.sample_at_batch(self.num_batches - 1)}sp'"
 
     def sizes_from(self, step: int) -> tuple[int, ...]:
         """Return the sizes of all steps from one on, in order, without repetitions.
@@ -69,7 +74,7 @@ class PlannedSteps:
 
     def _check(self, size: int) -> None:
         why = f"it is not a multiple of {self.unit}, one micro-batch of each rank"
-        instead = f"write multiples of {self.unit}, and a run that ends with a whole batch"
+        instead = f"write multiples of {self.unit}, and {self.whole} if only the last batch is cut"
         refuse((size % self.unit, f"train on a batch of {size} samples", why, instead))
 
     def values(self, step: int) -> dict[str, float]:
@@ -94,22 +99,21 @@ class PlannedSteps:
         # The scheduler asks for each group.
         values = lru_cache(maxsize=4)(lambda count: self.values(step_of(count)))
 
-        def reads(name: str) -> Callable[..., float]:
-            def value(scheduler: Any, group: Any = None) -> float:
-                scale = _scale(self.plan, name, scheduler, group or {})
-                return values(scheduler.num_steps).get(name, 1.0) * scale
+        def value(name: str, group: Any = None) -> float:
+            scale = _scale(self.plan, name, scheduler, group or {})
+            return values(scheduler.num_steps).get(name, 1.0) * scale
 
-            return MethodType(value, scheduler)
-
-        scheduler.get_lr, scheduler.get_wd = map(reads, _LIMITS)
+        scheduler.get_lr, scheduler.get_wd = (partial(value, name) for name in _LIMITS)
         scheduler.step(0)
 
 
-def check_count(name: str, value: object, *, least: int) -> None:
-    """Refuse what is no integer of at least `least`."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    why = f"it is not an integer of at least {least}"
-    refuse((not is_count, f"use {name}={value!r}", why, "pass the engine's own number"))
+def setting(name: str, value: object) -> str:
+    """Return how a setting is written, in Python and as an argument.
+
+    >>> setting("train_iters", 100)
+    'write train_iters=100 (--train-iters 100)'
+    """
+    return f"write {name}={value} (--{name.replace('_', '-')} {value})"
 
 
 def _own(name: str, scheduler: Any, group: Any) -> float:
@@ -130,8 +134,7 @@ def _scale(plan: Plan, name: str, scheduler: Any, group: Any) -> float:
     known = _own(limit, scheduler, {})
     if base == 0 or base != known:
         why = f"the plan's base is {base} and {limit} of the scheduler is {known}"
-        instead = f"write {name}={base} (--{name.replace('_', '-')} {base})"
-        instead = instead if base else "write a plan without a base of 0"
+        instead = setting(name, base) if base else "make the plan without this base"
         refuse((True, f"follow {name} of the plan", why, instead))
     return _own(limit, scheduler, group) / base
 
