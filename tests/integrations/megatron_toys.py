@@ -35,7 +35,7 @@ class Row(NamedTuple):
     decays: tuple[float, ...]
 
 
-def group(**values: float) -> dict[str, Any]:
+def group(**values: Any) -> dict[str, Any]:
     """A group of parameters as Megatron Core 0.19 makes it."""
     real = {"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": PEAK, "min_lr": 0.0, "default_config": True}
     return {"params": [torch.zeros(1, requires_grad=True)], **real, **values}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core", reason="needs Megatron: make test-adapters")
 
 import torch
+from megatron.core import num_microbatches_calculator as calculators
 from megatron.core import parallel_state
 from megatron.core.optimizer import _get_param_groups
 from tests.integrations import megatron_toys as toys
@@ -26,7 +27,6 @@ from tests.integrations.megatron_toys import (
     PEAK,
     RANKS,
     UNIT,
-    calculators,
     constant,
     expected,
     fresh,
@@ -325,9 +325,9 @@ def test_any_plan_is_followed_or_refused_before_the_first_step(case: Any) -> Non
         assert vars(of) == before
         return
     assert not any(one.size % unit for one in batches)
-    scale = tuple(1.0 if name in steps.base else own for name, own in OWN.items())
+    lr, decay = (1.0 if name in steps.base else own for name, own in OWN.items())
     rows, _ = train(of, 0, range(len(batches)), unit)
-    assert rows == expected(steps, [scale])
+    assert rows == expected(steps, [(lr, decay)])
 
 
 # Published recipes, at full length
@@ -393,18 +393,18 @@ def test_plans_that_no_engine_can_run() -> None:
     by_time = Custom(lambda now: 1.0, reads="sec")
     cases = {
         "where it ends": plan(Horizon("1h"), 8, schedules=LR | {"lr": 1.0}),
-        "may cut any step": plan(Horizon("10ba"), 8, schedules={"lr": 1.0}),
-        "leaves out samples": plan(
+        "may cut a step": plan(Horizon("10ba"), 8, schedules={"lr": 1.0}),
+        "or leave out samples": plan(
             Horizon("2ep", dataset_num_samples=20, last_batch="drop"), 8, schedules={"lr": 1.0}
         ),
         "it is for 4 ranks": planned(world_size=4),
-        "its micro-batch is 4": planned(micro_batch_size=4),
+        "micro-batches of 4": planned(micro_batch_size=4),
         "a batch of 10 samples": planned("0sp:8 160sp:10"),
         "a batch of 2 samples.*max_duration='160sp'": planned(8, "162sp", schedules={"lr": 1.0}),
         "follow betas.1": planned(schedules={**LR, "betas.1": 0.9}),
         "follow lr@head": planned(schedules={**LR, "lr@head": 0.9}),
         "follow betas.1 of": planned(rule={"betas.1": {"half_life": 8}}),
-        "only the run knows it": plan(horizon, 8, schedules={"lr": by_time}),
+        "known before the run": plan(horizon, 8, schedules={"lr": by_time}),
         "learning rate of the scheduler": planned(schedules={}),
     }
     for text, steps in cases.items():
@@ -413,7 +413,7 @@ def test_plans_that_no_engine_can_run() -> None:
         plan(horizon, NoiseScale(8, 64), schedules=LR)
     tokens = Horizon("64sp", tokens_per_sample=4, dataset_num_samples=64, last_batch="carry")
     rows = plan(tokens, 8, schedules={"lr": 1.0}, sequence_length="0tok:4 128tok:8")
-    refused("its sequence length changes", rows)
+    refused("rows of them, differ in length", rows)
 
 
 @pytest.mark.parametrize("wrong", [0, -2, True, "2", 2.0, None])
@@ -469,9 +469,9 @@ def test_calculators_that_ramp_or_differ() -> None:
     constant(step_batch_size_schedule="0:8 160:16")
     refused("replace StepBatchsizeNumMicroBatchesCalculator", planned())
     constant(micro_batch_size=4)
-    refused("Megatron has 4, 8 on all ranks", planned())
+    refused("micro-batches of 4, 8 on all ranks", planned())
     constant(data_parallel_size=4)
-    refused("Megatron has 2, 8 on all ranks", planned())
+    refused("micro-batches of 2, 8 on all ranks", planned())
     calculators.unset_num_microbatches_calculator()
     fresh(planned())
 
@@ -571,7 +571,7 @@ def test_interleaved_pipelines(
         if fits:
             follow(steps, scheduler(), 0, MICRO, RANKS, **how)
         else:
-            refused("in groups of", steps, **how)
+            refused("their groups are of", steps, **how)
 
     attempt(settings=(given,))
     # A loop on Megatron Core: its parallel state.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from megatron.core import num_microbatches_calculator as calculators
 from megatron.core import parallel_state
@@ -30,10 +30,11 @@ from stretto.planning import Plan
 
 __all__ = ["FollowPlan", "follow"]
 
-_SIZES = ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed")
-"""Settings with which Megatron decides batch sizes."""
-_OF_ONE_SIZE = ("phase_transition_iterations", "hybrid_context_parallel")
-"""Settings with which Megatron counts samples by `global_batch_size`."""
+Setting: TypeAlias = Callable[[str], Any]
+"""Returns a setting of Megatron by its name; None: it is not known."""
+_RAMPS = ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed")
+_OWN_SIZES = (*_RAMPS, "phase_transition_iterations", "hybrid_context_parallel")
+"""Settings with which Megatron decides batch sizes, or counts samples by `global_batch_size`."""
 
 
 @final
@@ -74,7 +75,7 @@ def follow(
     data_parallel_size: int,
     *,
     micro_batch_group: int | None = None,
-    settings: tuple[Any, ...] | None = None,
+    settings: tuple[Any, ...] = (),
 ) -> None:
     """Make Megatron's calculator of micro-batches and a scheduler follow a plan.
 
@@ -86,8 +87,8 @@ def follow(
         data_parallel_size: as Megatron has it.
         micro_batch_group: `microbatch_group_size_per_vp_stage` of an interleaved pipeline; None:
             that of the settings or, by default, the number of stages.
-        settings: objects with settings of Megatron, which must agree with the plan; None: the
-            arguments of Megatron-LM, if there are any.
+        settings: objects with settings of Megatron, which must agree with the plan. Those of
+            Megatron-LM, which are global, are known.
 
     Raises:
         TrainingError: the plan does not go together with the position or Megatron's settings.
@@ -99,18 +100,15 @@ def follow(
     if consumed_samples != 0:
         checked_number(consumed_samples, "consumed_samples")
     _check_calculator(steps)
-    if settings is None:
-        arguments = sys.modules.get("megatron.training.global_vars")
-        settings = (getattr(arguments, "_GLOBAL_ARGS", None),)
+    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
     def of(name: str) -> Any:
-        found = (getattr(one, name, None) for one in settings)
+        found = (getattr(one, name, None) for one in (*settings, arguments))
         return next((one for one in found if one is not None), None)
 
     step = plan.batch_at_sample(consumed_samples)
-    sizes = steps.sizes_from(step)
-    _check_settings(steps, step, sizes, of)
-    _check_pipeline(steps.unit, sizes, micro_batch_group, of)
+    _check_settings(steps, step, of)
+    _check_pipeline(steps, step, micro_batch_group, of)
     steps.drive(scheduler, plan.batch_at_sample)
     calculator = PlanCalculator(steps, scheduler)
     calculator.update(consumed_samples, consistency_check=True)
@@ -157,47 +155,41 @@ def _check_calculator(steps: PlannedSteps) -> None:
     present = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     if present is None or isinstance(present, PlanCalculator):
         return
-    is_constant = isinstance(present, calculators.ConstantNumMicroBatchesCalculator)
-    what, why = f"replace {type(present).__name__}", "the plan decides the batch sizes"
-    refuse((not is_constant, what, why, "leave the ramp of Megatron out"))
-    micro, unit = present.micro_batch_size, present.current_running_global_batch_size
+    micro, unit = present.micro_batch_size, present.get_current_running_global_batch_size()
     unit //= present.get()
-    is_other = (micro, unit) != (steps.micro_batch_size, steps.unit)
-    what = f"run micro-batches of {steps.micro_batch_size}, {steps.unit} on all ranks"
-    refuse((is_other, what, f"Megatron has {micro}, {unit} on all ranks", "pass its own numbers"))
+    is_constant = isinstance(present, calculators.ConstantNumMicroBatchesCalculator)
+    is_same = is_constant and (micro, unit) == (steps.micro_batch_size, steps.unit)
+    what = f"replace {type(present).__name__} with micro-batches of {steps.micro_batch_size}"
+    why = f"it has a ramp, or micro-batches of {micro}, {unit} on all ranks"
+    refuse((not is_same, what, why, "write no ramp in Megatron, and pass its own numbers"))
 
 
-def _check_settings(
-    steps: PlannedSteps, step: int, sizes: tuple[int, ...], of: Callable[[str], Any]
-) -> None:
+def _check_settings(steps: PlannedSteps, step: int, of: Setting) -> None:
     """Refuse settings of Megatron that say something else than the plan."""
-    plan, count, given = steps.plan, steps.num_batches, of("global_batch_size")
+    plan, sizes, count = steps.plan, steps.sizes_from(step), steps.num_batches
     total, each = plan.num_samples or 0, plan.horizon.tokens_per_sample or of("seq_length")
     counts = {"train_iters": count, "max_steps": count, "train_samples": total, "seq_length": each}
-    for name, value in {**dict.fromkeys((*_SIZES, *_OF_ONE_SIZE)), **counts}.items():
+    for name, value in {**dict.fromkeys(_OWN_SIZES), **counts}.items():
         why = "the plan decides the batch sizes" if value is None else f"the plan has {value}"
         instead = "leave it out" if value is None else setting(name, value)
         is_wrong = of(name) not in (None, False, value)
         refuse((is_wrong, f"use {name}={of(name)}", why, instead))
-    at = of("iteration") if of("step") is None else of("step")
-    is_short = given is not None and not of("train_samples") and count * given < total
-    asserts = of("train_iters") is not None
-    shrinks = asserts and any(after < before for before, after in pairwise(sizes))
+    size, at = of("global_batch_size"), of("iteration") if of("step") is None else of("step")
+    is_short = size is not None and not of("train_samples") and count * size < total
+    shrinks = of("train_iters") and any(after < before for before, after in pairwise(sizes))
     place, saved = f"at its sample, the plan has {step}", "use the plan of the saved run"
     more = setting("global_batch_size", max(sizes, default=0))
     grow = f"write sizes that grow, and {steps.whole} if only the last batch is cut"
     draws, other = "it draws batches of one size", "write 'single' or 'cyclic'"
     refuse(
         (at not in (None, step), f"go on at iteration {at}", place, saved),
-        (is_short, f"prepare {count} x {given} samples", f"the plan reads {total:,}", more),
+        (is_short, f"prepare {count} x {size} samples", f"the plan reads {total:,}", more),
         (shrinks, "let the batch size shrink", "Megatron's loop asserts that it grows", grow),
         (of("dataloader_type") == "batch", "use dataloader_type='batch'", draws, other),
     )
 
 
-def _check_pipeline(
-    unit: int, sizes: tuple[int, ...], group: int | None, of: Callable[[str], Any]
-) -> None:
+def _check_pipeline(steps: PlannedSteps, step: int, group: int | None, of: Setting) -> None:
     """Refuse steps that an interleaved pipeline of Megatron cannot run."""
     stages, virtual = of("pipeline_model_parallel_size"), of("virtual_pipeline_model_parallel_size")
     if parallel_state.model_parallel_is_initialized():
@@ -206,10 +198,9 @@ def _check_pipeline(
     if group is None and virtual is None:
         return
     group = of("microbatch_group_size_per_vp_stage") or group or stages or 1
-    for size in dict.fromkeys(sizes):
-        passes = size // unit
+    for size in dict.fromkeys(steps.sizes_from(step)):
+        passes = size // steps.unit
         # megatron/core/pipeline_parallel/schedules.py of 0.19.2
         is_wrong = passes < group or 0 < passes % group < (stages or group)
-        what = f"run {passes} micro-batches in an interleaved pipeline"
-        why = f"it runs them in groups of {group}"
-        refuse((is_wrong, what, why, f"write multiples of {group * unit} samples"))
+        what, why = f"interleave {passes} micro-batches", f"their groups are of {group}"
+        refuse((is_wrong, what, why, f"write multiples of {group * steps.unit} samples"))
