@@ -47,7 +47,7 @@ def follow(plan: Plan, recipe: Any) -> None:
     micro = recipe.cfg.get("step_scheduler.local_batch_size", 1)
     planned = PlannedSteps(plan, micro, recipe._get_dp_group_size())
     planned.sizes_from(steps.step)
-    length = _epoch_length(planned, steps, recipe.dataloader, micro)
+    length = _epoch_length(planned, steps, micro)
     schedulers = [] if recipe.lr_scheduler is None else recipe.lr_scheduler
     why, section = "it has no lr_scheduler", "write lr_scheduler: {min_lr: 0.0}"
     refuse((plan.scheduled and not schedulers, f"{what} with schedules", why, section))
@@ -86,31 +86,29 @@ class _PlannedScheduler(StepScheduler):
         return bool(at(self.step) // samples < at(self.step + 1) // samples)
 
 
-def _epoch_length(planned: PlannedSteps, steps: Any, loader: Any, micro: int) -> float:
-    """Return the micro-batches of a rank in an epoch; refuse a dataloader that does not fit."""
-    plan, unit, count, size = planned.plan, planned.unit, planned.num_batches, loader.batch_size
+def _epoch_length(planned: PlannedSteps, steps: Any, micro: int) -> float:
+    """Return the micro-batches of a rank in an epoch; refuse data that do not fit the plan."""
+    plan, unit, count, loader = planned.plan, planned.unit, planned.num_batches, steps.dataloader
     # Only samplers of Megatron's data sets have it, and their len() is of whole batches.
     total = getattr(loader.batch_sampler, "total_samples", None)
     is_stream, is_megatron = isinstance(loader.dataset, IterableDataset), total is not None
     rows = 0 if is_stream else total * micro // unit if is_megatron else len(loader.sampler)
     length, is_cut = math.inf if is_stream else rows // micro, rows % micro and not loader.drop_last
-    samples, known = length * unit, plan.horizon.dataset_num_samples
-    most, run = samples * (1 if is_megatron else steps.num_epochs), plan.num_samples or 0
-    use, sizes = "use this dataloader", f"its batch_size is {size} and local_batch_size is {micro}"
+    samples, run, known = length * unit, plan.num_samples or 0, plan.horizon.dataset_num_samples
+    most, is_other = (
+        samples * (1 if is_megatron else steps.num_epochs),
+        known not in (None, samples),
+    )
+    use, sizes = "use this dataloader", f"its batch_size is {loader.batch_size}, not {micro}"
     cut, drop = "the last micro-batch of an epoch has fewer samples", "write drop_last: true in it"
-    ends, epoch = f"write max_steps: {count} in step_scheduler", f"an epoch of it has {samples}"
+    epoch, facts = f"its epoch has {samples} samples, not {known}", "write dataset_num_samples="
     more = f"write a larger {'global_batch_size' if is_megatron else 'num_epochs'}"
-    facts = f"write dataset_num_samples={samples} in the plan"
+    ends = f"write max_steps: {count} in step_scheduler"
     refuse(
         (steps.max_steps != count, f"run {steps.max_steps} steps", f"the plan has {count}", ends),
-        (size != micro and not is_megatron, use, sizes, "make them equal"),
+        (loader.batch_size != micro and not is_megatron, use, sizes, "leave its batch_size out"),
         (is_cut and not is_megatron and run > samples, use, cut, drop),
-        (
-            not is_stream and known not in (None, samples),
-            f"{use} for {known} samples",
-            epoch,
-            facts,
-        ),
+        (is_other and not is_stream, use, epoch, f"{facts}{samples} in the plan"),
         (run > most, f"train on {run} samples", f"the recipe has {most}", more),
     )
     state, at = getattr(loader, "next_iter_state", None) or {}, plan.sample_at_batch(steps.step)
