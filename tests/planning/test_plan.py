@@ -14,6 +14,7 @@ from stretto.batching import (
     Bound,
     DoublingRamp,
     Fixed,
+    HalfLifeRule,
     LinearRamp,
     LinearRule,
     Monotone,
@@ -482,3 +483,23 @@ def test_what_mixes_units_in_data_of_unknown_length_is_refused_as_by_the_run() -
         plan(Horizon("18sp"), 4, schedules={"lr": Linear(warmup="2ba")})
     assert plan(Horizon("18sp"), 4, schedules={"lr": Linear(warmup="10%")}).num_batches == 5
     assert plan(Horizon("9ba"), 4, schedules={"lr": Linear(warmup="2ba")}).num_batches == 9
+
+
+def test_a_plan_knows_its_base_and_the_values_of_its_end():
+    # 40 samples: the last batch begins at 32, and the run ends after it.
+    schedules = {"lr": Linear(1, 0), "weight_decay": 1.0}
+    planned = plan(Horizon("40sp"), 8, schedules=schedules, base={"lr": 3e-4}, values={"own": 2.0})
+    assert planned.values_at(4)["lr"] == pytest.approx(0.6e-4)
+    assert planned.values_at_end == {"lr": 0.0, "weight_decay": 1.0, "own": 2.0}
+    assert planned.base == {"lr": 3e-4}
+    assert planned.scheduled == ("lr", "weight_decay")
+    ruled = plan(Horizon("40sp"), "0sp:8 16sp:16", schedules={"lr": 1.0}, rule={"linear": 8})
+    assert ruled.values_at_end == {"lr": 2.0}
+    assert plan(Horizon("1h"), 8, schedules={"lr": 1.0}).values_at_end is None
+
+
+def test_a_plan_names_what_only_the_run_knows():
+    by_time = Custom(lambda now: 1.0, reads="sec")
+    planned = plan(Horizon("40sp"), 8, schedules={"lr": by_time}, rule={"betas.1": HalfLifeRule(8)})
+    assert set(planned.scheduled) == {"lr", "betas.1"}
+    assert planned.values_at_end == {}

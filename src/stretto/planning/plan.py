@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, Rule, RuleLike
@@ -60,6 +61,10 @@ class Plan:
     """What scheduled values begin to do, in words."""
     warnings: tuple[str, ...]
     """What is allowed but probably a mistake, one line each."""
+    base: Mapping[str, float]
+    """What the schedules' factors multiply; 1 for each name that is not in it."""
+    scheduled: tuple[str, ...]
+    """The hyper-parameters that have a schedule or a rule, also those that only the run knows."""
     _values: Values
 
     @property
@@ -137,6 +142,16 @@ class Plan:
             why = f"the run has {self.num_batches:,} batches, counted from 0"
             raise PlanError.bad("batch", batch, why, f"write {self.num_batches - 1} or less")
         return self._values(self.sizes.timestamp_at_batch(batch), self.stage_of(batch).size)
+
+    @property
+    def values_at_end(self) -> dict[str, float] | None:
+        """The same after the last batch, which only logs show; None if the end is unknown.
+
+        >>> from stretto.schedules import Linear
+        >>> plan(Horizon("40sp"), 8, schedules={"lr": Linear(1, 0)}).values_at_end
+        {'lr': 0.0}
+        """
+        return None if self.end is None else self._values(self.end, self.stages[-1].size)
 
     def stage_of(self, batch: int, /) -> Stage:
         """Return the stage of batch number `batch`."""
@@ -321,7 +336,7 @@ def plan_prepared(
     micro = checked_micro_batch(micro_batch_size, run.facts)
     if values is None:
         values = {name: on_base(name, run, base or {}) for name in run.schedules}
-    base = _known(base or {}, values)
+    base, scheduled = _known(base or {}, values), tuple(values)
     values = {**values, **{name: (run.values[name], run.bound_values[name]) for name in run.values}}
     if not tracks_tokens:
         check_tokens(run)
@@ -364,6 +379,8 @@ def plan_prepared(
             *rows_text(stages, run.left_out),
             *unknown,
         ),
+        base=MappingProxyType(dict(base)),
+        scheduled=scheduled,
         _values=at,
     )
 

@@ -1,0 +1,180 @@
+"""`PlannedSteps`: a plan in a training loop that is not ours, such as Megatron's.
+
+Such an engine asks how many micro-batches its next step has, and its `OptimizerParamScheduler` sets
+the learning rate and the weight decay of each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from types import MethodType
+from typing import Any, cast, final
+
+from stretto.integrations.shared import refuse
+from stretto.planning import Plan
+
+_LIMITS = {"lr": "max_lr", "weight_decay": "end_wd"}
+"""What the engine's scheduler sets, and the setting of a group that its schedule multiplies."""
+
+
+@final
+class PlannedSteps:
+    """The steps of a plan, checked for an engine that runs each in whole micro-batches.
+
+    Args:
+        plan: the plan of the whole run.
+        micro_batch_size: the samples of a micro-batch.
+        data_parallel_size: the ranks that share a batch.
+
+    Raises:
+        TrainingError: the engine cannot follow the plan.
+    """
+
+    plan: Plan
+    unit: int
+    """The samples of one micro-batch of each rank."""
+    num_batches: int
+    """The number of steps of the whole run."""
+
+    def __init__(self, plan: Plan, micro_batch_size: int, data_parallel_size: int) -> None:
+        check_count("micro_batch_size", micro_batch_size, least=1)
+        check_count("data_parallel_size", data_parallel_size, least=1)
+        _check_plan(plan, micro_batch_size, data_parallel_size)
+        self.plan, self.unit = plan, micro_batch_size * data_parallel_size
+        self.num_batches = cast(int, plan.num_batches)
+
+    def sizes_from(self, step: int) -> tuple[int, ...]:
+        """Return the sizes of all steps from one on, in order, without repetitions.
+
+        Raises:
+            TrainingError: a size is not a multiple of the unit.
+        """
+        ahead = [one for one in self.plan.stages if one.first.batch + (one.batches or 0) > step]
+        sizes = tuple(size for one in ahead for size in (one.size, *one.cut_sizes))
+        for size in dict.fromkeys(sizes):
+            self._check(size)
+        return sizes
+
+    def num_micro_batches(self, step: int) -> int:
+        """Return how many micro-batches each rank has in a step.
+
+        Raises:
+            TrainingError: its size is not a multiple of the unit.
+        """
+        size = self.plan.sample_at_batch(step + 1) - self.plan.sample_at_batch(step)
+        if size % self.unit:
+            self._check(size)
+        return size // self.unit
+
+    def _check(self, size: int) -> None:
+        why = f"it is not a multiple of {self.unit}, one micro-batch of each rank"
+        instead = f"write multiples of {self.unit}, and a run that ends with a whole batch"
+        refuse((size % self.unit, f"train on a batch of {size} samples", why, instead))
+
+    def values(self, step: int) -> dict[str, float]:
+        """Return the values of a step; after the last, those of the end."""
+        is_over = step >= self.num_batches
+        return (self.plan.values_at_end or {}) if is_over else self.plan.values_at(step)
+
+    def drive(self, scheduler: Any, step_of: Callable[[int], int]) -> None:
+        """Make an `OptimizerParamScheduler` of the engine read the plan, and set the values.
+
+        Groups keep their multipliers: a value is a factor of `max_lr` or `end_wd` of the group.
+        A plan with a base has absolute values, which are divided by the base first.
+
+        Args:
+            scheduler: the engine's. Its `step` sets the values of all groups.
+            step_of: returns the number of a step for what the scheduler counts in `num_steps`.
+
+        Raises:
+            TrainingError: the scheduler or a group says something else than the plan.
+        """
+        _check_scheduler(self.plan, scheduler)
+        # The scheduler asks for each group.
+        values = lru_cache(maxsize=4)(lambda count: self.values(step_of(count)))
+
+        def reads(name: str) -> Callable[..., float]:
+            def value(scheduler: Any, group: Any = None) -> float:
+                scale = _scale(self.plan, name, scheduler, group or {})
+                return values(scheduler.num_steps).get(name, 1.0) * scale
+
+            return MethodType(value, scheduler)
+
+        scheduler.get_lr, scheduler.get_wd = map(reads, _LIMITS)
+        scheduler.step(0)
+
+
+def check_count(name: str, value: object, *, least: int) -> None:
+    """Refuse what is no integer of at least `least`."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    why = f"it is not an integer of at least {least}"
+    refuse((not is_count, f"use {name}={value!r}", why, "pass the engine's own number"))
+
+
+def _own(name: str, scheduler: Any, group: Any) -> float:
+    """Return a setting of a group; that of the scheduler if the group has none."""
+    found = group.get(name)
+    return float(getattr(scheduler, name) if found is None else found)
+
+
+def _scale(plan: Plan, name: str, scheduler: Any, group: Any) -> float:
+    """Return the factor of a group for a value of the plan.
+
+    Raises:
+        TrainingError: the base of the plan is not the scheduler's. A checkpoint may change that.
+    """
+    limit, base = _LIMITS[name], plan.base.get(name)
+    if base is None:
+        return _own(limit, scheduler, group)
+    known = _own(limit, scheduler, {})
+    if base == 0 or base != known:
+        why = f"the plan's base is {base} and {limit} of the scheduler is {known}"
+        instead = f"write {name}={base} (--{name.replace('_', '-')} {base})"
+        instead = instead if base else "write a plan without a base of 0"
+        refuse((True, f"follow {name} of the plan", why, instead))
+    return _own(limit, scheduler, group) / base
+
+
+def _check_plan(plan: Plan, micro_batch_size: int, data_parallel_size: int) -> None:
+    """Refuse a plan whose steps an engine cannot run."""
+    what, end, ranks, micro = "follow this plan", plan.end, plan.world_size, plan.micro_batch_size
+    length, carry = "write max_duration in 'ba', 'sp', 'tok' or 'ep'", "write last_batch='carry'"
+    skips = end is not None and plan.num_samples != end.sample
+    unequal, rows = plan.horizon.lengths is not None, any(one.row > 1 for one in plan.stages)
+    refuse(
+        (end is None, what, "only the run knows where it ends", length),
+        (unequal, what, "its samples have unequal lengths", "write sizes in samples"),
+        (not plan.is_exact, what, "an epoch of unknown length may cut any step", carry),
+        (skips, what, "it leaves out samples, and the engine numbers all of them", carry),
+        (rows, what, "its sequence length changes", "leave sequence_length out"),
+        (ranks not in (1, data_parallel_size), what, f"it is for {ranks} ranks", "change that"),
+        (micro not in (None, micro_batch_size), what, f"its micro-batch is {micro}", "change that"),
+    )
+
+
+def _check_scheduler(plan: Plan, scheduler: Any) -> None:
+    """Refuse settings of a scheduler that a plan would replace without a word."""
+    end, scheduled = plan.values_at_end or {}, plan.scheduled
+    others = ", ".join(name for name in scheduled if name not in _LIMITS)
+    unknown = ", ".join(name for name in scheduled if name not in end)
+    groups = [{}, *scheduler.optimizer.param_groups]
+    moves = scheduler.lr_decay_style != "constant" or scheduler.lr_warmup_steps > 0
+    limits = ("start_wd", "end_wd")
+    rises = any(len({_own(name, scheduler, one) for name in limits}) > 1 for one in groups)
+    sets = "the scheduler of the engine sets lr and weight_decay of all groups"
+    own, lr = "it counts steps of one batch size", "write schedules={'lr': ...} in the plan"
+    decay = "write schedules={'weight_decay': ...} in the plan, or an equal start_wd"
+    refuse(
+        (others, f"follow {others} of the plan", sets, "leave it out"),
+        (unknown, f"follow {unknown} of the plan", "only the run knows it", "follow 'sp' or 'ba'"),
+        ("lr" not in scheduled and moves, "keep the learning rate of the scheduler", own, lr),
+        ("weight_decay" not in scheduled and rises, "keep its weight decay", own, decay),
+    )
+    for group in groups:
+        _scale(plan, "weight_decay", scheduler, group)
+        last = end.get("lr", 1.0) * _scale(plan, "lr", scheduler, group)
+        least = _own("min_lr", scheduler, group)
+        why = f"the plan ends at a learning rate of {last:.4g}"
+        instead = "write min_lr=0, or a schedule that ends there, such as Cosine(end=0.1)"
+        refuse((last < least * (1 - 1e-9), f"follow min_lr={least:.4g}", why, instead))
