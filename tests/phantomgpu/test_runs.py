@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import json
 import pickle
 import sys
 from collections.abc import Callable
@@ -530,6 +531,33 @@ def test_memory_over_time_holds_the_peak() -> None:
     at = {mark["text"]: mark["at"] for mark in report.timeline["marks"]}
     assert totals[at["peak"]] == max(totals) == report.peak_allocated
     assert {"backward", "optimizer step"} <= set(at)
+
+
+def ramped(folder: str) -> None:
+    """A batch that grows. `buffers` is a list, as in Megatron's DistributedDataParallel."""
+    import torch
+
+    model = torch.nn.Linear(1024, 1024).cuda()
+    model.buffers = []  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(torch.nn.Module.parameters(model))
+    seen = []
+    for size in (64, 64, 4096, 4096, 64):
+        torch.cuda.reset_peak_memory_stats()
+        model(torch.randn(size, 1024, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
+    Path(folder, "seen.json").write_text(json.dumps(seen))
+
+
+def test_the_peak_of_each_step(tmp_path: Path) -> None:
+    report = run(ramped, str(tmp_path), steps=None)
+    assert report.fits, report.problem
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    for (allocated, reserved), (true, held) in zip(report.peaks_by_step, seen, strict=True):
+        assert reserved == held
+        assert 0.999 * true < allocated <= true
+    assert seen[3] > seen[1]
 
 
 def test_modules_are_named_in_backward_too() -> None:
