@@ -115,7 +115,7 @@ class Recipe:
         def one() -> list[torch.Tensor]:
             return [torch.zeros(1, requires_grad=True)]
 
-        head = {"params": one(), "lr": RATE / 4, "weight_decay": 0.0}
+        head: dict[str, Any] = {"params": one(), "lr": RATE / 4, "weight_decay": 0.0}
         return torch.optim.AdamW([{"params": one()}, head], lr=RATE, weight_decay=DECAY)
 
     def _get_dp_group_size(self) -> int:
@@ -233,7 +233,7 @@ def test_a_step_goes_on_over_the_end_of_an_epoch() -> None:
     planned = the_plan("0sp:12 96sp:24", "41ba", dataset_num_samples=100)
 
     def make(rank: int, ranks: int, load: Any = None) -> Recipe:
-        steps = {"max_steps": 41, "ckpt_every_steps": FAR, "num_epochs": 9}
+        steps: Any = {"max_steps": 41, "ckpt_every_steps": FAR, "num_epochs": 9}
         return Recipe(Ids(101), rank, ranks, load=load, **steps)
 
     whole = run_ranks(planned, make, 2)
@@ -306,7 +306,7 @@ def test_a_preempted_run_saves_and_resumes() -> None:
     planned = the_plan("0sp:8 80sp:16", "30ba")
 
     def make(load: Any = None) -> Recipe:
-        how = {"max_steps": 30, "ckpt_every_steps": FAR, "preemption_signal": "SIGTERM"}
+        how: Any = {"max_steps": 30, "ckpt_every_steps": FAR, "preemption_signal": "SIGTERM"}
         recipe = Recipe(Ids(400), load=load, **how)
         follow(planned, recipe)
         return recipe
@@ -331,7 +331,7 @@ def test_each_optimizer_and_loaders_with_workers() -> None:
 
     def make(rank: int, ranks: int, load: Any = None) -> Recipe:
         workers = {"num_workers": 1, "persistent_workers": True}
-        how = {"max_steps": 20, "loader": workers, "num_optimizers": 3}
+        how: Any = {"max_steps": 20, "loader": workers, "num_optimizers": 3}
         return Recipe(Ids(100), rank, ranks, load=load, **how)
 
     whole = run_ranks(planned, make, 1)
@@ -374,7 +374,7 @@ def test_any_plan(run: tuple[Any, ...]) -> None:
     epochs = -(-(planned.num_samples or 0) // per_epoch)
 
     def make(rank: int, ranks: int, load: Any = None) -> Recipe:
-        steps = {"max_steps": batches, "num_epochs": epochs, "micro": micro}
+        steps: Any = {"max_steps": batches, "num_epochs": epochs, "micro": micro}
         return Recipe(Ids(count), rank, ranks, load=load, loader={"drop_last": True}, **steps)
 
     whole = run_ranks(planned, make, ranks)
@@ -449,7 +449,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         the_plan,
         lambda: Recipe(Ids(2000), max_steps=100, load=load_at(30, ranks=2)),
         (
-            "cannot resume at step 30: the dataloader is at micro-batch 80 of 2 samples, and the plan "
+            "at step 30: the dataloader is at micro-batch 80 of 2 samples, and the plan "
             "at sample 320; resume with the plan, ranks"
         ),
     ),

@@ -41,7 +41,8 @@ def follow(plan: Plan, recipe: Any) -> None:
     Raises:
         TrainingError: the recipe cannot follow the plan; the message says what to write instead.
     """
-    steps, what = getattr(recipe, "step_scheduler", None), "follow a plan in this recipe"
+    steps: Any = getattr(recipe, "step_scheduler", None)
+    what = "follow a plan in this recipe"
     why = f"its step_scheduler is a {type(steps).__name__}, not the StepScheduler of Automodel"
     refuse((type(steps) is not StepScheduler, what, why, "call follow() once, after setup()"))
     micro = recipe.cfg.get("step_scheduler.local_batch_size", 1)
@@ -64,6 +65,9 @@ def follow(plan: Plan, recipe: Any) -> None:
 
 class _PlannedScheduler(StepScheduler):
     """Yields as many micro-batches for a step as the plan says, also over the end of an epoch."""
+
+    step: int
+    waiting: list[Any]
 
     def __iter__(self) -> Iterator[list[Any]]:
         if self.step >= self.max_steps:
@@ -90,7 +94,7 @@ def _epoch_length(planned: PlannedSteps, steps: Any, micro: int) -> float:
     """Return the micro-batches of a rank in an epoch; refuse data that do not fit the plan."""
     plan, unit, count, loader = planned.plan, planned.unit, planned.num_batches, steps.dataloader
     # Only samplers of Megatron's data sets have it, and their len() is of whole batches.
-    total = getattr(loader.batch_sampler, "total_samples", None)
+    total: Any = getattr(loader.batch_sampler, "total_samples", None)
     is_stream, is_megatron = isinstance(loader.dataset, IterableDataset), total is not None
     rows = 0 if is_stream else total * micro // unit if is_megatron else len(loader.sampler)
     length, is_cut = math.inf if is_stream else rows // micro, rows % micro and not loader.drop_last
