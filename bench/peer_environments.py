@@ -24,6 +24,23 @@ class Environment:
     requirements: tuple[str, ...]
     without_dependencies: tuple[str, ...] = ()
     """Installed last, and without what they ask for."""
+    wheels_of: str = ""
+    """The Python whose wheels are taken for those; what is used of them must be Python alone."""
+
+    def options(self, folder: Path) -> tuple[str, ...]:
+        """Return the options of pip that install those wheels in an environment."""
+        if not self.wheels_of:
+            return ()
+        packages = next(folder.glob("lib/python*/site-packages"))
+        which = ("--python-version", self.wheels_of, "--platform", "manylinux_2_28_x86_64")
+        # Given a version, pip asks for a target, too.
+        return (
+            "--ignore-requires-python",
+            "--only-binary=:all:",
+            *which,
+            "--target",
+            str(packages),
+        )
 
 
 ENVIRONMENTS = {
@@ -75,6 +92,7 @@ def python_of(name: str) -> Path:
         command = [*pip, "--constraint", constraints.name, torch, *environment.requirements]
         subprocess.run(command, check=True)
     if environment.without_dependencies:
-        subprocess.run([*pip, "--no-deps", *environment.without_dependencies], check=True)
+        options = ("--no-deps", *environment.options(folder))
+        subprocess.run([*pip, *options, *environment.without_dependencies], check=True)
     done.write_text(content, encoding="utf-8")
     return python

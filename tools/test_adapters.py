@@ -29,6 +29,8 @@ class Adapter:
     packages: list[str] = field(default_factory=list)
     without_dependencies: list[str] = field(default_factory=list)
     """Installed last, and without what they ask for."""
+    wheels_of: str = ""
+    """The Python whose wheels are taken for those, if not the one that runs the tests."""
     environment: str = ""
     """The environment of `bench` that names the packages."""
     options: list[str] = field(default_factory=list)
@@ -39,7 +41,7 @@ class Adapter:
         """The packages."""
         if self.environment:
             return peer_environments.ENVIRONMENTS[self.environment]
-        return Environment(tuple(self.packages), tuple(self.without_dependencies))
+        return Environment(tuple(self.packages), tuple(self.without_dependencies), self.wheels_of)
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -57,7 +59,9 @@ def python_for(name: str) -> Path:
     """Return the Python of the environment of an adapter, made first if it is not there yet."""
     needed = ADAPTERS[name].needed
     peer_environments.ENVIRONMENTS[f"adapter-{name}"] = Environment(
-        (*needed.requirements, *own_requirements()), needed.without_dependencies
+        (*needed.requirements, *own_requirements()),
+        needed.without_dependencies,
+        needed.wheels_of,
     )
     return python_of(f"adapter-{name}")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from bisect import bisect
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -40,9 +42,8 @@ def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
     device = max(range(len(traces)), key=lambda index: peak(traces[index])[0], default=0)
     trace = traces[device] if traces else []
     for event in trace:  # kernels that are computed run in Python; those of backward have no frames
-        event["frames"] = [
-            f for f in event["frames"] if "phantomgpu/values.py" not in f["filename"]
-        ]
+        frames = event.get("frames", ())  # segments that `empty_cache` frees have none
+        event["frames"] = [f for f in frames if "phantomgpu/values.py" not in f["filename"]]
     seen.backward = backward_ends(seen, trace)
     allocated, at, reserved = peak(trace)
     ends, now = lives(trace), time.time_ns() // 1000
@@ -65,6 +66,7 @@ def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
         "step": step,
         "categories": dict(categories.most_common()),
         "places": dict(places.most_common(12)),
+        "peaks_by_step": peaks_by_step(seen, trace) if trace else [],
         "out_of_memory": stats.get("num_ooms", 0),
         "timeline": timeline(seen, trace, at, named) if trace else {},
     }
@@ -91,11 +93,11 @@ def line_of(frame: FrameType | None) -> tuple[str, str]:
     return "backward", inner  # autograd's thread has no frame of the script
 
 
-def peak(trace: list[Event]) -> tuple[int, int, int]:
-    """Return the most bytes allocated, the event of that, and the most bytes reserved."""
-    at = allocated = reserved = used = held = 0
+def levels(trace: list[Event]) -> Iterator[tuple[int, int]]:
+    """Yield the bytes allocated and reserved after each event."""
+    used = held = 0
     sizes: dict[int, int] = {}
-    for index, event in enumerate(trace):
+    for event in trace:
         action, size = event["action"], event["size"]
         if action == "alloc":
             sizes[event["addr"]] = size
@@ -106,10 +108,35 @@ def peak(trace: list[Event]) -> tuple[int, int, int]:
             held += size
         elif action in ("segment_free", "segment_unmap"):
             held -= size
+        yield used, held
+
+
+def peak(trace: list[Event]) -> tuple[int, int, int]:
+    """Return the most bytes allocated, the event of that, and the most bytes reserved."""
+    at = allocated = reserved = 0
+    for index, (used, held) in enumerate(levels(trace)):
         reserved = max(reserved, held)
         if used > allocated:
             at, allocated = index, used
     return allocated, at, reserved
+
+
+def peaks_by_step(seen: History, trace: list[Event]) -> list[tuple[int, ...]]:
+    """Return the most bytes allocated and reserved in each optimizer step that ended.
+
+    Each begins with what is there at the end of the one before, as after torch's
+    `reset_peak_memory_stats`.
+    """
+    began = [time for time, _, _ in seen.phases]
+    ended = max(step for _, _, step in seen.phases) - 1
+    peaks: list[tuple[int, ...]] = []
+    before = 0, 0
+    for event, now in zip(trace, levels(trace), strict=True):
+        step = seen.phases[max(bisect(began, event["time_us"]) - 1, 0)][2]
+        peaks += [before] * (step - len(peaks))  # a replayed CUDA graph has no events
+        peaks[step - 1] = tuple(map(max, peaks[step - 1], now))
+        before = now
+    return [*peaks, *[before] * (ended - len(peaks))][:ended]
 
 
 def lives(trace: list[Event]) -> dict[int, int]:
@@ -175,10 +202,11 @@ def tensors_now() -> list[tuple[str, set[int]]]:
     for one in gc.get_objects():
         bases = type(one).__mro__
         if torch.nn.Module in bases:
-            parameters = list(one.parameters(recurse=False))
+            # Not `one.buffers`, which is a list in Megatron's DistributedDataParallel.
+            parameters = list(torch.nn.Module.parameters(one, recurse=False))
             found["parameters"] |= addresses(parameters)
             found["gradients"] |= addresses(p.grad for p in parameters)
-            found["buffers"] |= addresses(one.buffers(recurse=False))
+            found["buffers"] |= addresses(torch.nn.Module.buffers(one, recurse=False))
         elif torch.optim.Optimizer in bases:
             parameters = [p for group in one.param_groups for p in group["params"]]
             found["parameters"] |= addresses(parameters)

@@ -27,6 +27,8 @@ class Report:
             the part after backward, or optimizer.
         step: The optimizer step of that, from 1.
         steps: How many optimizer steps ended.
+        peaks_by_step: Most bytes allocated, without what the allocator rounds up, and reserved, in
+            each of these steps. The peak of a stage of a batch size ramp is the most of its steps.
         categories: Bytes at that peak: parameters, gradients, optimizer, activations, logits, ...
         places: The largest of the bytes without an owner, by module or by line of code.
         host_pinned: Most bytes of pinned memory of the host.
@@ -48,6 +50,7 @@ class Report:
     phase: str = "start"
     step: int = 0
     steps: int = 0
+    peaks_by_step: list[tuple[int, ...]] = field(default_factory=list)
     categories: dict[str, int] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
     host_pinned: int = 0

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from phantomgpu import Report
-from phantomgpu.analysis import History, categorise, lives, peak, phase_of, place, timeline
+from phantomgpu.analysis import (
+    History,
+    categorise,
+    lives,
+    peak,
+    peaks_by_step,
+    phase_of,
+    place,
+    timeline,
+)
 from phantomgpu.report import build_report
 
 MIB = 1 << 20
@@ -49,6 +58,20 @@ def run() -> History:
 def test_the_peak_is_where_most_is_live() -> None:
     assert peak(TRACE) == (18 * MIB, 4, 22 * MIB)
     assert lives(TRACE) == {1: 9, 2: 9, 3: 5, 4: 8, 6: 9}
+
+
+def test_each_step_that_ended_has_a_peak(run: History) -> None:
+    assert peaks_by_step(run, TRACE) == [(18 * MIB, 22 * MIB)]
+    # Two with events, one without, and one that ends after the last of them.
+    run.phases = [(10, "step", 1), (14, "step", 2), (15, "step", 3), (20, "step", 4)]
+    run.phases += [(40, "step", 5), (50, "step", 6), (60, "optimizer", 6)]
+    assert peaks_by_step(run, TRACE) == [
+        (18 * MIB, 20 * MIB),
+        (18 * MIB, 20 * MIB),  # begins with what the step before left
+        (10 * MIB, 20 * MIB),
+        (11 * MIB, 22 * MIB),
+        (7 * MIB, 22 * MIB),
+    ]
 
 
 def test_blocks_belong_to_who_held_them_while_they_lived(run: History) -> None:

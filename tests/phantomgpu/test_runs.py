@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import json
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -530,6 +532,64 @@ def test_memory_over_time_holds_the_peak() -> None:
     at = {mark["text"]: mark["at"] for mark in report.timeline["marks"]}
     assert totals[at["peak"]] == max(totals) == report.peak_allocated
     assert {"backward", "optimizer step"} <= set(at)
+
+
+def ramped(folder: str) -> None:
+    """A batch that grows. `buffers` is a list, as in Megatron's DistributedDataParallel."""
+    import torch
+
+    model = torch.nn.Linear(1024, 1024).cuda()
+    model.buffers = []  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(torch.nn.Module.parameters(model))
+    seen = []
+    for size in (64, 64, 4096, 4096, 64):
+        torch.cuda.reset_peak_memory_stats()
+        model(torch.randn(size, 1024, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
+    Path(folder, "seen.json").write_text(json.dumps(seen))
+
+
+def test_the_peak_of_each_step(tmp_path: Path) -> None:
+    report = run(ramped, str(tmp_path), steps=None)
+    assert report.fits, report.problem
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    for (allocated, reserved), (true, held) in zip(report.peaks_by_step, seen, strict=True):
+        assert reserved == held
+        assert 0.999 * true < allocated <= true
+    assert seen[3] > seen[1]
+
+
+def emptied() -> None:
+    import torch
+
+    for size in (10, 1 << 22):
+        torch.zeros(size, device="cuda")
+        torch.cuda.empty_cache()
+    train(8)
+
+
+def test_a_script_that_empties_the_cache() -> None:
+    """Its history has segments without frames."""
+    report = run(emptied)
+    assert report.fits, report.problem
+
+
+def unreadable() -> None:
+    """Its own report fails, and that of a process that it has started says that it fits."""
+    import torch
+
+    code = "import torch; torch.cuda.init()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    train(8)
+    torch.cuda.memory._snapshot = None  # type: ignore[assignment]
+
+
+def test_a_report_that_is_lost_is_no_fit() -> None:
+    report = run(unreadable, steps=None)
+    assert report.status == "failed"
+    assert report.problem == "its report failed"
 
 
 def test_modules_are_named_in_backward_too() -> None:
