@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE =
 ARGS ?=
 
 # Frameworks for the tests alone, each in a folder: what tools/composer.txt and tools/megatron.txt list.
-ADAPTERS = $(VENV)/composer/.made $(VENV)/megatron/.made
+ADAPTERS = $(VENV)/composer/.made $(VENV)/megatron/.made $(VENV)/rollouts/.made
 
 # One thread each: the tests run side by side, those of a file in one process, which starts ranks once.
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile
@@ -64,12 +64,13 @@ test-adapters: $(VENV)/.develop  ## test the adapters against the real framework
 	$(BIN)/python tools/test_adapters.py $(ARGS)
 
 # Composer is not in the environment: it pins an old torch. So it lies in a folder before it (16 s, 35 MB), and so
-# do the engines of NVIDIA (10 s, 37 MB). The others (transformers, Accelerate, Lightning) are in the environment,
-# and make test runs their examples.
-adapters: $(ADAPTERS)  ## run the tests of Composer, Megatron and Automodel; those of the other frameworks are in make test
+# do the engines of NVIDIA (10 s, 37 MB) and trainers on rollouts (5 s, 34 MB). The others (transformers, Accelerate,
+# Lightning) are in the environment, and make test runs their examples.
+adapters: $(ADAPTERS)  ## run the tests of Composer, Megatron, Automodel and losses of rollouts; those of the other frameworks are in make test
 	PYTHONPATH=$(CURDIR)/src:$(abspath $(VENV)/composer) $(TEST) $(ARGS) -p no:unraisableexception -k composer tests/docs/test_coming_from.py \
 		tests/integrations/test_examples.py tests/integrations/test_composer.py
 	PYTHONPATH=$(CURDIR)/src:$(abspath $(VENV)/megatron) $(TEST) $(ARGS) $(wildcard tests/integrations/test_megatron*.py tests/integrations/test_automodel*.py)
+	PYTHONPATH=$(CURDIR)/src:$(abspath $(VENV)/rollouts) $(TEST) $(ARGS) tests/integrations/test_rollouts.py
 
 chaos: $(VENV)/.develop  ## kill real runs again and again; they must end as if nothing had happened
 	$(BIN)/python tests/chaos/suite.py $(ARGS)
@@ -154,6 +155,7 @@ $(VENV)/.develop: $(VENV)/.python pyproject.toml $(CONSTRAINTS)
 # Wheels of Megatron Core are for Python 3.12 on Linux alone. What the tests import of them is Python that any runs.
 $(VENV)/megatron/.made: WHEELS = --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
 	--ignore-requires-python
+$(VENV)/rollouts/.made: WHEELS = --only-binary=:all: --python-version 3.12 --ignore-requires-python
 
 $(ADAPTERS): $(VENV)/%/.made: $(VENV)/.develop tools/%.txt
 	@rm -rf $(@D)

@@ -16,6 +16,7 @@ from stretto.batching import (
     Fixed,
     HalfLifeRule,
     IncreaseFunction,
+    LinearRamp,
     LinearRule,
     Monotone,
     MultipleOf,
@@ -88,6 +89,15 @@ SIZES: list[tuple[Any, Any]] = [
     (
         {"rampup": {"final": 96, "over": "10%", "world_size": 4, "micro_batch_size": 3}},
         DoublingRamp(12, 96, "10%"),
+    ),
+    ({"from_megatron": "0:768 250B:1536"}, PiecewiseConstant("0sp:768 250Bsp:1536")),
+    (
+        {"from_megatron": {"ramp": "0:768 250B:1536", "seq_length": 4096}},
+        PiecewiseConstant("0sp:768 61035156sp:1536"),
+    ),
+    (
+        {"from_megatron": {"ramp": [8, 8, 160], "global_batch_size": 16}},
+        LinearRamp(8, 16, "160sp", increment=8),
     ),
 ]
 SCHEDULES: list[tuple[Any, Any]] = [

@@ -74,6 +74,12 @@ def test_the_whole_run_in_batches_and_samples(horizon: Horizon) -> None:
         assert horizon.convert("1dur", "sp") == Time(end.sample, "sp")
 
 
+def test_an_endless_run_has_no_epochs() -> None:
+    horizon = Horizon.endless("100ba", tokens_per_sample=8)
+    assert horizon == Horizon("100ba", tokens_per_sample=8, last_batch="carry")
+    assert horizon.with_batch_sizes(32).convert("1dur", "tok") == Time("25_600tok")
+
+
 @given(horizons(has_batch_size=True, is_sized=True), st.data())
 def test_a_position_converts_to_itself(horizon: Horizon, data: st.DataObject) -> None:
     """What `convert` says of the present is what the clock shows in the other unit."""

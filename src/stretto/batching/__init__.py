@@ -15,7 +15,7 @@ from stretto.batching.policy import (
     Tokens,
     checked_size,
 )
-from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
+from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, from_megatron, rampup
 from stretto.batching.rules import (
     HalfLifeRule,
     LinearRule,
@@ -78,6 +78,7 @@ __all__ = [
     "as_rules",
     "awaits_maximum",
     "checked_size",
+    "from_megatron",
     "pack",
     "rampup",
     "split",

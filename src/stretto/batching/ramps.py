@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from stretto.batching.policy import (
     Size,
     SizeLike,
     SizePart,
+    checked_number,
     checked_size,
     checked_world_size,
     grain_of,
@@ -23,7 +25,7 @@ from stretto.batching.policy import (
     size_text,
     timed,
 )
-from stretto.batching.steps import Fixed, sample_axis
+from stretto.batching.steps import Fixed, PiecewiseConstant, sample_axis
 from stretto.errors import BatchSizeError
 from stretto.schedules.fields import Check, Interval
 from stretto.timing import Horizon, Time, TimeLike, Timestamp, TimeUnit
@@ -298,3 +300,46 @@ def rampup(
             instead = f"write {lower} or {in_unit_of(unit, lower + unit)}"
             raise BatchSizeError.bad(name, size, why, instead)
     return DoublingRamp(initial, last, over)
+
+
+def from_megatron(
+    ramp: str | Sequence[int],
+    *,
+    seq_length: int | None = None,
+    global_batch_size: int | None = None,
+) -> BatchSizePolicy:
+    """Return the batch sizes of a Megatron setting, read as it is written there.
+
+    `step_batch_size_schedule` is text. Its thresholds are tokens if `seq_length` is given, as
+    Megatron-LM gives it; else they are samples. Tokens are rounded down to whole samples.
+    `rampup_batch_size`, which Megatron Core 0.19.2 ignores, is `[start, increment, samples]`.
+
+    Sizes equal those of Megatron's calculators at every step (tested with Megatron Core 0.19.2 and
+    0.16.1), but arithmetic is exact. They read `1.001B` as 1000999999, and may take a size of
+    `rampup_batch_size` one step late, since they divide as floats.
+
+    >>> from_megatron("0:768 250B:1536", seq_length=4096)
+    PiecewiseConstant('0sp:768 61035156sp:1536')
+    >>> from_megatron([32, 32, 5_000_000], global_batch_size=1024)
+    LinearRamp(32, 1024, '5000000sp', increment=32)
+
+    Args:
+        ramp: the text, with suffixes K, M, B and T, or the three numbers.
+        seq_length: tokens in each sample.
+        global_batch_size: the size after `rampup_batch_size`.
+
+    Raises:
+        BatchSizeError: it is neither, or another argument is missing or meaningless.
+    """
+    text = str(ramp).strip("[]()").replace(",", " ").upper()
+    if ":" in text and global_batch_size is None:
+        steps = PiecewiseConstant(re.sub(r"(\S+):(\S+)", r"\1sp:\2sp", text)).steps
+        each = 1 if seq_length is None else checked_number(seq_length, "a sequence length")
+        return PiecewiseConstant(" ".join(f"{at.amount // each}sp:{size}" for at, size in steps))
+    numbers = [f"{number}sp" for number in text.split()]
+    if len(numbers) != 3 or global_batch_size is None or seq_length is not None:
+        why = "it is neither text with colons, nor three numbers and global_batch_size"
+        instead = "write '0:768 250B:1536' with seq_length, or [32, 32, 5000000] with the other"
+        raise BatchSizeError.bad("ramp", ramp, why, instead)
+    start, increment, over = numbers
+    return LinearRamp(start, global_batch_size, over, increment=increment)

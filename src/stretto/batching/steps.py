@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -202,8 +203,15 @@ class PiecewiseConstant(BatchSizePolicy):
         return f"PiecewiseConstant({str(self)!r})"
 
 
+_NO_UNIT = re.compile(r"(?<![^\s,])([0-9][0-9_.]*[KMBT]?):")
+
+
 def _pairs(steps: object) -> list[tuple[Time, int]]:
     if isinstance(steps, str):
+        if (in_tokens := _NO_UNIT.sub(r"\1tok:", steps)) != steps:
+            why = "times without a unit are tokens in Megatron-LM, and samples without seq_length"
+            instead = f"write {in_tokens!r}, or read it with from_megatron"
+            raise BatchSizeError.bad("steps", steps, why, instead)
         return [_step(text, steps) for text in steps.replace(",", " ").split()]
     if not isinstance(steps, Mapping):
         raise _refused(steps, "they are neither text nor a mapping")

@@ -112,7 +112,7 @@ def compare_with(folder: Path, arguments: Sequence[str]) -> None:
     planned = every_batch(config, prepared, "--against")
     if not planned.is_exact:
         why = "the number of samples in its data is not known, so any batch may be cut short"
-        instead = "set data.num_samples, or write last_batch: carry"
+        instead = "set data.num_samples, or write last_batch: carry, as Horizon.endless does"
         refuse({"--against": folder}, why=why, instead=instead)
     comparison = compare(planned, folder, since=since)
     typer.echo(str(comparison))

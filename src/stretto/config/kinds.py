@@ -416,6 +416,7 @@ _SIZES: Mapping[str, Callable[..., Any]] = {
     **_names_in(batching, BatchSizePolicy, Pair),
     "NormTest": NormTest,
     "rampup": batching.rampup,
+    "from_megatron": batching.from_megatron,
 }
 _TEXT = {"type": "string", "pattern": r"^\s*[0-9][0-9_.eE+-]*(([KMBT]|[KMGT]i)?(sp|tok))?\s*$"}
 _SIZE = {"anyOf": [{"type": "integer", "minimum": 1}, _TEXT]}

@@ -299,7 +299,7 @@ def warnings_of(
         yield (
             "the number of samples in the data set is not known: each epoch that ends during the "
             f"run {'leaves out samples' if drops else 'cuts a batch'}, so this plan is a bound "
-            f"({bound}); state the number, or write last_batch='carry'"
+            f"({bound}); state the number, or write last_batch='carry', as Horizon.endless does"
         )
 
 

@@ -143,6 +143,18 @@ class Horizon:
         # Counters are whole numbers, so they reach the end at the next whole tick.
         self._fill(end_sample=end_sample, _passed=axis.read, _end=end, _end_tick=math.ceil(end))
 
+    @classmethod
+    def endless(cls, max_duration: TimeLike, *, tokens_per_sample: int | None = None) -> Horizon:
+        """Return a run over samples that are numbered without epochs.
+
+        No epoch ends inside a batch, so a plan is exact without the size of the data set. Megatron
+        numbers samples so.
+
+        >>> Horizon.endless("100ba", tokens_per_sample=4096)
+        Horizon('100ba', tokens_per_sample=4096, last_batch='carry')
+        """
+        return cls(max_duration, tokens_per_sample=tokens_per_sample, last_batch="carry")
+
     def _fill(self, **fields: object) -> None:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
