@@ -55,7 +55,7 @@ def planned(
     batch_size: str = SIZES, max_duration: str = "2ep", loading: Any = None, **_: Any
 ) -> Rows:
     """The samples of each step, and its learning rate."""
-    last = "keep" if loading is None else loading["last_batch"]
+    last: Any = "keep" if loading is None else loading["last_batch"]
     horizon = Horizon(max_duration, dataset_num_samples=N, last_batch=last)
     steps = plan(horizon, batch_size, schedules=SCHEDULES, base={"lr": RATE}).batches()
     order = SampleOrder(N, seed=SEED)
