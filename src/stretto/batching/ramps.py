@@ -303,10 +303,7 @@ def rampup(
 
 
 def from_megatron(
-    ramp: str | Sequence[int],
-    *,
-    seq_length: int | None = None,
-    global_batch_size: int | None = None,
+    ramp: str | list[int], *, seq_length: int | None = None, global_batch_size: int | None = None
 ) -> BatchSizePolicy:
     """Return the batch sizes of a Megatron setting, read as it is written there.
 
