@@ -35,20 +35,18 @@ def engine_settings(plan: Plan, engine: Engine) -> tuple[dict[str, Any], list[st
     micro, count, total = plan.micro_batch_size, plan.num_batches or 0, plan.num_samples or 0
     refuse((type(micro) is not int, "write settings", "micro_batch_size is no number", "write one"))
     steps = PlannedSteps(plan, micro or 0, plan.world_size)
-    sizes = steps.sizes_from(0)
-    shrinks, why = engine != "automodel" and [*sizes] != sorted(sizes), "Megatron asserts growth"
+    sizes = [*steps.sizes_from(0)]
+    shrinks, why = engine != "automodel" and sizes != sorted(sizes), "Megatron asserts growth"
     refuse((shrinks, "let the batch size shrink", why, "write sizes that grow"))
     lr, decay = map(plan.base.get, ("lr", "weight_decay"))
     most, tokens = max(sizes), plan.horizon.tokens_per_sample
     values = (count, micro, most, "constant", 0, 0.0, lr, decay, decay, tokens, "single")
-    named = zip(_NAMES[engine].split(), values, strict=True)
-    settings = {name: one for name, one in named if name != "-" and one is not None}
-    notes = [*plan.warnings]
-    if total != count * most:
-        own = f"without stretto, all steps take {most:,} samples: {count * most:,}, not {total:,}"
-        of_ramp = _moved(plan, steps.unit if engine == "megatron" else most)
-        notes += [own] if engine == "automodel" else [own, "; ".join(of_ramp)]
-    return settings, notes
+    named = dict(zip(_NAMES[engine].split(), values, strict=True), **{"-": None})
+    settings = {name: one for name, one in named.items() if one is not None}
+    own = f"without stretto, all steps take {most:,} samples: {count * most:,}, not {total:,}"
+    of_ramp = "; ".join(_moved(plan, steps.unit if engine == "megatron" else most))
+    notes = [own] if engine == "automodel" else [own, of_ramp]
+    return settings, [*plan.warnings, *(notes if total != count * most else [])]
 
 
 def _moved(plan: Plan, each: int) -> Iterator[str]:
