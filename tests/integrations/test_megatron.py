@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
+from tests.integrations import megatron_modules  # noqa: F401
 
-pytest.importorskip("megatron.core", reason="needs Megatron: make test-adapters")
-
+# isort: split
 import torch
 from megatron.core import num_microbatches_calculator as calculators
 from megatron.core import parallel_state
