@@ -134,9 +134,8 @@ def measure(name: str) -> list[str]:
     assert rows == expected, "sizes, rates or micro-batches are not those of the plan"
     peaks = report.peaks_by_step
     assert len(peaks) >= len(rows) == STEPS, (len(peaks), len(rows))
-    lines = [
-        f"{name}: {case.configuration}, {case.dp_world_size} data-parallel ranks; torch {report.torch}"
-    ]
+    ranks = f"{case.dp_world_size} data-parallel ranks"
+    lines = [f"{name}: {case.configuration}, {ranks}; torch {report.torch}"]
     lines += ["  steps    batch  micro-batches  allocated   reserved"]
     for size in dict.fromkeys(row[1] for row in rows):
         at = [number for number, row in enumerate(rows) if row[1] == size]
