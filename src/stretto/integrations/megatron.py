@@ -178,12 +178,13 @@ def _check_settings(steps: PlannedSteps, step: int, of: Setting) -> None:
     is_short = size is not None and not of("train_samples") and count * size < total
     shrinks = of("train_iters") and any(after < before for before, after in pairwise(sizes))
     place, saved = f"at its sample, the plan has {step}", "use the plan of the saved run"
-    more = setting("global_batch_size", max(sizes, default=0))
+    # With more data, Megatron shuffles more epochs into one another.
+    more = setting("global_batch_size", -(-total // (count * steps.unit)) * steps.unit)
     grow = f"write sizes that grow, and {steps.whole} if only the last batch is cut"
     draws, other = "it draws batches of one size", "write 'single' or 'cyclic'"
     refuse(
         (at not in (None, step), f"go on at iteration {at}", place, saved),
-        (is_short, f"prepare {count} x {size} samples", f"the plan reads {total:,}", more),
+        (is_short, f"prepare {count} x {size} samples of data", f"the plan reads {total:,}", more),
         (shrinks, "let the batch size shrink", "Megatron's loop asserts that it grows", grow),
         (of("dataloader_type") == "batch", "use dataloader_type='batch'", draws, other),
     )
