@@ -100,6 +100,7 @@ def train(name: str, out: Path) -> None:
             make_data=lambda _, length: Rows(length),
             batch_size=case.batch_size,
             max_duration=f"{STEPS}ba",
+            loading={"last_batch": "carry"},
         ),
     }
     Noted(Noted.Config(**whole)).train()
@@ -124,7 +125,7 @@ def measure(name: str) -> list[str]:
         if not report.fits:
             return [f"{name}: {report}"]
         rows = json.loads(out.read_text())
-    horizon = Horizon(f"{STEPS}ba", dataset_num_samples=203)
+    horizon = Horizon(f"{STEPS}ba", dataset_num_samples=203, last_batch="carry")
     planned = plan(horizon, case.batch_size, schedules=schedules(), base={"lr": RATE}).batches()
     each = case.micro_batch_size * case.dp_world_size
     expected = [
