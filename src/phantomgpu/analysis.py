@@ -42,9 +42,8 @@ def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
     device = max(range(len(traces)), key=lambda index: peak(traces[index])[0], default=0)
     trace = traces[device] if traces else []
     for event in trace:  # kernels that are computed run in Python; those of backward have no frames
-        event["frames"] = [
-            f for f in event["frames"] if "phantomgpu/values.py" not in f["filename"]
-        ]
+        frames = event.get("frames", ())  # segments that `empty_cache` frees have none
+        event["frames"] = [f for f in frames if "phantomgpu/values.py" not in f["filename"]]
     seen.backward = backward_ends(seen, trace)
     allocated, at, reserved = peak(trace)
     ends, now = lives(trace), time.time_ns() // 1000
@@ -122,7 +121,7 @@ def peak(trace: list[Event]) -> tuple[int, int, int]:
     return allocated, at, reserved
 
 
-def peaks_by_step(seen: History, trace: list[Event]) -> list[tuple[int, int]]:
+def peaks_by_step(seen: History, trace: list[Event]) -> list[tuple[int, ...]]:
     """Return the most bytes allocated and reserved in each optimizer step that ended.
 
     Each begins with what is there at the end of the one before, as after torch's
@@ -130,13 +129,12 @@ def peaks_by_step(seen: History, trace: list[Event]) -> list[tuple[int, int]]:
     """
     began = [time for time, _, _ in seen.phases]
     ended = max(step for _, _, step in seen.phases) - 1
-    peaks: list[tuple[int, int]] = []
+    peaks: list[tuple[int, ...]] = []
     before = 0, 0
     for event, now in zip(trace, levels(trace), strict=True):
         step = seen.phases[max(bisect(began, event["time_us"]) - 1, 0)][2]
         peaks += [before] * (step - len(peaks))  # a replayed CUDA graph has no events
-        used, held = peaks[step - 1]
-        peaks[step - 1] = max(used, now[0]), max(held, now[1])
+        peaks[step - 1] = tuple(map(max, peaks[step - 1], now))
         before = now
     return [*peaks, *[before] * (ended - len(peaks))][:ended]
 

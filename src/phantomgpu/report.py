@@ -50,7 +50,7 @@ class Report:
     phase: str = "start"
     step: int = 0
     steps: int = 0
-    peaks_by_step: list[tuple[int, int]] = field(default_factory=list)
+    peaks_by_step: list[tuple[int, ...]] = field(default_factory=list)
     categories: dict[str, int] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
     host_pinned: int = 0

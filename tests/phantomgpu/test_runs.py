@@ -6,6 +6,7 @@ import atexit
 import inspect
 import json
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -558,6 +559,37 @@ def test_the_peak_of_each_step(tmp_path: Path) -> None:
         assert reserved == held
         assert 0.999 * true < allocated <= true
     assert seen[3] > seen[1]
+
+
+def emptied() -> None:
+    import torch
+
+    for size in (10, 1 << 22):
+        torch.zeros(size, device="cuda")
+        torch.cuda.empty_cache()
+    train(8)
+
+
+def test_a_script_that_empties_the_cache() -> None:
+    """Its history has segments without frames."""
+    report = run(emptied)
+    assert report.fits, report.problem
+
+
+def unreadable() -> None:
+    """Its own report fails, and that of a process that it has started says that it fits."""
+    import torch
+
+    code = "import torch; torch.cuda.init()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    train(8)
+    torch.cuda.memory._snapshot = None  # type: ignore[assignment]
+
+
+def test_a_report_that_is_lost_is_no_fit() -> None:
+    report = run(unreadable, steps=None)
+    assert report.status == "failed"
+    assert report.problem == "its report failed"
 
 
 def test_modules_are_named_in_backward_too() -> None:
