@@ -433,7 +433,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "another_batch_size_of_the_dataloader": (
         the_plan,
         lambda: Recipe(Ids(2000), max_steps=100, loader={"batch_size": 4}),
-        "its batch_size is 4, not 2; leave its batch_size out",
+        "its batch_size is 4, not 2; load as many at once",
     ),
     "no_lr_scheduler": (
         the_plan,

@@ -107,7 +107,7 @@ def _epoch_length(planned: PlannedSteps, steps: Any, micro: int) -> float:
     ends = f"write max_steps: {count} in step_scheduler"
     refuse(
         (steps.max_steps != count, f"run {steps.max_steps} steps", f"the plan has {count}", ends),
-        (is_plain and loader.batch_size != micro, use, sizes, "leave its batch_size out"),
+        (is_plain and loader.batch_size != micro, use, sizes, "load as many at once"),
         (is_cut and rows % micro and run > samples, use, cut, drop),
         (is_other and not is_stream, f"follow epochs of {known} samples", epoch, facts),
         (run > most, f"train on {run} samples", f"the recipe has {most}", more),
