@@ -485,9 +485,9 @@ def test_what_mixes_units_in_data_of_unknown_length_is_refused_as_by_the_run() -
     assert plan(Horizon("9ba"), 4, schedules={"lr": Linear(warmup="2ba")}).num_batches == 9
 
 
-def test_a_plan_knows_its_base_and_the_values_of_its_end():
+def test_a_plan_knows_its_base_and_the_values_of_its_end() -> None:
     # 40 samples: the last batch begins at 32, and the run ends after it.
-    schedules = {"lr": Linear(1, 0), "weight_decay": 1.0}
+    schedules = {"lr": Linear(1, 0), "weight_decay": Constant()}
     planned = plan(Horizon("40sp"), 8, schedules=schedules, base={"lr": 3e-4}, values={"own": 2.0})
     assert planned.values_at(4)["lr"] == pytest.approx(0.6e-4)
     assert planned.values_at_end == {"lr": 0.0, "weight_decay": 1.0, "own": 2.0}
@@ -498,7 +498,7 @@ def test_a_plan_knows_its_base_and_the_values_of_its_end():
     assert plan(Horizon("1h"), 8, schedules={"lr": 1.0}).values_at_end is None
 
 
-def test_a_plan_names_what_only_the_run_knows():
+def test_a_plan_names_what_only_the_run_knows() -> None:
     by_time = Custom(lambda now: 1.0, reads="sec")
     planned = plan(Horizon("40sp"), 8, schedules={"lr": by_time}, rule={"betas.1": HalfLifeRule(8)})
     assert set(planned.scheduled) == {"lr", "betas.1"}

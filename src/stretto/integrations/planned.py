@@ -7,10 +7,10 @@ the learning rate and the weight decay of each group.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from types import MethodType
+from functools import lru_cache, partial
 from typing import Any, cast, final
 
+from stretto.batching.policy import checked_number
 from stretto.integrations.shared import refuse
 from stretto.planning import Plan
 
@@ -29,20 +29,25 @@ class PlannedSteps:
 
     Raises:
         TrainingError: the engine cannot follow the plan.
+        BatchSizeError: a number is not one of samples or ranks.
     """
 
     plan: Plan
+    micro_batch_size: int
     unit: int
     """The samples of one micro-batch of each rank."""
     num_batches: int
     """The number of steps of the whole run."""
+    whole: str
+    """How a run is written that ends before the last batch of the plan, which may be cut."""
 
     def __init__(self, plan: Plan, micro_batch_size: int, data_parallel_size: int) -> None:
-        check_count("micro_batch_size", micro_batch_size, least=1)
-        check_count("data_parallel_size", data_parallel_size, least=1)
+        micro = checked_number(micro_batch_size, "micro_batch_size")
+        self.unit = micro * checked_number(data_parallel_size, "data_parallel_size")
         _check_plan(plan, micro_batch_size, data_parallel_size)
-        self.plan, self.unit = plan, micro_batch_size * data_parallel_size
+        self.plan, self.micro_batch_size = plan, micro
         self.num_batches = cast(int, plan.num_batches)
+        self.whole = f"max_duration='{plan.sample_at_batch(self.num_batches - 1)}sp'"
 
     def sizes_from(self, step: int) -> tuple[int, ...]:
         """Return the sizes of all steps from one on, in order, without repetitions.
@@ -63,13 +68,12 @@ class PlannedSteps:
             TrainingError: its size is not a multiple of the unit.
         """
         size = self.plan.sample_at_batch(step + 1) - self.plan.sample_at_batch(step)
-        if size % self.unit:
-            self._check(size)
+        self._check(size)
         return size // self.unit
 
     def _check(self, size: int) -> None:
         why = f"it is not a multiple of {self.unit}, one micro-batch of each rank"
-        instead = f"write multiples of {self.unit}, and a run that ends with a whole batch"
+        instead = f"write multiples of {self.unit}, and {self.whole} if only the last batch is cut"
         refuse((size % self.unit, f"train on a batch of {size} samples", why, instead))
 
     def values(self, step: int) -> dict[str, float]:
@@ -94,22 +98,21 @@ class PlannedSteps:
         # The scheduler asks for each group.
         values = lru_cache(maxsize=4)(lambda count: self.values(step_of(count)))
 
-        def reads(name: str) -> Callable[..., float]:
-            def value(scheduler: Any, group: Any = None) -> float:
-                scale = _scale(self.plan, name, scheduler, group or {})
-                return values(scheduler.num_steps).get(name, 1.0) * scale
+        def value(name: str, group: Any = None) -> float:
+            scale = _scale(self.plan, name, scheduler, group or {})
+            return values(scheduler.num_steps).get(name, 1.0) * scale
 
-            return MethodType(value, scheduler)
-
-        scheduler.get_lr, scheduler.get_wd = map(reads, _LIMITS)
+        scheduler.get_lr, scheduler.get_wd = (partial(value, name) for name in _LIMITS)
         scheduler.step(0)
 
 
-def check_count(name: str, value: object, *, least: int) -> None:
-    """Refuse what is no integer of at least `least`."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    why = f"it is not an integer of at least {least}"
-    refuse((not is_count, f"use {name}={value!r}", why, "pass the engine's own number"))
+def setting(name: str, value: object) -> str:
+    """Return how a setting is written, in Python and as an argument.
+
+    >>> setting("train_iters", 100)
+    'write train_iters=100 (--train-iters 100)'
+    """
+    return f"write {name}={value} (--{name.replace('_', '-')} {value})"
 
 
 def _own(name: str, scheduler: Any, group: Any) -> float:
@@ -124,50 +127,43 @@ def _scale(plan: Plan, name: str, scheduler: Any, group: Any) -> float:
     Raises:
         TrainingError: the base of the plan is not the scheduler's. A checkpoint may change that.
     """
-    limit, base = _LIMITS[name], plan.base.get(name)
-    if base is None:
-        return _own(limit, scheduler, group)
-    known = _own(limit, scheduler, {})
-    if base == 0 or base != known:
+    limit, base = _LIMITS[name], plan.base.get(name, 1.0)
+    if name in plan.base and not base == (known := getattr(scheduler, limit)) != 0:
         why = f"the plan's base is {base} and {limit} of the scheduler is {known}"
-        instead = f"write {name}={base} (--{name.replace('_', '-')} {base})"
-        instead = instead if base else "write a plan without a base of 0"
+        instead = setting(name, base) if base else "make the plan without this base"
         refuse((True, f"follow {name} of the plan", why, instead))
     return _own(limit, scheduler, group) / base
 
 
-def _check_plan(plan: Plan, micro_batch_size: int, data_parallel_size: int) -> None:
+def _check_plan(plan: Plan, micro: int, ranks: int) -> None:
     """Refuse a plan whose steps an engine cannot run."""
-    what, end, ranks, micro = "follow this plan", plan.end, plan.world_size, plan.micro_batch_size
+    what, end, theirs = "follow this plan", plan.end, (plan.world_size, plan.micro_batch_size)
+    skips = not plan.is_exact or (end is not None and plan.num_samples != end.sample)
+    differ = plan.horizon.lengths is not None or any(one.row > 1 for one in plan.stages)
+    is_other = theirs[0] not in (1, ranks) or theirs[1] not in (None, micro)
+    why = f"it is for {theirs[0]} ranks with micro-batches of {theirs[1]}"
     length, carry = "write max_duration in 'ba', 'sp', 'tok' or 'ep'", "write last_batch='carry'"
-    skips = end is not None and plan.num_samples != end.sample
-    unequal, rows = plan.horizon.lengths is not None, any(one.row > 1 for one in plan.stages)
     refuse(
         (end is None, what, "only the run knows where it ends", length),
-        (unequal, what, "its samples have unequal lengths", "write sizes in samples"),
-        (not plan.is_exact, what, "an epoch of unknown length may cut any step", carry),
-        (skips, what, "it leaves out samples, and the engine numbers all of them", carry),
-        (rows, what, "its sequence length changes", "leave sequence_length out"),
-        (ranks not in (1, data_parallel_size), what, f"it is for {ranks} ranks", "change that"),
-        (micro not in (None, micro_batch_size), what, f"its micro-batch is {micro}", "change that"),
+        (differ, what, "its samples, or rows of them, differ in length", "write sizes in samples"),
+        (skips, what, "the end of an epoch may cut a step or leave out samples", carry),
+        (is_other, what, why, f"plan for {ranks} ranks with micro-batches of {micro}"),
     )
 
 
 def _check_scheduler(plan: Plan, scheduler: Any) -> None:
     """Refuse settings of a scheduler that a plan would replace without a word."""
     end, scheduled = plan.values_at_end or {}, plan.scheduled
-    others = ", ".join(name for name in scheduled if name not in _LIMITS)
-    unknown = ", ".join(name for name in scheduled if name not in end)
+    others = ", ".join(name for name in scheduled if name not in _LIMITS or name not in end)
     groups = [{}, *scheduler.optimizer.param_groups]
     moves = scheduler.lr_decay_style != "constant" or scheduler.lr_warmup_steps > 0
     limits = ("start_wd", "end_wd")
     rises = any(len({_own(name, scheduler, one) for name in limits}) > 1 for one in groups)
-    sets = "the scheduler of the engine sets lr and weight_decay of all groups"
+    sets = "the engine sets lr and weight_decay of all groups, to values known before the run"
     own, lr = "it counts steps of one batch size", "write schedules={'lr': ...} in the plan"
     decay = "write schedules={'weight_decay': ...} in the plan, or an equal start_wd"
     refuse(
         (others, f"follow {others} of the plan", sets, "leave it out"),
-        (unknown, f"follow {unknown} of the plan", "only the run knows it", "follow 'sp' or 'ba'"),
         ("lr" not in scheduled and moves, "keep the learning rate of the scheduler", own, lr),
         ("weight_decay" not in scheduled and rises, "keep its weight decay", own, decay),
     )
