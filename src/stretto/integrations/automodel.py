@@ -113,9 +113,8 @@ def _epoch_length(planned: PlannedSteps, steps: Any, micro: int) -> float:
         (run > most, f"train on {run} samples", f"the recipe has {most}", more),
     )
     state, at = getattr(loader, "next_iter_state", None) or {}, plan.sample_at_batch(steps.step)
-    last = state.get("_snapshot", state)  # with workers, the state is of an earlier micro-batch
-    found = last.get("_snapshot_step", last.get("_num_yielded", 0))
-    found += state.get("_steps_since_snapshot", 0)
+    # With workers, torchdata keeps the position in a snapshot, which is of each micro-batch here.
+    found = state.get("_snapshot", {}).get("_snapshot_step", state.get("_num_yielded", 0))
     why = f"the dataloader is at micro-batch {found} of {unit} samples, and the plan at sample {at}"
     same = "resume with the plan, ranks and local_batch_size of the checkpoint"
     refuse(((at // unit - found) % length, f"resume at step {steps.step}", why, same))
