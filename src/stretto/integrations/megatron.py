@@ -33,7 +33,7 @@ __all__ = ["FollowPlan", "follow"]
 Setting: TypeAlias = Callable[[str], Any]
 """Returns a setting of Megatron by its name; None: it is not known."""
 _RAMPS = ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed")
-_OWN_SIZES = (*_RAMPS, "phase_transition_iterations", "hybrid_context_parallel")
+_OWN_SIZES = (*_RAMPS, "phase_transition_iterations", "hybrid_context_parallel", "perform_rl_step")
 """Settings with which Megatron decides batch sizes, or counts samples by `global_batch_size`."""
 
 
@@ -178,7 +178,8 @@ def _check_settings(steps: PlannedSteps, step: int, of: Setting) -> None:
     is_short = size is not None and not of("train_samples") and count * size < total
     shrinks = of("train_iters") and any(after < before for before, after in pairwise(sizes))
     place, saved = f"at its sample, the plan has {step}", "use the plan of the saved run"
-    more = setting("global_batch_size", max(sizes, default=0))
+    # Not more: Megatron shuffles all epochs of its data but the last together.
+    more = setting("global_batch_size", -(-total // (count * steps.unit)) * steps.unit)
     grow = f"write sizes that grow, and {steps.whole} if only the last batch is cut"
     draws, other = "it draws batches of one size", "write 'single' or 'cyclic'"
     refuse(
@@ -195,10 +196,14 @@ def _check_pipeline(steps: PlannedSteps, step: int, group: int | None, of: Setti
     if parallel_state.model_parallel_is_initialized():
         stages = stages or parallel_state.get_pipeline_model_parallel_world_size()
         virtual = virtual or parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    sizes, graphs = dict.fromkeys(steps.sizes_from(step)), of("cuda_graph_impl") or "none"
+    is_fixed = graphs == "full_iteration" or (graphs != "none" and (stages or 1) > 1)
+    what, why = f"use cuda_graph_impl={graphs!r}", "graphs hold as many micro-batches as at first"
+    refuse((is_fixed and len(sizes) > 1, what, why, setting("cuda_graph_impl", "none")))
     if group is None and virtual is None:
         return
     group = of("microbatch_group_size_per_vp_stage") or group or stages or 1
-    for size in dict.fromkeys(steps.sizes_from(step)):
+    for size in sizes:
         passes = size // steps.unit
         # megatron/core/pipeline_parallel/schedules.py of 0.19.2
         is_wrong = passes < group or 0 < passes % group < (stages or group)
