@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from stretto import Run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -46,6 +49,15 @@ def test_every_script_has_a_diff_that_is_shown() -> None:
     )
     for name in (*SCRIPTS, "torchtune_recipe"):
         assert f"{{literalinclude}} ../../examples/{name}.diff" in page
+
+
+def test_the_recipe_of_torchtune_uses_what_a_run_has() -> None:
+    """It runs only in `make test-adapters`, with torchtune."""
+    lines = (EXAMPLES / "torchtune_recipe.diff").read_text(encoding="utf-8").splitlines()
+    added = "\n".join(line for line in lines if line.startswith("+"))
+    names = set(re.findall(r"self\._run\.(\w+)", added))
+    assert len(names) > 5
+    assert [name for name in names if not hasattr(Run, name)] == []
 
 
 @pytest.mark.parametrize("name", ["composer_trainer", "huggingface_trainer", "lightning_trainer"])

@@ -22,13 +22,13 @@ CLOSE = 1e-12
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("version", ["1", "2"])
+@pytest.mark.parametrize("version", ["v1", "v2"])
 def test_killed_workers_come_back_and_their_number_changes(tmp_path: Path, version: str) -> None:
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
         "OMP_NUM_THREADS": "1",
-        "RAY_TRAIN_V2_ENABLED": str(int(version == "2")),
+        "RAY_TRAIN_V2_ENABLED": str(int(version == "v2")),
         "RAY_USAGE_STATS_ENABLED": "0",
         # One process less in each attempt. It would look for machines that are taken away.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
