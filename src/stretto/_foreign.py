@@ -50,9 +50,6 @@ _ANSWERS = {
     "batch_rampup inital_global_train_batch_size initial_global_train_batch_size":
         ("write batch_size=DoublingRamp(32, 256, '10%')",
          "write batch_size: {DoublingRamp: {start: 32, end: 256, over: 10%}}"),
-    "step_batch_size_schedule rampup_batch_size":
-        ("write batch_size=from_megatron('0:768 250B:1536', seq_length=4096)",
-         "write batch_size: {from_megatron: {ramp: '0:768 250B:1536', seq_length: 4096}}"),
     "batch_increase_function max_batch_size":
         ("write batch_size=IncreaseFunction(function, 32, max_batch_size=256)",
          ("write batch_size: {IncreaseFunction: {function: {target: 'my:grow'}, start: 32, "

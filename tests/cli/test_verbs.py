@@ -304,3 +304,69 @@ def test_a_plan_at_some_times(stretto: Stretto, stated: Path) -> None:
     assert (record["first"]["batch"], record["values"]) == (94, {"lr": 0.05})
     assert stretto("plan", stated, "--at", "2ep").code == 2
     assert "leave one of them out" in stretto("plan", stated, "--at", "1ep", "--html", "a.html").err
+
+
+FOLLOWED = """
+max_duration: 100ba
+data: {tokens_per_sample: 128}
+optimizer: {target: "torch.optim:AdamW", lr: 1.0e-3}
+schedules: {lr: {WSD: {decay: 20ba, warmup: 10ba, end: 0}}}
+batch_size: {from_megatron: "0:8 160:16"}
+micro_batch_size: 2
+world_size: 2
+"""
+
+
+@pytest.fixture
+def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run file for Megatron, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("followed.yaml").write_text(FOLLOWED)
+    return Path("followed.yaml")
+
+
+def test_settings_of_an_engine_can_be_pasted(followed: Path, stretto: Stretto) -> None:
+    said = stretto("plan", followed, "--to", "megatron")
+    assert said.code == 0
+    assert said.out.splitlines() == [
+        "--train-iters=100",
+        "--micro-batch-size=2",
+        "--global-batch-size=16",
+        "--lr-decay-style=constant",
+        "--lr-warmup-iters=0",
+        "--min-lr=0.0",
+        "--lr=0.001",
+        "--seq-length=128",
+        "--dataloader-type=single",
+    ]
+    assert all(line.startswith("note: ") for line in said.err.splitlines())
+    said = stretto("plan", followed, "--to", "bridge", "--json")
+    assert json.loads(said.out)["train.global_batch_size"] == 16
+    for part in (
+        "warm-up ends at iteration 20 rather than 10",
+        "begins to fall at iteration 91 rather than 81",
+        "ends at 0.0005 rather than 0",
+    ):
+        assert part in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--at 5ba", "cannot use --to"),
+        ("--html page.html", "cannot use --to"),
+        ("--against folder", "cannot use --to"),
+        ("micro_batch_size=3", "8 samples: it is not a multiple of 6"),
+        ("batch_size=0sp:16,160sp:8", "let the batch size shrink"),
+        ("micro_batch_size=auto", "micro_batch_size"),
+        ("schedules.betas.0=0.5", "follow betas.0"),
+        (BY_NOISE, "decided during the run"),
+    ],
+)
+def test_what_an_engine_cannot_follow(
+    arguments: str, message: str, followed: Path, stretto: Stretto
+) -> None:
+    extra = [arguments] if "=" in arguments else arguments.split()
+    said = stretto("plan", followed, *extra, "--to", "bridge")
+    assert (said.code, said.out) == (2, "")
+    assert message in said.err

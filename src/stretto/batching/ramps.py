@@ -303,10 +303,7 @@ def rampup(
 
 
 def from_megatron(
-    ramp: str | Sequence[int],
-    *,
-    seq_length: int | None = None,
-    global_batch_size: int | None = None,
+    ramp: str | list[int], *, seq_length: int | None = None, global_batch_size: int | None = None
 ) -> BatchSizePolicy:
     """Return the batch sizes of a Megatron setting, read as it is written there.
 
@@ -341,5 +338,4 @@ def from_megatron(
         why = "it is neither text with colons, nor three numbers and global_batch_size"
         instead = "write '0:768 250B:1536' with seq_length, or [32, 32, 5000000] with the other"
         raise BatchSizeError.bad("ramp", ramp, why, instead)
-    start, increment, over = numbers
-    return LinearRamp(start, global_batch_size, over, increment=increment)
+    return LinearRamp(numbers[0], global_batch_size, numbers[2], increment=numbers[1])

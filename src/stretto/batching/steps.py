@@ -203,15 +203,12 @@ class PiecewiseConstant(BatchSizePolicy):
         return f"PiecewiseConstant({str(self)!r})"
 
 
-_NO_UNIT = re.compile(r"(?<![^\s,])([0-9][0-9_.]*[KMBT]?):")
-
-
 def _pairs(steps: object) -> list[tuple[Time, int]]:
     if isinstance(steps, str):
-        if (in_tokens := _NO_UNIT.sub(r"\1tok:", steps)) != steps:
-            why = "times without a unit are tokens in Megatron-LM, and samples without seq_length"
-            instead = f"write {in_tokens!r}, or read it with from_megatron"
-            raise BatchSizeError.bad("steps", steps, why, instead)
+        in_tokens = re.sub(r"(?<![^\s,])([0-9][0-9_.]*[KMBT]?):", r"\1tok:", steps)
+        if in_tokens != steps:
+            why = f"times need a unit, as in {in_tokens!r}; from_megatron reads it as Megatron does"
+            raise _refused(steps, why)
         return [_step(text, steps) for text in steps.replace(",", " ").split()]
     if not isinstance(steps, Mapping):
         raise _refused(steps, "they are neither text nor a mapping")

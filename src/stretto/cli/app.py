@@ -83,6 +83,7 @@ def plan(
     at: list[str] | None = None,
     html: Path | None = None,
     against: Path | None = None,
+    to: Literal["megatron", "bridge", "automodel"] | None = None,
     as_json: bool = False,
 ) -> None:
     """Show what a run will do, without running it.
@@ -94,10 +95,14 @@ def plan(
         html: Write a page for a browser.
         against: Compare the plan with the run in a folder, batch by batch; the default run file is
             the run's own.
+        to: Print the settings with which Megatron-LM, Megatron-Bridge or NeMo Automodel can follow
+            the plan.
         as_json: Print JSON.
     """
     from stretto.cli import planning
 
+    beside = at or against or html
+    planning.refuse({"--to": to and beside}, why="it prints no plan", instead="leave it out")
     if html is not None:
         planning.refuse(
             {"--json": as_json, "--against": against, "--at": at},
@@ -108,7 +113,7 @@ def plan(
     elif against is not None:
         planning.compare_with(against, run_file or [])
     else:
-        planning.print_plan(run_file or [], at or [], as_json=as_json)
+        planning.print_plan(run_file or [], at or [], to, as_json=as_json)
 
 
 @verb(app, "find-batch-size run.yaml", "find-batch-size run.yaml --gpu h100 --world-size 8,64")

@@ -20,6 +20,7 @@ from stretto.config.yaml import parse_override
 from stretto.errors import PlanError
 from stretto.planning import Plan, Prepared, passes, resumed
 from stretto.planning.plan import moment_record, plan_record
+from stretto.report.engines import Engine, engine_settings
 from stretto.report.tables import moments_table, plan_table
 from stretto.run_folder import PLAN, RUN_FILE, read_json, read_ledger
 from stretto.timing import Timestamp
@@ -73,8 +74,10 @@ def read_arguments(arguments: Sequence[str], *, folder: Path | None = None) -> R
     return read_run_file(path or default, overrides)
 
 
-def print_plan(arguments: Sequence[str], times: Sequence[str], *, as_json: bool) -> None:
-    """Print the plan of a run, or of some times of it.
+def print_plan(
+    arguments: Sequence[str], times: Sequence[str], to: Engine | None, *, as_json: bool
+) -> None:
+    """Print the plan of a run, or of some times of it, or the settings of an engine for it.
 
     Of a run that decides its sizes, print the plans with the smallest and the largest.
     """
@@ -88,6 +91,14 @@ def print_plan(arguments: Sequence[str], times: Sequence[str], *, as_json: bool)
             print_json([moment_record(planned, time) for time in times])
         else:
             typer.echo(moments_table(planned, times))
+        return
+    if to is not None:
+        settings, warnings = engine_settings(every_batch(config, prepared, "--to"), to)
+        print_notes(warnings)
+        if as_json:
+            print_json(settings)
+        else:
+            typer.echo("\n".join(f"{name}={value}" for name, value in settings.items()))
         return
     if prepared.decided_between is not None:
         print_ends(config, run, prepared.decided_between, as_json=as_json)

@@ -23,12 +23,13 @@ from megatron.core import num_microbatches_calculator as calculators
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from stretto.batching import from_megatron
 from stretto.batching.policy import checked_number
 from stretto.integrations.planned import PlannedSteps, setting
 from stretto.integrations.shared import refuse
 from stretto.planning import Plan
 
-__all__ = ["FollowPlan", "follow"]
+__all__ = ["FollowPlan", "follow", "from_megatron"]
 
 Setting: TypeAlias = Callable[[str], Any]
 """Returns a setting of Megatron by its name; None: it is not known."""

@@ -142,28 +142,29 @@ def _check_plan(plan: Plan, micro: int, ranks: int) -> None:
     differ = plan.horizon.lengths is not None or any(one.row > 1 for one in plan.stages)
     is_other = theirs[0] not in (1, ranks) or theirs[1] not in (None, micro)
     why = f"it is for {theirs[0]} ranks with micro-batches of {theirs[1]}"
-    length, carry = "write max_duration in 'ba', 'sp', 'tok' or 'ep'", "write last_batch='carry'"
+    length, known = "write max_duration in 'ba', 'sp', 'tok' or 'ep'", plan.values_at_end or {}
+    carry = "write last_batch='carry', as Horizon.endless does"
+    others = ", ".join(one for one in plan.scheduled if one not in _LIMITS or one not in known)
+    sets = "the engine sets lr and weight_decay of all groups, to values known before the run"
     refuse(
         (end is None, what, "only the run knows where it ends", length),
         (differ, what, "its samples, or rows of them, differ in length", "write sizes in samples"),
         (skips, what, "the end of an epoch may cut a step or leave out samples", carry),
         (is_other, what, why, f"plan for {ranks} ranks with micro-batches of {micro}"),
+        (others, f"follow {others} of the plan", sets, "leave it out"),
     )
 
 
 def _check_scheduler(plan: Plan, scheduler: Any) -> None:
     """Refuse settings of a scheduler that a plan would replace without a word."""
     end, scheduled = plan.values_at_end or {}, plan.scheduled
-    others = ", ".join(name for name in scheduled if name not in _LIMITS or name not in end)
     groups = [{}, *scheduler.optimizer.param_groups]
     moves = scheduler.lr_decay_style != "constant" or scheduler.lr_warmup_steps > 0
     limits = ("start_wd", "end_wd")
     rises = any(len({_own(name, scheduler, one) for name in limits}) > 1 for one in groups)
-    sets = "the engine sets lr and weight_decay of all groups, to values known before the run"
     own, lr = "it counts steps of one batch size", "write schedules={'lr': ...} in the plan"
     decay = "write schedules={'weight_decay': ...} in the plan, or an equal start_wd"
     refuse(
-        (others, f"follow {others} of the plan", sets, "leave it out"),
         ("lr" not in scheduled and moves, "keep the learning rate of the scheduler", own, lr),
         ("weight_decay" not in scheduled and rises, "keep its weight decay", own, decay),
     )

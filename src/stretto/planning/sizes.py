@@ -777,7 +777,6 @@ def horizon_of(sizes: PlannedSizes) -> Horizon:
     """Return the horizon of planned sizes, which converts as far as these are exact."""
     if sizes.is_exact:
         return sizes.horizon.with_batch_sizes(sizes)
-    fact = fact_text("dataset_num_samples")
-    instead = f"set {fact}, or write last_batch='carry', as Horizon.endless does"
+    instead = f"set {fact_text('dataset_num_samples')}, or last_batch='carry' as Horizon.endless"
     why = "an epoch of unknown length may end inside one of them"
     return sizes.horizon.with_batch_sizes(UnknownSizes(why, instead))

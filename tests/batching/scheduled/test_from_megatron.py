@@ -160,7 +160,7 @@ def test_what_is_neither_is_refused(ramp: Any, arguments: dict[str, Any], match:
 
 
 def test_a_pasted_text_is_answered_with_what_to_write() -> None:
-    instead = "write '0tok:768, 250Btok:1536', or read it with from_megatron"
-    with pytest.raises(StrettoError, match=instead):
+    why = "times need a unit, as in '0tok:768, 250Btok:1536'; from_megatron reads it"
+    with pytest.raises(StrettoError, match=why):
         PiecewiseConstant("0:768, 250B:1536")
     assert str(PiecewiseConstant("0tok:768, 250Btok:1536")) == "0tok:768 250Btok:1536"

@@ -1,0 +1,68 @@
+"""What goes into the files of Megatron and NeMo Automodel, so that they can follow a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+from stretto.planning import Plan
+from stretto.planning.borders import value_text
+
+Engine: TypeAlias = Literal["megatron", "bridge", "automodel"]
+"""Megatron-LM, Megatron-Bridge or NeMo Automodel."""
+# A name for each value in `engine_settings`; '-': the engine has none.
+_NAMES: Mapping[Engine, str] = {
+    "megatron": "--train-iters --micro-batch-size --global-batch-size --lr-decay-style "
+    "--lr-warmup-iters --min-lr --lr --weight-decay - --seq-length --dataloader-type",
+    "bridge": "train.train_iters train.micro_batch_size train.global_batch_size "
+    "scheduler.lr_decay_style scheduler.lr_warmup_iters optimizer.min_lr optimizer.lr scheduler."
+    "start_weight_decay scheduler.end_weight_decay model.seq_length dataset.dataloader_type",
+    "automodel": "--step_scheduler.max_steps --step_scheduler.local_batch_size --step_scheduler."
+    "global_batch_size --lr_scheduler.lr_decay_style --lr_scheduler.lr_warmup_steps "
+    "--lr_scheduler.min_lr --optimizer.lr --optimizer.weight_decay - - -",
+}
+
+
+def engine_settings(plan: Plan, engine: Engine) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings with which an engine can follow a plan, by name, and warnings.
+
+    Raises:
+        TrainingError: the engine cannot follow the plan.
+    """
+    from stretto.integrations.planned import PlannedSteps  # imports torch
+    from stretto.integrations.shared import refuse
+
+    micro, count, total = plan.micro_batch_size, plan.num_batches or 0, plan.num_samples or 0
+    refuse((type(micro) is not int, "write settings", "micro_batch_size is no number", "write one"))
+    steps = PlannedSteps(plan, micro or 0, plan.world_size)
+    sizes = [*steps.sizes_from(0)]
+    shrinks, why = engine != "automodel" and sizes != sorted(sizes), "Megatron asserts growth"
+    refuse((shrinks, "let the batch size shrink", why, "write sizes that grow"))
+    lr, decay = map(plan.base.get, ("lr", "weight_decay"))
+    most, tokens = max(sizes), plan.horizon.tokens_per_sample
+    values = (count, micro, most, "constant", 0, 0.0, lr, decay, decay, tokens, "single")
+    named = dict(zip(_NAMES[engine].split(), values, strict=True), **{"-": None})
+    settings = {name: one for name, one in named.items() if one is not None}
+    own = f"without stretto, all steps take {most:,} samples: {count * most:,}, not {total:,}"
+    of_ramp = "; ".join(_moved(plan, steps.unit if engine == "megatron" else most))
+    notes = [own] if engine == "automodel" else [own, of_ramp]
+    return settings, [*plan.warnings, *(notes if total != count * most else [])]
+
+
+def _moved(plan: Plan, each: int) -> Iterator[str]:
+    """Yield where Megatron's schedules go on a ramp: they count `each` samples as an iteration."""
+    yield f"with step_batch_size_schedule, schedules count {each:,} samples as an iteration"
+    count, total, end = plan.num_batches or 0, plan.num_samples or 0, plan.values_at_end or {}
+    for change in plan.changes:
+        at, name = change.at.batch, change.name
+        # What begins with the value that was before shows in the iteration after.
+        later = plan.values_at(at)[name] == plan.values_at(at - 1)[name]
+        theirs = plan.batch_at_sample(at * each + later)
+        yield f"{name} {change.what} at iteration {theirs:,} rather than {at + later:,}"
+    ends = plan.batch_at_sample(count * each)
+    if ends < count and plan.values_at(count - 1) != end:
+        yield f"schedules end at iteration {ends:,} rather than {count:,}"
+    for name, value in end.items() if ends > count else ():
+        found = plan.values_at(total // each)[name]
+        if found != value:
+            yield f"{name} ends at {value_text(found)} rather than {value_text(value)}"
