@@ -54,7 +54,8 @@ nitpick_ignore_regex = [
 suppress_warnings = ["ref.python"]
 # Adapters are described without the frameworks that they adapt.
 autodoc_mock_imports = [
-    *("accelerate", "composer", "lightning", "ray", "torchtitan", "transformers", "tyro")
+    *("accelerate", "composer", "lightning", "megatron", "nemo_automodel", "ray", "torchtitan"),
+    *("transformers", "tyro"),
 ]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

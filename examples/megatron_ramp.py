@@ -69,7 +69,7 @@ class Step(NamedTuple):
 def make_plan(steps: int, batch_size: str) -> Plan:
     """Return the plan of a run: what the command line says, and a rate that warms up and decays."""
     return plan(
-        Horizon(f"{steps}ba", last_batch="carry"),
+        Horizon.endless(f"{steps}ba"),
         batch_size,
         schedules={"lr": WSD("20%", warmup="10%")},
     )

@@ -68,7 +68,8 @@ def constant(**changed: Any) -> None:
     """Make Megatron's calculator anew, as its initialization does."""
     calculators.unset_num_microbatches_calculator()
     sizes = {"global_batch_size": BATCH, "micro_batch_size": MICRO, "data_parallel_size": RANKS}
-    calculators.init_num_microbatches_calculator(1, **{**sizes, **changed})
+    given = {"rampup_batch_size": None, **sizes, **changed}
+    calculators.init_num_microbatches_calculator(1, **given)
 
 
 def row(start: int, unit: int, of: Any) -> Row:

@@ -444,7 +444,7 @@ def test_schedulers_that_say_something_else() -> None:
     rising = {"start_wd": 0.0, "wd_incr_style": "linear"}
     ends = planned(schedules={"lr": Cosine(end=0.1)})
     absolute = planned(schedules={"lr": Cosine()}, base={"lr": 3e-4})
-    refused("it is no OptimizerParamScheduler", planned(), SimpleNamespace(get_lr=None))
+    refused("a SimpleNamespace: it is no Opt", planned(), SimpleNamespace(get_lr=None))
     refused(
         "learning rate of the scheduler",
         planned(schedules={}),
@@ -467,7 +467,7 @@ def test_a_checkpoint_that_changes_the_base_is_refused_at_the_next_step() -> Non
 
 def test_calculators_that_ramp_or_differ() -> None:
     constant(step_batch_size_schedule="0:8 160:16")
-    refused("replace StepBatchsizeNumMicroBatchesCalculator", planned())
+    refused("replace StepBatchsizeNumMicroBatchesCalculator: the plan decides", planned())
     constant(micro_batch_size=4)
     refused("micro-batches of 4, 8 on all ranks", planned())
     constant(data_parallel_size=4)
@@ -543,27 +543,6 @@ def test_plans_that_the_loop_of_megatron_cannot_run(text: str, steps: Plan) -> N
     refused(text, steps, settings=(SimpleNamespace(**asked),))
 
 
-@pytest.mark.parametrize(
-    ("graphs", "stages", "fits"),
-    [
-        ("none", 4, True),
-        ("full_iteration", 1, False),
-        ("transformer_engine", 1, True),
-        ("transformer_engine", 2, False),
-        ("local", 2, False),
-    ],
-)
-def test_cuda_graphs_hold_one_number_of_micro_batches(graphs: str, stages: int, fits: bool) -> None:
-    """A whole iteration is replayed as captured; in a pipeline, there is a graph for each pass."""
-    given = arguments(cuda_graph_impl=graphs, pipeline_model_parallel_size=stages)
-    if not fits:
-        refused("graphs hold as many", planned(), settings=(given,))
-        given.iteration = 20
-        constant()
-    # Resumed where the sizes that are left are equal.
-    follow(planned(), scheduler(), 160 if given.iteration else 0, MICRO, RANKS, settings=(given,))
-
-
 def test_data_are_no_more_than_the_plan_reads() -> None:
     """Megatron shuffles all epochs of its data but the last together."""
     steps = planned("0sp:8 160sp:64", "100ba", schedules={"lr": 1.0})
@@ -610,6 +589,27 @@ def test_interleaved_pipelines(
     monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", stages)
     monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 2)
     attempt(micro_batch_group=group)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "stages", "fits"),
+    [
+        ({"cuda_graph_impl": "full_iteration"}, 1, False),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, 1, False),
+        ({"cuda_graph_impl": "transformer_engine"}, 2, False),
+        ({"cuda_graph_impl": "transformer_engine"}, 1, True),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": None}, 2, True),
+    ],
+)
+def test_cuda_graphs_of_one_batch_size(graphs: dict[str, Any], stages: int, fits: bool) -> None:
+    """A graph of a whole step replays the micro-batches that it was captured with."""
+    given = arguments(pipeline_model_parallel_size=stages, train_iters=None, **graphs)
+    follow(planned(8), scheduler(), 0, MICRO, RANKS, settings=(given,))
+    constant()
+    if fits:
+        follow(planned(), scheduler(), 0, MICRO, RANKS, settings=(given,))
+    else:
+        refused("capture CUDA graphs", planned(), settings=(given,))
 
 
 # Megatron-Bridge

@@ -56,7 +56,7 @@ def peaks(steps: list[dict[str, Any]]) -> list[int]:
 def test_sizes_rates_and_micro_batches_are_those_of_the_plan() -> None:
     steps, report = ran("--steps", str(STEPS), "--batch-size", RAMP)
     planned = plan(
-        Horizon(f"{STEPS}ba", last_batch="carry"),
+        Horizon.endless(f"{STEPS}ba"),
         RAMP,
         schedules={"lr": WSD("20%", warmup="10%")},
     )

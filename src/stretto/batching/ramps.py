@@ -318,7 +318,7 @@ def from_megatron(
     >>> from_megatron("0:768 250B:1536", seq_length=4096)
     PiecewiseConstant('0sp:768 61035156sp:1536')
     >>> from_megatron([32, 32, 5_000_000], global_batch_size=1024)
-    LinearRamp(32, 1024, '5000000sp', increment=32)
+    LinearRamp(32, 1024, '5Msp', increment=32)
 
     Args:
         ramp: the text, with suffixes K, M, B and T, or the three numbers.

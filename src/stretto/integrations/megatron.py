@@ -47,13 +47,12 @@ class PlanCalculator(calculators.NumMicroBatchesCalculator):
         self.micro_batch_size = steps.micro_batch_size
         self._steps, self._scheduler = steps, scheduler
 
-    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
+    def update(self, consumed_samples: int, *_: Any, **__: Any) -> None:
         """Set the micro-batches, learning rates and weight decays of the step at a position.
 
         Raises:
             TrainingError: no step of the plan begins there.
         """
-        del consistency_check, verbose  # every size is checked
         steps, plan = self._steps, self._steps.plan
         step = plan.batch_at_sample(consumed_samples)
         if step > steps.num_batches or plan.sample_at_batch(step) != consumed_samples:
@@ -96,8 +95,8 @@ def follow(
         BatchSizeError: a number is not a whole one.
     """
     steps = PlannedSteps(plan, micro_batch_size, data_parallel_size)
-    kind, is_own = type(scheduler).__name__, isinstance(scheduler, OptimizerParamScheduler)
-    refuse((not is_own, f"use a {kind}", "it is no OptimizerParamScheduler", "pass Megatron's"))
+    what, why = f"drive a {type(scheduler).__name__}", "it is no OptimizerParamScheduler"
+    refuse((not isinstance(scheduler, OptimizerParamScheduler), what, why, "pass Megatron's"))
     if consumed_samples != 0:
         checked_number(consumed_samples, "consumed_samples")
     _check_calculator(steps)
@@ -112,7 +111,7 @@ def follow(
     _check_pipeline(steps, step, micro_batch_group, of)
     steps.drive(scheduler, plan.batch_at_sample)
     calculator = PlanCalculator(steps, scheduler)
-    calculator.update(consumed_samples, consistency_check=True)
+    calculator.update(consumed_samples)
     calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator
 
 
@@ -140,13 +139,12 @@ class FollowPlan:
         follow(self._plan, context.scheduler, *place, config.data_parallel_size, settings=all_of)
         self._follows = True
 
-    def on_train_start(self, context: Any) -> None:
+    def on_train_start(self, _context: Any) -> None:
         """Refuse to train if the event before has not come.
 
         Raises:
             TrainingError: the plan is not followed.
         """
-        del context
         why = "this Megatron-Bridge has no event 'on_data_init_start'"
         refuse((not self._follows, "follow the plan", why, "install megatron-bridge>=0.6.2"))
 
@@ -160,9 +158,10 @@ def _check_calculator(steps: PlannedSteps) -> None:
     unit //= present.get()
     is_constant = isinstance(present, calculators.ConstantNumMicroBatchesCalculator)
     is_same = is_constant and (micro, unit) == (steps.micro_batch_size, steps.unit)
-    what = f"replace {type(present).__name__} with micro-batches of {steps.micro_batch_size}"
-    why = f"it has a ramp, or micro-batches of {micro}, {unit} on all ranks"
-    refuse((not is_same, what, why, "write no ramp in Megatron, and pass its own numbers"))
+    why = f"it has micro-batches of {micro}, {unit} on all ranks"
+    why = why if is_constant else "the plan decides the batch sizes"
+    instead = "write no ramp in Megatron, and pass its own numbers"
+    refuse((not is_same, f"replace {type(present).__name__}", why, instead))
 
 
 def _check_settings(steps: PlannedSteps, step: int, of: Setting) -> None:
@@ -179,28 +178,30 @@ def _check_settings(steps: PlannedSteps, step: int, of: Setting) -> None:
     is_short = size is not None and not of("train_samples") and count * size < total
     shrinks = of("train_iters") and any(after < before for before, after in pairwise(sizes))
     place, saved = f"at its sample, the plan has {step}", "use the plan of the saved run"
-    # Not more: Megatron shuffles all epochs of its data but the last together.
+    # With more data, Megatron shuffles more epochs into one another.
     more = setting("global_batch_size", -(-total // (count * steps.unit)) * steps.unit)
     grow = f"write sizes that grow, and {steps.whole} if only the last batch is cut"
     draws, other = "it draws batches of one size", "write 'single' or 'cyclic'"
     refuse(
         (at not in (None, step), f"go on at iteration {at}", place, saved),
-        (is_short, f"prepare {count} x {size} samples", f"the plan reads {total:,}", more),
+        (is_short, f"prepare {count} x {size} samples of data", f"the plan reads {total:,}", more),
         (shrinks, "let the batch size shrink", "Megatron's loop asserts that it grows", grow),
         (of("dataloader_type") == "batch", "use dataloader_type='batch'", draws, other),
     )
 
 
 def _check_pipeline(steps: PlannedSteps, step: int, group: int | None, of: Setting) -> None:
-    """Refuse steps that an interleaved pipeline of Megatron cannot run."""
+    """Refuse steps that a pipeline of Megatron cannot run."""
+    sizes = dict.fromkeys(steps.sizes_from(step))
     stages, virtual = of("pipeline_model_parallel_size"), of("virtual_pipeline_model_parallel_size")
     if parallel_state.model_parallel_is_initialized():
         stages = stages or parallel_state.get_pipeline_model_parallel_world_size()
         virtual = virtual or parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    sizes, graphs = dict.fromkeys(steps.sizes_from(step)), of("cuda_graph_impl") or "none"
-    is_fixed = graphs == "full_iteration" or (graphs != "none" and (stages or 1) > 1)
-    what, why = f"use cuda_graph_impl={graphs!r}", "graphs hold as many micro-batches as at first"
-    refuse((is_fixed and len(sizes) > 1, what, why, setting("cuda_graph_impl", "none")))
+    graphs = f"{of('cuda_graph_impl')} {of('cuda_graph_scope')}"
+    is_one = "full_iteration" in graphs
+    is_one |= "transformer_engine" in graphs and (stages or 1) > 1
+    what, why = "capture CUDA graphs of a whole step", "the plan has several batch sizes"
+    refuse((is_one and len(sizes) > 1, what, why, "write cuda_graph_impl='none'"))
     if group is None and virtual is None:
         return
     group = of("microbatch_group_size_per_vp_stage") or group or stages or 1

@@ -117,8 +117,7 @@ def setting(name: str, value: object) -> str:
 
 def _own(name: str, scheduler: Any, group: Any) -> float:
     """Return a setting of a group; that of the scheduler if the group has none."""
-    found = group.get(name)
-    return float(getattr(scheduler, name) if found is None else found)
+    return float(getattr(scheduler, name) if group.get(name) is None else group[name])
 
 
 def _scale(plan: Plan, name: str, scheduler: Any, group: Any) -> float:
