@@ -298,7 +298,7 @@ def test_the_samplers_of_megatron_data_sets(kind: str) -> None:
         check_rows(planned, whole, ids)
         assert sorted(ids) == list(range(400))
     check_resumes(planned, make, whole, [3, 10, 11])
-    with pytest.raises(StrettoError, match="write a larger global_batch_size"):
+    with pytest.raises(StrettoError, match="global_batch_size for a Megatron data set"):
         follow(planned, make(0, 2, count=396))  # a second epoch would be the same samples
 
 
@@ -403,7 +403,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "before_setup": (
         the_plan,
         SimpleNamespace,
-        "cannot follow a plan in this recipe: its step_scheduler is a NoneType.*after setup",
+        "cannot follow a plan in this recipe: its step_scheduler is a NoneType.*after recipe.setup",
     ),
     "steps_of_another_length": (
         the_plan,
@@ -428,17 +428,17 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "another_epoch": (
         lambda: the_plan(dataset_num_samples=1000),
         lambda: Recipe(Ids(900), max_steps=100),
-        "its epoch has 900 samples, not 1000; write dataset_num_samples=900 in the plan",
+        "follow epochs of 1000 samples: its epoch has 900 samples; write dataset_num_samples=900",
     ),
     "another_batch_size_of_the_dataloader": (
         the_plan,
         lambda: Recipe(Ids(2000), max_steps=100, loader={"batch_size": 4}),
-        "its batch_size is 4, not 2; leave its batch_size out",
+        "its batch_size is 4, not 2; load as many at once",
     ),
     "no_lr_scheduler": (
         the_plan,
         lambda: Recipe(Ids(2000), max_steps=100, lr_scheduler={}),
-        r"it has no lr_scheduler; write lr_scheduler: \{min_lr: 0.0\}",
+        r"the recipe has no lr_scheduler; write lr_scheduler: \{min_lr: 0.0\}",
     ),
     "its_own_least_rate": (
         the_plan,

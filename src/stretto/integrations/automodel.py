@@ -42,23 +42,21 @@ def follow(plan: Plan, recipe: Any) -> None:
         TrainingError: the recipe cannot follow the plan; the message says what to write instead.
     """
     steps: Any = getattr(recipe, "step_scheduler", None)
-    what = "follow a plan in this recipe"
     why = f"its step_scheduler is a {type(steps).__name__}, not the StepScheduler of Automodel"
-    refuse((type(steps) is not StepScheduler, what, why, "call follow() once, after setup()"))
+    once = "call follow() once, after recipe.setup(), on the ranks that train"
+    refuse((type(steps) is not StepScheduler, "follow a plan in this recipe", why, once))
     micro = recipe.cfg.get("step_scheduler.local_batch_size", 1)
     planned = PlannedSteps(plan, micro, recipe._get_dp_group_size())
-    planned.sizes_from(steps.step)
-    length = _epoch_length(planned, steps, micro)
+    most, length = max(planned.sizes_from(0)) // planned.unit, _epoch_length(planned, steps, micro)
     schedulers = [] if recipe.lr_scheduler is None else recipe.lr_scheduler
-    why, section = "it has no lr_scheduler", "write lr_scheduler: {min_lr: 0.0}"
-    refuse((plan.scheduled and not schedulers, f"{what} with schedules", why, section))
+    why, section = "the recipe has no lr_scheduler", "write lr_scheduler: {min_lr: 0.0}"
+    refuse((plan.scheduled and not schedulers, "follow schedules", why, section))
     for scheduler in schedulers:
         why, whole = f"lr_scheduler is at {scheduler.num_steps}", "load all of the checkpoint"
         refuse((scheduler.num_steps != steps.step, f"resume at step {steps.step}", why, whole))
         planned.drive(scheduler, int)
-    # The recipe of diffusion language models numbers its samples by grad_acc_steps: the most.
-    most = max(stage.size for stage in plan.stages) // planned.unit
     steps.__class__ = _PlannedScheduler  # a recipe refuses another step_scheduler
+    # The recipe of diffusion language models numbers its samples by grad_acc_steps: the most.
     vars(steps).update(planned=planned, length=length, waiting=[], grad_acc_steps=most)
     steps.num_epochs = 2**62  # the plan ends the run
 
@@ -93,32 +91,30 @@ class _PlannedScheduler(StepScheduler):
 def _epoch_length(planned: PlannedSteps, steps: Any, micro: int) -> float:
     """Return the micro-batches of a rank in an epoch; refuse data that do not fit the plan."""
     plan, unit, count, loader = planned.plan, planned.unit, planned.num_batches, steps.dataloader
-    # Only samplers of Megatron's data sets have it, and their len() is of whole batches.
+    # Only samplers of Megatron's data sets have it. Their len() is of whole batches, and the data
+    # sets are made for one epoch: the whole run.
     total: Any = getattr(loader.batch_sampler, "total_samples", None)
-    is_stream, is_megatron = isinstance(loader.dataset, IterableDataset), total is not None
-    rows = 0 if is_stream else total * micro // unit if is_megatron else len(loader.sampler)
-    length, is_cut = math.inf if is_stream else rows // micro, rows % micro and not loader.drop_last
-    samples, run, known = length * unit, plan.num_samples or 0, plan.horizon.dataset_num_samples
-    most, is_other = (
-        samples * (1 if is_megatron else steps.num_epochs),
-        known not in (None, samples),
-    )
+    is_stream, is_plain = isinstance(loader.dataset, IterableDataset), total is None
+    rows = 0 if is_stream else len(loader.sampler) if is_plain else total * micro // unit
+    length, run = math.inf if is_stream else rows // micro, plan.num_samples or 0
+    samples, known = length * unit, plan.horizon.dataset_num_samples
+    is_other, is_cut = known not in (None, samples), is_plain and not loader.drop_last
+    most = samples * (steps.num_epochs if is_plain else 1)
     use, sizes = "use this dataloader", f"its batch_size is {loader.batch_size}, not {micro}"
-    cut, drop = "the last micro-batch of an epoch has fewer samples", "write drop_last: true in it"
-    epoch, facts = f"its epoch has {samples} samples, not {known}", "write dataset_num_samples="
-    more = f"write a larger {'global_batch_size' if is_megatron else 'num_epochs'}"
+    drop, cut = "write drop_last: true in it", "the last micro-batch of an epoch has fewer samples"
+    epoch, facts = f"its epoch has {samples} samples", f"write dataset_num_samples={samples}"
+    more = "write a larger num_epochs, or global_batch_size for a Megatron data set"
     ends = f"write max_steps: {count} in step_scheduler"
     refuse(
         (steps.max_steps != count, f"run {steps.max_steps} steps", f"the plan has {count}", ends),
-        (loader.batch_size != micro and not is_megatron, use, sizes, "leave its batch_size out"),
-        (is_cut and not is_megatron and run > samples, use, cut, drop),
-        (is_other and not is_stream, use, epoch, f"{facts}{samples} in the plan"),
+        (is_plain and loader.batch_size != micro, use, sizes, "load as many at once"),
+        (is_cut and rows % micro and run > samples, use, cut, drop),
+        (is_other and not is_stream, f"follow epochs of {known} samples", epoch, facts),
         (run > most, f"train on {run} samples", f"the recipe has {most}", more),
     )
     state, at = getattr(loader, "next_iter_state", None) or {}, plan.sample_at_batch(steps.step)
-    last = state.get("_snapshot", state)  # with workers, the state is of an earlier micro-batch
-    found = last.get("_snapshot_step", last.get("_num_yielded", 0))
-    found += state.get("_steps_since_snapshot", 0)
+    # With workers, torchdata keeps the position in a snapshot, which is of each micro-batch here.
+    found = state.get("_snapshot", {}).get("_snapshot_step", state.get("_num_yielded", 0))
     why = f"the dataloader is at micro-batch {found} of {unit} samples, and the plan at sample {at}"
     same = "resume with the plan, ranks and local_batch_size of the checkpoint"
     refuse(((at // unit - found) % length, f"resume at step {steps.step}", why, same))
