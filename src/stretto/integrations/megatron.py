@@ -34,7 +34,7 @@ __all__ = ["FollowPlan", "follow", "from_megatron"]
 Setting: TypeAlias = Callable[[str], Any]
 """Returns a setting of Megatron by its name; None: it is not known."""
 _RAMPS = ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed")
-_OWN_SIZES = (*_RAMPS, "phase_transition_iterations", "hybrid_context_parallel")
+_OWN_SIZES = (*_RAMPS, "phase_transition_iterations", "hybrid_context_parallel", "perform_rl_step")
 """Settings with which Megatron decides batch sizes, or counts samples by `global_batch_size`."""
 
 
@@ -199,7 +199,7 @@ def _check_pipeline(steps: PlannedSteps, step: int, group: int | None, of: Setti
     is_one = "full_iteration" in graphs
     is_one |= "transformer_engine" in graphs and (stages or 1) > 1
     what, why = "capture CUDA graphs of a whole step", "the plan has several batch sizes"
-    refuse((is_one and len(sizes) > 1, what, why, "write cuda_graph_impl='local'"))
+    refuse((is_one and len(sizes) > 1, what, why, "write cuda_graph_impl='none'"))
     if group is None and virtual is None:
         return
     group = of("microbatch_group_size_per_vp_stage") or group or stages or 1
