@@ -298,7 +298,7 @@ def test_the_samplers_of_megatron_data_sets(kind: str) -> None:
         check_rows(planned, whole, ids)
         assert sorted(ids) == list(range(400))
     check_resumes(planned, make, whole, [3, 10, 11])
-    with pytest.raises(StrettoError, match="write a larger global_batch_size"):
+    with pytest.raises(StrettoError, match="global_batch_size for a Megatron data set"):
         follow(planned, make(0, 2, count=396))  # a second epoch would be the same samples
 
 
@@ -403,12 +403,12 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "before_setup": (
         the_plan,
         SimpleNamespace,
-        "cannot follow a plan in this recipe: its step_scheduler is a NoneType.*after setup",
+        "follow the plan in this recipe: its step_scheduler is a NoneType.*after recipe.setup",
     ),
     "steps_of_another_length": (
         the_plan,
         lambda: Recipe(Ids(2000), max_steps=90),
-        "cannot run 90 steps: the plan has 100; write max_steps: 100 in step_scheduler",
+        "cannot follow the plan in this recipe: its max_steps is 90; write max_steps: 100",
     ),
     "a_size_that_is_no_multiple": (
         lambda: the_plan("0sp:8 160sp:15"),
@@ -418,7 +418,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a_cut_micro_batch": (
         lambda: the_plan("0sp:8 160sp:16", "40ba"),
         lambda: Recipe(Ids(301), max_steps=40),
-        "the last micro-batch of an epoch has fewer samples; write drop_last: true",
+        "the last micro-batch of an epoch is cut; write drop_last: true",
     ),
     "too_few_epochs": (
         the_plan,
@@ -428,12 +428,12 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "another_epoch": (
         lambda: the_plan(dataset_num_samples=1000),
         lambda: Recipe(Ids(900), max_steps=100),
-        "its epoch has 900 samples, not 1000; write dataset_num_samples=900 in the plan",
+        "an epoch has 900 rows; write dataset_num_samples=900",
     ),
     "another_batch_size_of_the_dataloader": (
         the_plan,
         lambda: Recipe(Ids(2000), max_steps=100, loader={"batch_size": 4}),
-        "its batch_size is 4, not 2; leave its batch_size out",
+        "it loads 4 samples at once; load 2",
     ),
     "no_lr_scheduler": (
         the_plan,
@@ -466,7 +466,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "no_position_of_the_scheduler": (
         the_plan,
         lambda: Recipe(Ids(2000), max_steps=100, load=without_position("lr_scheduler")),
-        "cannot resume at step 30: lr_scheduler is at 0",
+        "its lr_scheduler is at step 0, not 30; load all",
     ),
 }
 

@@ -467,7 +467,7 @@ def test_a_checkpoint_that_changes_the_base_is_refused_at_the_next_step() -> Non
 
 def test_calculators_that_ramp_or_differ() -> None:
     constant(step_batch_size_schedule="0:8 160:16")
-    refused("replace StepBatchsizeNumMicroBatchesCalculator: the plan decides", planned())
+    refused("replace StepBatchsizeNumMicroBatchesCalculator: .*no ramp", planned())
     constant(micro_batch_size=4)
     refused("micro-batches of 4, 8 on all ranks", planned())
     constant(data_parallel_size=4)
@@ -503,6 +503,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("use decrease_batch_size_if_needed", {"decrease_batch_size_if_needed": True}),
     (r"write train_iters=100 \(--train-iters 100\)", {"train_iters": 90}),
     ("write train_samples=1440", {"train_samples": 1600}),
+    ("use perform_rl_step", {"perform_rl_step": True}),  # train() makes a calculator of its own
     ("dataloader_type='batch'", {"dataloader_type": "batch"}),
     (r"write global_batch_size=16 \(--global-batch-size 16\)", {"global_batch_size": 12}),
     ("at its sample, the plan has 0", {"iteration": 7}),
@@ -540,6 +541,15 @@ def test_plans_that_the_loop_of_megatron_cannot_run(text: str, steps: Plan) -> N
     follow(steps, scheduler(), 0, MICRO, RANKS, settings=())
     constant()
     refused(text, steps, settings=(SimpleNamespace(**asked),))
+
+
+def test_data_are_no_more_than_the_plan_reads() -> None:
+    """Megatron shuffles all epochs of its data but the last together."""
+    steps = planned("0sp:8 160sp:64", "100ba", schedules={"lr": 1.0})
+    assert steps.num_samples == 20 * 8 + 80 * 64
+    asked = arguments(global_batch_size=8)
+    refused(r"write global_batch_size=56 ", steps, settings=(asked,))
+    follow(steps, scheduler(), 0, MICRO, RANKS, settings=(arguments(global_batch_size=56),))
 
 
 @pytest.mark.parametrize(

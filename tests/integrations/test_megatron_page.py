@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.integrations import megatron_modules as modules
 
@@ -225,7 +226,30 @@ def test_pretrain_looks_the_function_up_when_it_calls_it_after_the_checkpoint_an
     assert calls.count("setup_model_and_optimizer") == 1
 
 
-def test_settings_of_a_recipe_that_say_something_else_are_refused(names: dict[str, Any]) -> None:
-    """Each row of the page's last table that a configuration can say."""
-    with pytest.raises(TrainingError, match="rampup_batch_size"):
-        pretrain_bridge(names, bridge_config(rampup_batch_size=[8, 8, 160]))
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("train.rampup_batch_size", [8, 8, 160]),
+        ("train.decrease_batch_size_if_needed", True),
+        ("train.train_samples", 1600),
+        ("dataset.dataloader_type", "batch"),
+        ("scheduler.max_steps", 1_000_000),
+        ("model.cuda_graph_impl", "full_iteration"),
+    ],
+)
+def test_what_the_page_says_is_refused(names: dict[str, Any], setting: str, value: object) -> None:
+    config = bridge_config()
+    part, _, name = setting.partition(".")
+    setattr(getattr(config, part), name, value)
+    with pytest.raises(TrainingError, match=name):
+        pretrain_bridge(names, config)
+
+
+def test_more_data_than_a_plan_reads_mixes_epochs() -> None:
+    """Megatron's own order of documents: all epochs but the last are shuffled together."""
+    order = modules.function("core/datasets/gpt_dataset.py", "_build_document_index", {"numpy": np})
+    documents = np.arange(100, dtype=np.int32)
+    of_two = order(documents, 2, np.random.RandomState(1), True)
+    assert sorted(of_two[:100]) == list(range(100))
+    of_three = order(documents, 3, np.random.RandomState(1), True)
+    assert len(set(of_three[:100])) < 90

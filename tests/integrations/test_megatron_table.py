@@ -23,6 +23,9 @@ import torch
 from megatron.core import num_microbatches_calculator as calculators
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from stretto import WSD, Horizon, plan
+from stretto.integrations.megatron import follow
+
 ITERATIONS, WARMUP, DECAY = 100, 10, 20
 MICRO = RANKS = 2
 RATE = 1e-3
@@ -226,3 +229,21 @@ def test_a_schedule_of_sizes_ends_the_rates_of_megatron_lm_early() -> None:
     start_megatron_lm(arguments)
     seen = run(megatron_lm_schedule(arguments))
     assert seen == Row(RAMP, 5, 31, 0, zero_from=35), unchanged("megatron-core")
+
+
+@pytest.mark.parametrize("engine", ["bridge", "megatron-lm"])
+def test_a_plan_has_the_rates_that_were_asked_for(engine: str) -> None:
+    planned = plan(
+        Horizon.endless("100ba"), "0sp:8 160sp:16", schedules={"lr": WSD("20ba", warmup="10ba")}
+    )
+    if engine == "bridge":
+        configuration = bridge_configuration()
+        start_bridge_calculator(configuration)
+        scheduler = bridge_schedule(configuration)
+    else:
+        arguments = megatron_lm_arguments()
+        arguments.global_batch_size, arguments.step_batch_size_schedule = 16, None
+        start_megatron_lm(arguments)
+        scheduler = megatron_lm_schedule(arguments)
+    follow(planned, scheduler, 0, MICRO, RANKS)
+    assert run(scheduler) == Row(RAMP, 10, 81, 0)

@@ -48,7 +48,7 @@ def test_settings_of_megatron() -> None:
         "--seq-length": 128,
         "--dataloader-type": "single",
     }
-    assert notes[0] == "without stretto, all steps take 16 samples: 1,600, not 1,440"
+    assert notes[0] == "without stretto, each step takes 16 samples: these settings have no ramp"
     assert moved(notes) == [
         "lr warm-up ends at iteration 5 rather than 10",
         "lr begins to fall at iteration 31 rather than 81",
@@ -86,18 +86,29 @@ def test_settings_of_automodel() -> None:
     assert found == {
         "--step_scheduler.max_steps": 100,
         "--step_scheduler.local_batch_size": 2,
-        "--step_scheduler.global_batch_size": 16,
+        "--step_scheduler.global_batch_size": 12,
         "--lr_scheduler.lr_decay_style": "constant",
         "--lr_scheduler.lr_warmup_steps": 0,
         "--lr_scheduler.min_lr": 0.0,
         "--optimizer.lr": PEAK,
     }
-    assert notes == ["without stretto, all steps take 16 samples: 1,600, not 880"]
+    assert notes == ["without stretto, each step takes 12 samples: these settings have no ramp"]
 
 
 @pytest.mark.parametrize("engine", ["megatron", "bridge", "automodel"])
 def test_one_size_moves_nothing(engine: Any) -> None:
     assert engine_settings(planned(16), engine)[1] == []
+
+
+def test_data_are_made_for_no_more_samples_than_whole_micro_batches_need() -> None:
+    # 50 x 8 and 50 x 16: the mean is a whole number of micro-batches of each rank.
+    found, notes = engine_settings(planned("0sp:8 400sp:16"), "bridge")
+    assert found["train.global_batch_size"] == 12
+    assert notes[0] == "without stretto, each step takes 12 samples: these settings have no ramp"
+    # Their own ramp ends at the largest size, for which Bridge counts iterations.
+    assert notes[1].startswith("with step_batch_size_schedule, schedules count 16 samples")
+    found, _ = engine_settings(planned("0sp:8 408sp:16"), "bridge")
+    assert found["train.global_batch_size"] == 12
 
 
 def test_what_the_plan_does_not_know_is_left_out() -> None:

@@ -15,7 +15,6 @@ Tested with NeMo Automodel 0.7.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from nemo_automodel.components.training.step_scheduler import StepScheduler
@@ -26,6 +25,8 @@ from stretto.integrations.shared import refuse
 from stretto.planning import Plan
 
 __all__ = ["follow"]
+
+_WHAT = "follow the plan in this recipe"
 
 
 def follow(plan: Plan, recipe: Any) -> None:
@@ -42,23 +43,21 @@ def follow(plan: Plan, recipe: Any) -> None:
         TrainingError: the recipe cannot follow the plan; the message says what to write instead.
     """
     steps: Any = getattr(recipe, "step_scheduler", None)
-    what = "follow a plan in this recipe"
     why = f"its step_scheduler is a {type(steps).__name__}, not the StepScheduler of Automodel"
-    refuse((type(steps) is not StepScheduler, what, why, "call follow() once, after setup()"))
+    once = "call follow() once, after recipe.setup(), on the ranks that train"
+    refuse((type(steps) is not StepScheduler, _WHAT, why, once))
     micro = recipe.cfg.get("step_scheduler.local_batch_size", 1)
     planned = PlannedSteps(plan, micro, recipe._get_dp_group_size())
-    planned.sizes_from(steps.step)
-    length = _epoch_length(planned, steps, micro)
+    most, length = max(planned.sizes_from(0)) // planned.unit, _epoch_length(planned, steps, micro)
     schedulers = [] if recipe.lr_scheduler is None else recipe.lr_scheduler
-    why, section = "it has no lr_scheduler", "write lr_scheduler: {min_lr: 0.0}"
-    refuse((plan.scheduled and not schedulers, f"{what} with schedules", why, section))
+    section, whole = "write lr_scheduler: {min_lr: 0.0}", "load all of the checkpoint"
+    refuse((plan.scheduled and not schedulers, _WHAT, "it has no lr_scheduler", section))
     for scheduler in schedulers:
-        why, whole = f"lr_scheduler is at {scheduler.num_steps}", "load all of the checkpoint"
-        refuse((scheduler.num_steps != steps.step, f"resume at step {steps.step}", why, whole))
+        why = f"its lr_scheduler is at step {scheduler.num_steps}, not {steps.step}"
+        refuse((scheduler.num_steps != steps.step, _WHAT, why, whole))
         planned.drive(scheduler, int)
-    # The recipe of diffusion language models numbers its samples by grad_acc_steps: the most.
-    most = max(stage.size for stage in plan.stages) // planned.unit
     steps.__class__ = _PlannedScheduler  # a recipe refuses another step_scheduler
+    # The recipe of diffusion language models numbers its samples by grad_acc_steps: the most.
     vars(steps).update(planned=planned, length=length, waiting=[], grad_acc_steps=most)
     steps.num_epochs = 2**62  # the plan ends the run
 
@@ -66,13 +65,10 @@ def follow(plan: Plan, recipe: Any) -> None:
 class _PlannedScheduler(StepScheduler):
     """Yields as many micro-batches for a step as the plan says, also over the end of an epoch."""
 
-    step: int
     waiting: list[Any]
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        if self.step >= self.max_steps:
-            return
-        for micro_batch in self.dataloader:
+    def __iter__(self: Any) -> Any:
+        for micro_batch in self.dataloader if self.step < self.max_steps else ():
             self.waiting.append(micro_batch)
             if len(self.waiting) == self.planned.num_micro_batches(self.step):
                 yield self.waiting
@@ -93,32 +89,27 @@ class _PlannedScheduler(StepScheduler):
 def _epoch_length(planned: PlannedSteps, steps: Any, micro: int) -> float:
     """Return the micro-batches of a rank in an epoch; refuse data that do not fit the plan."""
     plan, unit, count, loader = planned.plan, planned.unit, planned.num_batches, steps.dataloader
-    # Only samplers of Megatron's data sets have it, and their len() is of whole batches.
+    # Only samplers of Megatron's data sets have it. Their len() is of whole batches, and the data
+    # sets are made for one epoch: the whole run.
     total: Any = getattr(loader.batch_sampler, "total_samples", None)
-    is_stream, is_megatron = isinstance(loader.dataset, IterableDataset), total is not None
-    rows = 0 if is_stream else total * micro // unit if is_megatron else len(loader.sampler)
-    length, is_cut = math.inf if is_stream else rows // micro, rows % micro and not loader.drop_last
-    samples, run, known = length * unit, plan.num_samples or 0, plan.horizon.dataset_num_samples
-    most, is_other = (
-        samples * (1 if is_megatron else steps.num_epochs),
-        known not in (None, samples),
-    )
-    use, sizes = "use this dataloader", f"its batch_size is {loader.batch_size}, not {micro}"
-    cut, drop = "the last micro-batch of an epoch has fewer samples", "write drop_last: true in it"
-    epoch, facts = f"its epoch has {samples} samples, not {known}", "write dataset_num_samples="
-    more = f"write a larger {'global_batch_size' if is_megatron else 'num_epochs'}"
-    ends = f"write max_steps: {count} in step_scheduler"
+    is_stream, is_plain = isinstance(loader.dataset, IterableDataset), total is None
+    rows = 0 if is_stream else len(loader.sampler) if is_plain else total * micro // unit
+    length, run = math.inf if is_stream else rows // micro, plan.num_samples or 0
+    samples, given, size = length * unit, steps.max_steps, loader.batch_size
+    most = samples * (steps.num_epochs if is_plain else 1)
+    is_cut = is_plain and not loader.drop_last and rows % micro and run > samples
+    is_other = not is_stream and plan.horizon.dataset_num_samples not in (None, samples)
+    more = "write a larger num_epochs, or global_batch_size for a Megatron data set"
     refuse(
-        (steps.max_steps != count, f"run {steps.max_steps} steps", f"the plan has {count}", ends),
-        (loader.batch_size != micro and not is_megatron, use, sizes, "leave its batch_size out"),
-        (is_cut and not is_megatron and run > samples, use, cut, drop),
-        (is_other and not is_stream, use, epoch, f"{facts}{samples} in the plan"),
+        (given != count, _WHAT, f"its max_steps is {given}", f"write max_steps: {count}"),
+        (is_plain and size != micro, _WHAT, f"it loads {size} samples at once", f"load {micro}"),
+        (is_cut, _WHAT, "the last micro-batch of an epoch is cut", "write drop_last: true"),
+        (is_other, _WHAT, f"an epoch has {samples} rows", f"write dataset_num_samples={samples}"),
         (run > most, f"train on {run} samples", f"the recipe has {most}", more),
     )
     state, at = getattr(loader, "next_iter_state", None) or {}, plan.sample_at_batch(steps.step)
-    last = state.get("_snapshot", state)  # with workers, the state is of an earlier micro-batch
-    found = last.get("_snapshot_step", last.get("_num_yielded", 0))
-    found += state.get("_steps_since_snapshot", 0)
+    # With workers, torchdata keeps the position in a snapshot, which is of each micro-batch here.
+    found = state.get("_snapshot", {}).get("_snapshot_step", state.get("_num_yielded", 0))
     why = f"the dataloader is at micro-batch {found} of {unit} samples, and the plan at sample {at}"
     same = "resume with the plan, ranks and local_batch_size of the checkpoint"
     refuse(((at // unit - found) % length, f"resume at step {steps.step}", why, same))

@@ -34,7 +34,7 @@ __all__ = ["FollowPlan", "follow", "from_megatron"]
 Setting: TypeAlias = Callable[[str], Any]
 """Returns a setting of Megatron by its name; None: it is not known."""
 _RAMPS = ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed")
-_OWN_SIZES = (*_RAMPS, "phase_transition_iterations", "hybrid_context_parallel")
+_OWN_SIZES = (*_RAMPS, "phase_transition_iterations", "hybrid_context_parallel", "perform_rl_step")
 """Settings with which Megatron decides batch sizes, or counts samples by `global_batch_size`."""
 
 
@@ -134,8 +134,8 @@ class FollowPlan:
         """
         config, state = context.state.cfg, context.state.train_state
         place = (state.consumed_train_samples, config.train.micro_batch_size)
-        model = getattr(config.model, "transformer", config.model)
-        all_of = (config.train, config.dataset, model, config.scheduler, state)
+        model = (config.model, getattr(config.model, "transformer", None))
+        all_of = (config.train, config.dataset, *model, config.scheduler, state)
         follow(self._plan, context.scheduler, *place, config.data_parallel_size, settings=all_of)
         self._follows = True
 
@@ -152,16 +152,14 @@ class FollowPlan:
 def _check_calculator(steps: PlannedSteps) -> None:
     """Refuse a calculator of Megatron's that ramps, or that has other micro-batches or ranks."""
     present = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    if present is None or isinstance(present, PlanCalculator):
-        return
-    micro, unit = present.micro_batch_size, present.get_current_running_global_batch_size()
-    unit //= present.get()
-    is_constant = isinstance(present, calculators.ConstantNumMicroBatchesCalculator)
-    is_same = is_constant and (micro, unit) == (steps.micro_batch_size, steps.unit)
-    why = f"it has micro-batches of {micro}, {unit} on all ranks"
-    why = why if is_constant else "the plan decides the batch sizes"
-    instead = "write no ramp in Megatron, and pass its own numbers"
-    refuse((not is_same, f"replace {type(present).__name__}", why, instead))
+    if present is not None and not isinstance(present, PlanCalculator):
+        unit = present.get_current_running_global_batch_size() // present.get()
+        kind = calculators.ConstantNumMicroBatchesCalculator
+        found = (type(present), present.micro_batch_size, unit)
+        why = f"it has micro-batches of {present.micro_batch_size}, {unit} on all ranks, or a ramp"
+        instead = "pass the numbers of Megatron, and write no ramp there"
+        is_other = found != (kind, steps.micro_batch_size, steps.unit)
+        refuse((is_other, f"replace {type(present).__name__}", why, instead))
 
 
 def _check_settings(steps: PlannedSteps, step: int, of: Setting) -> None:
@@ -201,7 +199,7 @@ def _check_pipeline(steps: PlannedSteps, step: int, group: int | None, of: Setti
     is_one = "full_iteration" in graphs
     is_one |= "transformer_engine" in graphs and (stages or 1) > 1
     what, why = "capture CUDA graphs of a whole step", "the plan has several batch sizes"
-    refuse((is_one and len(sizes) > 1, what, why, "write cuda_graph_impl='local'"))
+    refuse((is_one and len(sizes) > 1, what, why, "write cuda_graph_impl='none'"))
     if group is None and virtual is None:
         return
     group = of("microbatch_group_size_per_vp_stage") or group or stages or 1

@@ -8,7 +8,7 @@ run folder that all workers see.
 A run resumes from the last checkpoint that was reported. A checkpoint is written while training
 continues and is reported when it is complete, so it may be one or two intervals old.
 
-Tested with Ray 2.44 (Train V1) and 2.60 (V1 and V2).
+Tested with Ray 2.44 and 2.60, each with Train V1 and V2.
 """
 
 from __future__ import annotations

@@ -363,9 +363,9 @@ def plan_prepared(
         for stage in stages
         if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample
     ]
-    least = min((stage.rows for stage in ahead), default=world_size)
+    least, each = min((stage.rows for stage in ahead), default=world_size), run.tokens_each
     for stage in ahead:
-        check_stage(stage, even=even, least=least, each=run.tokens_each, idle=idle_ranks)
+        check_stage(stage, even=even, least=least, each=each, idle=idle_ranks)
     return Plan(
         horizon=horizon,
         sizes=sizes,

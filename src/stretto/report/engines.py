@@ -39,14 +39,16 @@ def engine_settings(plan: Plan, engine: Engine) -> tuple[dict[str, Any], list[st
     shrinks, why = engine != "automodel" and sizes != sorted(sizes), "Megatron asserts growth"
     refuse((shrinks, "let the batch size shrink", why, "write sizes that grow"))
     lr, decay = map(plan.base.get, ("lr", "weight_decay"))
-    most, tokens = max(sizes), plan.horizon.tokens_per_sample
-    values = (count, micro, most, "constant", 0, 0.0, lr, decay, decay, tokens, "single")
+    # Data are made for so many samples in each step: with many more, some repeat too early.
+    mean = -(-total // (count * steps.unit)) * steps.unit
+    tokens = plan.horizon.tokens_per_sample
+    values = (count, micro, mean, "constant", 0, 0.0, lr, decay, decay, tokens, "single")
     named = dict(zip(_NAMES[engine].split(), values, strict=True), **{"-": None})
     settings = {name: one for name, one in named.items() if one is not None}
-    own = f"without stretto, all steps take {most:,} samples: {count * most:,}, not {total:,}"
-    of_ramp = "; ".join(_moved(plan, steps.unit if engine == "megatron" else most))
+    own = f"without stretto, each step takes {mean:,} samples: these settings have no ramp"
+    of_ramp = "; ".join(_moved(plan, steps.unit if engine == "megatron" else max(sizes)))
     notes = [own] if engine == "automodel" else [own, of_ramp]
-    return settings, [*plan.warnings, *(notes if total != count * most else [])]
+    return settings, [*plan.warnings, *(notes if len({*sizes}) > 1 else [])]
 
 
 def _moved(plan: Plan, each: int) -> Iterator[str]:
