@@ -30,27 +30,20 @@ class Case:
     micro_batch_size: int
     stages: tuple[int, ...] = (1, 2, 4)
     """Samples of each data-parallel rank, in the stages of the ramp."""
-    tensor_parallel: int = 1
-
-    @property
-    def dp_world_size(self) -> int:
-        """The data-parallel ranks."""
-        return RANKS // self.tensor_parallel
 
     @property
     def batch_size(self) -> str:
         """The sizes over time: each stage but the last has 15 steps."""
         text, at = "", 0
         for samples in self.stages:
-            text += f" {at}sp:{samples * self.dp_world_size}"
-            at += 15 * samples * self.dp_world_size
+            text += f" {at}sp:{samples * RANKS}"
+            at += 15 * samples * RANKS
         return text.strip()
 
 
 CASES = {
     "debugmodel": Case("llama3_debugmodel", 8, (4, 8, 16)),
     "8B": Case("llama3_8b", 2),
-    "8B, TP 4": Case("llama3_8b", 2, tensor_parallel=4),
 }
 
 
@@ -85,7 +78,6 @@ def train(name: str, out: Path) -> None:
     config = getattr(config_registry, case.configuration)()
     config.training.local_batch_size = case.micro_batch_size
     config.training.disable_cuda_graphs = True
-    config.parallelism.tensor_parallel_degree = case.tensor_parallel
     config.checkpoint.enable, config.validator.enable = False, False
     config.profiler.enable_profiling = config.metrics.enable_tensorboard = False
     config.metrics.log_freq = 10 * STEPS
@@ -127,7 +119,7 @@ def measure(name: str) -> list[str]:
         rows = json.loads(out.read_text())
     horizon = Horizon(f"{STEPS}ba", dataset_num_samples=203, last_batch="carry")
     planned = plan(horizon, case.batch_size, schedules=schedules(), base={"lr": RATE}).batches()
-    each = case.micro_batch_size * case.dp_world_size
+    each = case.micro_batch_size * RANKS
     expected = [
         [step.timestamp.sample, step.size, step.values["lr"], -(-step.size // each)]
         for step in planned
@@ -135,7 +127,7 @@ def measure(name: str) -> list[str]:
     assert rows == expected, "sizes, rates or micro-batches are not those of the plan"
     peaks = report.peaks_by_step
     assert len(peaks) >= len(rows) == STEPS, (len(peaks), len(rows))
-    ranks = f"{case.dp_world_size} data-parallel ranks"
+    ranks = f"{RANKS} data-parallel ranks"
     lines = [f"{name}: {case.configuration}, {ranks}; torch {report.torch}"]
     lines += ["  steps    batch  micro-batches  allocated   reserved"]
     for size in dict.fromkeys(row[1] for row in rows):
