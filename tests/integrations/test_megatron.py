@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.integrations import megatron_modules  # noqa: F401
 
 # isort: split
+import numpy as np
 import torch
 from megatron.core import num_microbatches_calculator as calculators
 from megatron.core import parallel_state
@@ -422,7 +423,7 @@ def test_numbers_that_are_none(name: str, wrong: Any) -> None:
     refused(name, planned(), **{name: wrong})
 
 
-@pytest.mark.parametrize("wrong", [-1, "0", None, 8.5, True])
+@pytest.mark.parametrize("wrong", [-1, "0", None, 0.0, 8.5, True, False])
 def test_a_position_that_is_none(wrong: Any) -> None:
     refused("consumed_samples", planned(), consumed=wrong)
 
@@ -476,6 +477,35 @@ def test_calculators_that_ramp_or_differ() -> None:
     fresh(planned())
 
 
+def test_other_ranks_than_those_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a calculator, as in a loop on Megatron Core, or after another training."""
+    calculators.unset_num_microbatches_calculator()
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(parallel_state, "_MPU_DATA_PARALLEL_WORLD_SIZE", 4)
+    monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 1)
+    refused("pass data_parallel_size=4", planned(16, schedules={"lr": 1.0}))
+    follow(planned(16, schedules={"lr": 1.0}), scheduler(), 0, MICRO, 4)
+
+
+def test_what_is_no_plan() -> None:
+    wrong: Any = "run.yaml"
+    refused(r"follow 'run\.yaml': .*build_plan", wrong)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.int64], ids=["tensor", "numpy"])
+def test_a_position_of_another_library_is_not_shared_with_the_scheduler(kind: Any) -> None:
+    """A tensor that the scheduler adds to in place would move the loop's own count."""
+    consumed, of = kind(160), scheduler()
+    follow(planned(), of, consumed, MICRO, RANKS)
+    calculators.update_num_microbatches(consumed)
+    of.step(16)
+    assert consumed == 160
+    assert type(of.state_dict()["num_steps"]) is int
+    assert type(calculators.get_num_microbatches()) is int
+    with pytest.raises(TrainingError, match="consumed_samples=None"):
+        calculators.update_num_microbatches(None)  # type: ignore[arg-type]
+
+
 def arguments(**changed: Any) -> SimpleNamespace:
     """The arguments of Megatron-LM, as far as they are read."""
     values = {
@@ -502,7 +532,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("use step_batch_size_schedule", {"step_batch_size_schedule": "0:8 160:16"}),
     ("use decrease_batch_size_if_needed", {"decrease_batch_size_if_needed": True}),
     (r"write train_iters=100 \(--train-iters 100\)", {"train_iters": 90}),
-    ("write train_samples=1440", {"train_samples": 1600}),
+    (
+        r"use train_samples=1440: .*write train_iters=100",
+        {"train_samples": 1440, "train_iters": 90},
+    ),
     ("use perform_rl_step", {"perform_rl_step": True}),  # train() makes a calculator of its own
     ("dataloader_type='batch'", {"dataloader_type": "batch"}),
     (r"write global_batch_size=16 \(--global-batch-size 16\)", {"global_batch_size": 12}),
@@ -588,6 +621,7 @@ def test_interleaved_pipelines(
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", stages)
     monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 2)
+    monkeypatch.setattr(parallel_state, "_MPU_DATA_PARALLEL_WORLD_SIZE", RANKS)
     attempt(micro_batch_group=group)
 
 
@@ -654,7 +688,7 @@ def test_bridge_follows_a_plan() -> None:
     [
         ("write train_iters=100", {"train_iters": 90}),
         ("write max_steps=100", {"max_steps": 200}),
-        ("write train_samples=1440", {"train_samples": 1600}),
+        ("write train_iters=100", {"train_samples": 1440, "train_iters": 90}),
         ("dataloader_type='batch'", {"dataloader_type": "batch"}),
         ("use rampup_batch_size", {"rampup_batch_size": [8, 8, 160]}),
         ("write global_batch_size=16", {"global_batch_size": 8}),

@@ -335,7 +335,8 @@ def from_megatron(
         return PiecewiseConstant(" ".join(f"{at.amount // each}sp:{size}" for at, size in steps))
     numbers = [f"{number}sp" for number in text.split()]
     if len(numbers) != 3 or global_batch_size is None or seq_length is not None:
-        why = "it is neither text with colons, nor three numbers and global_batch_size"
-        instead = "write '0:768 250B:1536' with seq_length, or [32, 32, 5000000] with the other"
+        why = "it is neither text with colons alone, nor three numbers and global_batch_size"
+        instead = "write from_megatron('0:768 250B:1536', seq_length=4096)"
+        instead += " or from_megatron([32, 32, 5_000_000], global_batch_size=1024)"
         raise BatchSizeError.bad("ramp", ramp, why, instead)
     return LinearRamp(numbers[0], global_batch_size, numbers[2], increment=numbers[1])

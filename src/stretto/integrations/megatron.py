@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, TypeAlias, final
 
 from megatron.core import num_microbatches_calculator as calculators
@@ -24,10 +23,11 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from stretto.batching import from_megatron
-from stretto.batching.policy import checked_number
+from stretto.errors import TrainingError
 from stretto.integrations.planned import PlannedSteps, setting
 from stretto.integrations.shared import refuse
 from stretto.planning import Plan
+from stretto.timing.grammar import checked_whole
 
 __all__ = ["FollowPlan", "follow", "from_megatron"]
 
@@ -54,6 +54,8 @@ class PlanCalculator(calculators.NumMicroBatchesCalculator):
             TrainingError: no step of the plan begins there.
         """
         steps, plan = self._steps, self._steps.plan
+        # A tensor would be shared with the scheduler, which adds to its count in place.
+        consumed_samples = _position(consumed_samples)
         step = plan.batch_at_sample(consumed_samples)
         if step > steps.num_batches or plan.sample_at_batch(step) != consumed_samples:
             what, why = f"go on at sample {consumed_samples:,}", "no step of the plan begins there"
@@ -92,13 +94,12 @@ def follow(
 
     Raises:
         TrainingError: the plan does not go together with the position or Megatron's settings.
-        BatchSizeError: a number is not a whole one.
+        BatchSizeError: a number of samples or ranks is not a whole one.
     """
     steps = PlannedSteps(plan, micro_batch_size, data_parallel_size)
     what, why = f"drive a {type(scheduler).__name__}", "it is no OptimizerParamScheduler"
     refuse((not isinstance(scheduler, OptimizerParamScheduler), what, why, "pass Megatron's"))
-    if consumed_samples != 0:
-        checked_number(consumed_samples, "consumed_samples")
+    consumed_samples = _position(consumed_samples)
     _check_calculator(steps)
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
@@ -149,8 +150,18 @@ class FollowPlan:
         refuse((not self._follows, "follow the plan", why, "install megatron-bridge>=0.6.2"))
 
 
+def _position(consumed_samples: object) -> int:
+    what, instead = f"use consumed_samples={consumed_samples!r}", "pass a number of samples"
+    return checked_whole(consumed_samples, TrainingError, what, instead, least=0)
+
+
 def _check_calculator(steps: PlannedSteps) -> None:
     """Refuse a calculator of Megatron's that ramps, or that has other micro-batches or ranks."""
+    if parallel_state.model_parallel_is_initialized():
+        ranks = parallel_state.get_data_parallel_world_size()
+        what, why = f"share batches of {steps.unit}", f"Megatron has {ranks} data-parallel ranks"
+        is_other = ranks * steps.micro_batch_size != steps.unit
+        refuse((is_other, what, why, f"pass data_parallel_size={ranks}"))
     present = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     if present is not None and not isinstance(present, PlanCalculator):
         unit = present.get_current_running_global_batch_size() // present.get()
@@ -164,26 +175,28 @@ def _check_calculator(steps: PlannedSteps) -> None:
 
 def _check_settings(steps: PlannedSteps, step: int, of: Setting) -> None:
     """Refuse settings of Megatron that say something else than the plan."""
-    plan, sizes, count = steps.plan, steps.sizes_from(step), steps.num_batches
+    plan, count = steps.plan, steps.num_batches
     total, each = plan.num_samples or 0, plan.horizon.tokens_per_sample or of("seq_length")
-    counts = {"train_iters": count, "max_steps": count, "train_samples": total, "seq_length": each}
+    counts = {"train_iters": count, "max_steps": count, "seq_length": each}
+    why = "Megatron divides it by one batch size"
+    instead = f"leave it out, and {setting('train_iters', count)}"
+    refuse((of("train_samples"), f"use train_samples={of('train_samples')}", why, instead))
     for name, value in {**dict.fromkeys(_OWN_SIZES), **counts}.items():
         why = "the plan decides the batch sizes" if value is None else f"the plan has {value}"
         instead = "leave it out" if value is None else setting(name, value)
         is_wrong = of(name) not in (None, False, value)
         refuse((is_wrong, f"use {name}={of(name)}", why, instead))
     size, at = of("global_batch_size"), of("iteration") if of("step") is None else of("step")
-    is_short = size is not None and not of("train_samples") and count * size < total
-    shrinks = of("train_iters") and any(after < before for before, after in pairwise(sizes))
+    is_short = size is not None and count * size < total
     place, saved = f"at its sample, the plan has {step}", "use the plan of the saved run"
     # With more data, Megatron shuffles more epochs into one another.
     more = setting("global_batch_size", -(-total // (count * steps.unit)) * steps.unit)
-    grow = f"write sizes that grow, and {steps.whole} if only the last batch is cut"
+    if of("train_iters"):
+        steps.check_growth(step)
     draws, other = "it draws batches of one size", "write 'single' or 'cyclic'"
     refuse(
         (at not in (None, step), f"go on at iteration {at}", place, saved),
         (is_short, f"prepare {count} x {size} samples of data", f"the plan reads {total:,}", more),
-        (shrinks, "let the batch size shrink", "Megatron's loop asserts that it grows", grow),
         (of("dataloader_type") == "batch", "use dataloader_type='batch'", draws, other),
     )
 
@@ -202,7 +215,7 @@ def _check_pipeline(steps: PlannedSteps, step: int, group: int | None, of: Setti
     refuse((is_one and len(sizes) > 1, what, why, "write cuda_graph_impl='none'"))
     if group is None and virtual is None:
         return
-    group = of("microbatch_group_size_per_vp_stage") or group or stages or 1
+    group = group or of("microbatch_group_size_per_vp_stage") or stages or 1
     for size in sizes:
         passes = size // steps.unit
         # megatron/core/pipeline_parallel/schedules.py of 0.19.2

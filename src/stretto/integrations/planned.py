@@ -43,6 +43,8 @@ class PlannedSteps:
 
     def __init__(self, plan: Plan, micro_batch_size: int, data_parallel_size: int) -> None:
         micro = checked_number(micro_batch_size, "micro_batch_size")
+        instead = "pass what plan(...) or build_plan(read_run_file('run.yaml')) returns"
+        refuse((not isinstance(plan, Plan), f"follow {plan!r}", "it is no Plan", instead))
         self.unit = micro * checked_number(data_parallel_size, "data_parallel_size")
         _check_plan(plan, micro_batch_size, data_parallel_size)
         self.plan, self.micro_batch_size = plan, micro
@@ -60,6 +62,17 @@ class PlannedSteps:
         for size in dict.fromkeys(sizes):
             self._check(size)
         return sizes
+
+    def check_growth(self, step: int) -> None:
+        """Refuse sizes that shrink from a step on: Megatron's loop asserts that they grow.
+
+        Raises:
+            TrainingError: a size is smaller than one before.
+        """
+        sizes = [*self.sizes_from(step)]
+        why = "Megatron's loop asserts that it grows"
+        instead = f"write sizes that grow, and {self.whole} if only the last batch is cut"
+        refuse((sizes != sorted(sizes), "let the batch size shrink", why, instead))
 
     def num_micro_batches(self, step: int) -> int:
         """Return how many micro-batches each rank has in a step.

@@ -33,11 +33,12 @@ def engine_settings(plan: Plan, engine: Engine) -> tuple[dict[str, Any], list[st
     from stretto.integrations.shared import refuse
 
     micro, count, total = plan.micro_batch_size, plan.num_batches or 0, plan.num_samples or 0
-    refuse((type(micro) is not int, "write settings", "micro_batch_size is no number", "write one"))
+    why, instead = f"micro_batch_size is {micro}", "write a number, such as micro_batch_size=4"
+    refuse((type(micro) is not int, "write settings", why, instead))
     steps = PlannedSteps(plan, micro or 0, plan.world_size)
-    sizes = [*steps.sizes_from(0)]
-    shrinks, why = engine != "automodel" and sizes != sorted(sizes), "Megatron asserts growth"
-    refuse((shrinks, "let the batch size shrink", why, "write sizes that grow"))
+    if engine != "automodel":
+        steps.check_growth(0)
+    sizes = {*steps.sizes_from(0)}
     lr, decay = map(plan.base.get, ("lr", "weight_decay"))
     # Data are made for so many samples in each step: with many more, some repeat too early.
     mean = -(-total // (count * steps.unit)) * steps.unit
@@ -48,7 +49,7 @@ def engine_settings(plan: Plan, engine: Engine) -> tuple[dict[str, Any], list[st
     own = f"without stretto, each step takes {mean:,} samples: these settings have no ramp"
     of_ramp = "; ".join(_moved(plan, steps.unit if engine == "megatron" else max(sizes)))
     notes = [own] if engine == "automodel" else [own, of_ramp]
-    return settings, [*plan.warnings, *(notes if len({*sizes}) > 1 else [])]
+    return settings, [*plan.warnings, *(notes if len(sizes) > 1 else [])]
 
 
 def _moved(plan: Plan, each: int) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
@@ -157,6 +158,13 @@ def test_three_numbers(ramp: Any) -> None:
 def test_what_is_neither_is_refused(ramp: Any, arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(StrettoError, match=match):
         from_megatron(ramp, **arguments)
+
+
+def test_the_calls_that_the_refusal_names_work() -> None:
+    with pytest.raises(StrettoError) as refusal:
+        from_megatron("0:768", global_batch_size=8)
+    calls = re.findall(r"from_megatron\(.+?\)", str(refusal.value))
+    assert [type(eval(call)) for call in calls] == [PiecewiseConstant, LinearRamp]
 
 
 def test_a_pasted_text_is_answered_with_what_to_write() -> None:
