@@ -503,7 +503,7 @@ def test_a_position_of_another_library_is_not_shared_with_the_scheduler(kind: An
     assert type(of.state_dict()["num_steps"]) is int
     assert type(calculators.get_num_microbatches()) is int
     with pytest.raises(TrainingError, match="consumed_samples=None"):
-        calculators.update_num_microbatches(None)  # type: ignore[arg-type]
+        calculators.update_num_microbatches(None)
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -622,7 +622,7 @@ def test_interleaved_pipelines(
     monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", stages)
     monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 2)
     monkeypatch.setattr(parallel_state, "_MPU_DATA_PARALLEL_WORLD_SIZE", RANKS)
-    attempt(micro_batch_group=group)
+    attempt(settings=(SimpleNamespace(microbatch_group_size_per_vp_stage=group),))
 
 
 @pytest.mark.parametrize(
