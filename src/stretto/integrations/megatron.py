@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeAlias, final
 
 from megatron.core import num_microbatches_calculator as calculators
@@ -99,9 +100,11 @@ def follow(
     consumed_samples = _position(consumed_samples)
     _check_calculator(steps)
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    every = (*settings, arguments)
+    known = [SimpleNamespace(**one) if isinstance(one, dict) else one for one in every]
 
     def of(name: str) -> Any:
-        found = (getattr(one, name, None) for one in (*settings, arguments))
+        found = (getattr(one, name, None) for one in known)
         return next((one for one in found if one is not None), None)
 
     step = plan.batch_at_sample(consumed_samples)
@@ -165,7 +168,9 @@ def _check_calculator(steps: PlannedSteps) -> None:
         kind = calculators.ConstantNumMicroBatchesCalculator
         found = (type(present), present.micro_batch_size, unit)
         why = f"it has micro-batches of {present.micro_batch_size}, {unit} on all ranks, or a ramp"
-        instead = "pass the numbers of Megatron, and write no ramp there"
+        ranks = unit // present.micro_batch_size
+        instead = f"pass micro_batch_size={present.micro_batch_size} and data_parallel_size={ranks}"
+        instead += ", and write no ramp in Megatron"
         is_other = found != (kind, steps.micro_batch_size, steps.unit)
         refuse((is_other, f"replace {type(present).__name__}", why, instead))
 
