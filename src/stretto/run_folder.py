@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
 
 from stretto._location import NotPlainError, local_path, open_plain, public, read_plain
 from stretto.errors import CheckpointError, DataError, TrainingError
+from stretto.timing.grammar import as_float
 
 if TYPE_CHECKING:
     import numpy as np
@@ -407,7 +408,7 @@ def parsed_metrics(text: str) -> dict[str, float] | None:
         return None
     # Values that are not finite were written as null.
     return {
-        name: math.nan if value is None else _as_float(value)
+        name: math.nan if value is None else as_float(value)
         for name, value in line.items()
         if value is None or isinstance(value, (int, float))
     }
@@ -439,16 +440,9 @@ def _parsed(text: str) -> dict[str, Any] | None:
         return None
     clock = [line.get(name) for name in CLOCK]
     is_whole = all(
-        isinstance(value, (int, float)) and math.isfinite(_as_float(value)) for value in clock
+        isinstance(value, (int, float)) and math.isfinite(as_float(value)) for value in clock
     )
     return line if is_whole else None
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
 
 
 def read_json(path: Path) -> Any:

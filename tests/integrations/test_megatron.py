@@ -394,6 +394,7 @@ def test_plans_that_no_engine_can_run() -> None:
     by_time = Custom(lambda now: 1.0, reads="sec")
     cases = {
         "where it ends": plan(Horizon("1h"), 8, schedules=LR | {"lr": 1.0}),
+        "ends; write max_duration in 'ba' or 'sp'$": plan(Horizon.endless("2ep"), 8),
         "may cut a step": plan(Horizon("10ba"), 8, schedules={"lr": 1.0}),
         "or leave out samples": plan(
             Horizon("2ep", dataset_num_samples=20, last_batch="drop"), 8, schedules={"lr": 1.0}
@@ -469,6 +470,8 @@ def test_a_checkpoint_that_changes_the_base_is_refused_at_the_next_step() -> Non
 def test_calculators_that_ramp_or_differ() -> None:
     constant(step_batch_size_schedule="0:8 160:16")
     refused("replace StepBatchsizeNumMicroBatchesCalculator: .*no ramp", planned())
+    constant()
+    refused("pass micro_batch_size=2 and data_parallel_size=2", planned(), micro_batch_size=1)
     constant(micro_batch_size=4)
     refused("micro-batches of 4, 8 on all ranks", planned())
     constant(data_parallel_size=4)
@@ -487,6 +490,10 @@ def test_other_ranks_than_those_of_megatron(monkeypatch: pytest.MonkeyPatch) -> 
     follow(planned(16, schedules={"lr": 1.0}), scheduler(), 0, MICRO, 4)
 
 
+def test_settings_may_be_a_mapping() -> None:
+    refused("write train_iters=100", planned(), settings=({"train_iters": 90},))
+
+
 def test_what_is_no_plan() -> None:
     wrong: Any = "run.yaml"
     refused(r"follow 'run\.yaml': .*build_plan", wrong)
@@ -503,7 +510,7 @@ def test_a_position_of_another_library_is_not_shared_with_the_scheduler(kind: An
     assert type(of.state_dict()["num_steps"]) is int
     assert type(calculators.get_num_microbatches()) is int
     with pytest.raises(TrainingError, match="consumed_samples=None"):
-        calculators.update_num_microbatches(None)  # type: ignore[arg-type]
+        calculators.update_num_microbatches(None)
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -622,7 +629,7 @@ def test_interleaved_pipelines(
     monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", stages)
     monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 2)
     monkeypatch.setattr(parallel_state, "_MPU_DATA_PARALLEL_WORLD_SIZE", RANKS)
-    attempt(micro_batch_group=group)
+    attempt(settings=(SimpleNamespace(microbatch_group_size_per_vp_stage=group),))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,17 @@ def test_what_the_plan_does_not_know_is_left_out() -> None:
     assert moved(notes) == []
 
 
+def test_values_of_the_users_own_are_not_said_to_move() -> None:
+    """Megatron has no schedules for them."""
+    own = {"mtp_weight": Linear(1, 0)}
+    curves: list[Any] = [WSD("20ba", warmup="10ba"), 1.0]
+    engines: list[Any] = ["megatron", "bridge"]
+    for engine in engines:
+        for curve in curves:
+            alone = engine_settings(planned(schedules={"lr": curve}), engine)
+            assert engine_settings(planned(schedules={"lr": curve}, values=own), engine) == alone
+
+
 def test_a_constant_rate_is_not_said_to_end() -> None:
     notes = engine_settings(planned(schedules={"lr": 1.0}), "megatron")[1]
     assert moved(notes) == []
@@ -140,7 +151,7 @@ def test_other_schedules_are_told_in_the_words_of_the_plan() -> None:
         ("megatron", {"sizes": "0sp:16 160sp:8"}, "shrink"),
         ("automodel", {"sizes": "0sp:16 160sp:10"}, "10 samples: it is not a multiple of 4"),
         ("megatron", {"sizes": "0sp:8 160sp:16", "length": "1002sp"}, "multiple of 4"),
-        ("megatron", {"micro_batch_size": None}, "None; write .* as micro_batch_size=4"),
+        ("megatron", {"micro_batch_size": None}, "write one, such as micro_batch_size=4"),
         ("bridge", {"sizes": 8, "length": "804sp"}, "grow, and max_duration='800sp'"),
         ("bridge", {"schedules": {"betas.0": 0.5}, "base": {}}, "betas.0"),
         ("automodel", {"schedules": {"lr@muon": 0.5}, "base": {}}, "lr@muon"),

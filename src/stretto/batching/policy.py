@@ -23,7 +23,7 @@ from stretto.schedules.fields import (
 )
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.batches import Batches, EqualBatches, TokenBatches
-from stretto.timing.grammar import NAMES, whole
+from stretto.timing.grammar import NAMES, as_float, whole
 from stretto.timing.time import Number
 
 
@@ -58,18 +58,6 @@ class Signals:
             value = getattr(self, name)
             if value is not None and type(value) is not float:
                 object.__setattr__(self, name, _as_signal(name, value))
-
-
-def as_float(value: float) -> float:
-    """Return a number of any library as a float; too large ones become infinite.
-
-    >>> as_float(3), as_float(-(10**400))
-    (3.0, -inf)
-    """
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
 
 
 def _as_signal(name: str, value: object) -> float:

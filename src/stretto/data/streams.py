@@ -287,14 +287,11 @@ def _taken(
         ends = [within + end for end in ends_at]
         if ends != [*range(num_samples, within + taken + 1, num_samples)]:
             why = f"they end after {ends[0]}" if ends else "they have more"
-            raise _wrong_length(num_samples, why)
+            instead = "pass the right number, or leave it out"
+            raise DataError.bad("num_samples", num_samples, why, instead)
     return taken, tuple(taken - end for end in ends_at)
 
 
 def _empty(kind: str) -> DataError:
     why, instead = "an epoch of it has no samples", "let it yield at least one batch each time"
     return DataError.cannot(f"read data of type {kind}", why=why, instead=instead)
-
-
-def _wrong_length(num_samples: int, why: str) -> DataError:
-    return DataError.bad("num_samples", num_samples, why, "pass the right number, or leave it out")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeAlias, final
 
 from megatron.core import num_microbatches_calculator as calculators
@@ -76,7 +77,6 @@ def follow(
     micro_batch_size: int,
     data_parallel_size: int,
     *,
-    micro_batch_group: int | None = None,
     settings: tuple[Any, ...] = (),
 ) -> None:
     """Make Megatron's calculator of micro-batches and a scheduler follow a plan.
@@ -87,10 +87,8 @@ def follow(
         consumed_samples: the position of the run: 0, or that of the checkpoint.
         micro_batch_size: as Megatron has it.
         data_parallel_size: as Megatron has it.
-        micro_batch_group: `microbatch_group_size_per_vp_stage` of an interleaved pipeline; None:
-            that of the settings or, by default, the number of stages.
-        settings: objects with settings of Megatron, which must agree with the plan. Those of
-            Megatron-LM, which are global, are known.
+        settings: objects with settings of Megatron, which must agree with the plan, such as the
+            configuration of the model. Those of Megatron-LM, which are global, are known.
 
     Raises:
         TrainingError: the plan does not go together with the position or Megatron's settings.
@@ -102,14 +100,16 @@ def follow(
     consumed_samples = _position(consumed_samples)
     _check_calculator(steps)
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    every = (*settings, arguments)
+    known = [SimpleNamespace(**one) if isinstance(one, dict) else one for one in every]
 
     def of(name: str) -> Any:
-        found = (getattr(one, name, None) for one in (*settings, arguments))
+        found = (getattr(one, name, None) for one in known)
         return next((one for one in found if one is not None), None)
 
     step = plan.batch_at_sample(consumed_samples)
     _check_settings(steps, step, of)
-    _check_pipeline(steps, step, micro_batch_group, of)
+    _check_pipeline(steps, step, of)
     steps.drive(scheduler, plan.batch_at_sample)
     calculator = PlanCalculator(steps, scheduler)
     calculator.update(consumed_samples)
@@ -168,7 +168,9 @@ def _check_calculator(steps: PlannedSteps) -> None:
         kind = calculators.ConstantNumMicroBatchesCalculator
         found = (type(present), present.micro_batch_size, unit)
         why = f"it has micro-batches of {present.micro_batch_size}, {unit} on all ranks, or a ramp"
-        instead = "pass the numbers of Megatron, and write no ramp there"
+        ranks = unit // present.micro_batch_size
+        instead = f"pass micro_batch_size={present.micro_batch_size} and data_parallel_size={ranks}"
+        instead += ", and write no ramp in Megatron"
         is_other = found != (kind, steps.micro_batch_size, steps.unit)
         refuse((is_other, f"replace {type(present).__name__}", why, instead))
 
@@ -201,7 +203,7 @@ def _check_settings(steps: PlannedSteps, step: int, of: Setting) -> None:
     )
 
 
-def _check_pipeline(steps: PlannedSteps, step: int, group: int | None, of: Setting) -> None:
+def _check_pipeline(steps: PlannedSteps, step: int, of: Setting) -> None:
     """Refuse steps that a pipeline of Megatron cannot run."""
     sizes = dict.fromkeys(steps.sizes_from(step))
     stages, virtual = of("pipeline_model_parallel_size"), of("virtual_pipeline_model_parallel_size")
@@ -213,9 +215,9 @@ def _check_pipeline(steps: PlannedSteps, step: int, group: int | None, of: Setti
     is_one |= "transformer_engine" in graphs and (stages or 1) > 1
     what, why = "capture CUDA graphs of a whole step", "the plan has several batch sizes"
     refuse((is_one and len(sizes) > 1, what, why, "write cuda_graph_impl='none'"))
-    if group is None and virtual is None:
+    if virtual is None:
         return
-    group = group or of("microbatch_group_size_per_vp_stage") or stages or 1
+    group = of("microbatch_group_size_per_vp_stage") or stages or 1
     for size in sizes:
         passes = size // steps.unit
         # megatron/core/pipeline_parallel/schedules.py of 0.19.2

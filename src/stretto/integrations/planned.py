@@ -154,7 +154,7 @@ def _check_plan(plan: Plan, micro: int, ranks: int) -> None:
     differ = plan.horizon.lengths is not None or any(one.row > 1 for one in plan.stages)
     is_other = theirs[0] not in (1, ranks) or theirs[1] not in (None, micro)
     why = f"it is for {theirs[0]} ranks with micro-batches of {theirs[1]}"
-    length, known = "write max_duration in 'ba', 'sp', 'tok' or 'ep'", plan.values_at_end or {}
+    length, known = "write max_duration in 'ba' or 'sp'", plan.values_at_end or {}
     carry = "write last_batch='carry', as Horizon.endless does"
     others = ", ".join(one for one in plan.scheduled if one not in _LIMITS or one not in known)
     sets = "the engine sets lr and weight_decay of all groups, to values known before the run"

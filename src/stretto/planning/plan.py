@@ -11,7 +11,7 @@ from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, PolicyLike, Rule, RuleLike
 from stretto.batching.pack import checked_micro_batch
-from stretto.batching.policy import Tokens, as_float, checked_world_size, saved_size
+from stretto.batching.policy import Tokens, checked_world_size, saved_size
 from stretto.batching.rows import LengthsLike
 from stretto.batching.rules import is_learning_rate
 from stretto.errors import PlanError
@@ -35,6 +35,7 @@ from stretto.planning.stages import (
 )
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
 from stretto.timing import Horizon, Time, TimeLike, Timestamp, Trigger
+from stretto.timing.grammar import as_float
 
 
 @final

@@ -33,7 +33,7 @@ def engine_settings(plan: Plan, engine: Engine) -> tuple[dict[str, Any], list[st
     from stretto.integrations.shared import refuse
 
     micro, count, total = plan.micro_batch_size, plan.num_batches or 0, plan.num_samples or 0
-    why, instead = f"micro_batch_size is {micro}", "write a number, such as micro_batch_size=4"
+    why, instead = "micro_batch_size is no number", "write one, such as micro_batch_size=4"
     refuse((type(micro) is not int, "write settings", why, instead))
     steps = PlannedSteps(plan, micro or 0, plan.world_size)
     if engine != "automodel":
@@ -55,15 +55,20 @@ def engine_settings(plan: Plan, engine: Engine) -> tuple[dict[str, Any], list[st
 def _moved(plan: Plan, each: int) -> Iterator[str]:
     """Yield where Megatron's schedules go on a ramp: they count `each` samples as an iteration."""
     yield f"with step_batch_size_schedule, schedules count {each:,} samples as an iteration"
-    count, total, end = plan.num_batches or 0, plan.num_samples or 0, plan.values_at_end or {}
+    count, total = plan.num_batches or 0, plan.num_samples or 0
+    # Values of the user's own have no schedule there.
+    end = {name: one for name, one in (plan.values_at_end or {}).items() if name in plan.scheduled}
     for change in plan.changes:
+        if change.name not in end:
+            continue
         at, name = change.at.batch, change.name
         # What begins with the value that was before shows in the iteration after.
         later = plan.values_at(at)[name] == plan.values_at(at - 1)[name]
         theirs = plan.batch_at_sample(at * each + later)
         yield f"{name} {change.what} at iteration {theirs:,} rather than {at + later:,}"
     ends = plan.batch_at_sample(count * each)
-    if ends < count and plan.values_at(count - 1) != end:
+    before = plan.values_at(count - 1)
+    if ends < count and any(before[name] != value for name, value in end.items()):
         yield f"schedules end at iteration {ends:,} rather than {count:,}"
     for name, value in end.items() if ends > count else ():
         found = plan.values_at(total // each)[name]

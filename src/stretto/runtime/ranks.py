@@ -214,7 +214,9 @@ class Ranks:
         if self.world_size == 1:
             return list(values)
         with self._calling() as group:
-            packed = torch.tensor(values, dtype=torch.float64, device=_host(group))
+            # NCCL knows only tensors of CUDA devices.
+            device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+            packed = torch.tensor(values, dtype=torch.float64, device=device)
             dist.all_reduce(packed, group=group)
         sums: list[float] = packed.tolist()
         return sums
@@ -369,11 +371,6 @@ def all_same(sums: Sequence[float], world_size: int) -> bool:
     """
     total, squares = map(int, sums)
     return squares * world_size == total**2  # by Cauchy-Schwarz, of whole numbers
-
-
-def _host(group: Any) -> str:
-    """Return where a group takes tensors from: NCCL knows only those of CUDA devices."""
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def _set_timeout(group: Any, timeout: timedelta) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import floordiv, truediv
 from typing import final
 
 from stretto.errors import ScheduleError
@@ -36,6 +37,24 @@ class _ByInterval(WarmedUp):
 
     every: Interval
     gamma: Factor
+
+    def _powers(self, rest: Scope, divide: Callable[[float, float], float]) -> BoundSchedule:
+        """Return the powers of `gamma` from the start of `rest` on; `divide` counts intervals."""
+        gamma = self.gamma
+        read, scale, first, step, last = _intervals(rest, self.every, needs_end=gamma > 1)
+        if divide is floordiv:
+            # A step that falls on the end is not taken: the last value is the one before it.
+            last = max(last - 1, 0)
+
+        def value(timestamp: Timestamp) -> float:
+            passed = read(timestamp) * scale - first
+            if passed <= 0:
+                return 1.0
+            return math.pow(gamma, divide(passed if passed < last else last, step))
+
+        if gamma > 1:
+            _check_growth(gamma, divide(last, step), self.every)
+        return value
 
     def times(self) -> tuple[Time, ...]:
         """Return its times, and the end if it grows up to there."""
@@ -72,18 +91,7 @@ class Exponential(_ByInterval):
     def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:  # noqa: ARG002
         """Return the decay from the start of `rest` on."""
         rest.along(Time(self.every).unit).smooth()
-        gamma = self.gamma
-        read, scale, first, step, last = _intervals(rest, self.every, needs_end=gamma > 1)
-
-        def value(timestamp: Timestamp) -> float:
-            passed = read(timestamp) * scale - first
-            if passed <= 0:
-                return 1.0
-            return math.pow(gamma, (passed if passed < last else last) / step)
-
-        if gamma > 1:
-            _check_growth(gamma, last / step, self.every)
-        return value
+        return self._powers(rest, truediv)
 
 
 @final
@@ -115,20 +123,7 @@ class StepDecay(_ByInterval):
 
     def over_rest(self, rest: Scope, scope: Scope) -> BoundSchedule:  # noqa: ARG002
         """Return the steps from the start of `rest` on."""
-        gamma = self.gamma
-        read, scale, first, step, last = _intervals(rest, self.every, needs_end=gamma > 1)
-        # A step that falls on the end is not taken: the last value is the one before it.
-        last = max(last - 1, 0)
-
-        def value(timestamp: Timestamp) -> float:
-            passed = read(timestamp) * scale - first
-            if passed <= 0:
-                return 1.0
-            return math.pow(gamma, (passed if passed < last else last) // step)
-
-        if gamma > 1:
-            _check_growth(gamma, last // step, self.every)
-        return value
+        return self._powers(rest, floordiv)
 
     def borders_after(self, rest: Scope, scope: Scope) -> list[Mark]:  # noqa: ARG002
         """Return the steps."""

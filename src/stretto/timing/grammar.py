@@ -7,6 +7,7 @@ hostile run files can't make it work hard: see `MAX_TEXT`, `MAX_DIGITS`.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from decimal import Decimal, InvalidOperation
@@ -125,6 +126,18 @@ def whole(value: object) -> int | None:
         return int(operator.index(value))  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
+
+
+def as_float(value: float) -> float:
+    """Return a number of any library as a float; too large ones become infinite.
+
+    >>> as_float(3), as_float(-(10**400))
+    (3.0, -inf)
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def checked_whole(
