@@ -48,7 +48,8 @@ def test_settings_of_megatron() -> None:
         "--seq-length": 128,
         "--dataloader-type": "single",
     }
-    assert notes[0] == "without stretto, each step takes 16 samples: these settings have no ramp"
+    assert notes[0] == "these settings are for world_size=2"
+    assert notes[1] == "without stretto, each step takes 16 samples: these settings have no ramp"
     assert moved(notes) == [
         "lr warm-up ends at iteration 5 rather than 10",
         "lr begins to fall at iteration 31 rather than 81",
@@ -92,21 +93,21 @@ def test_settings_of_automodel() -> None:
         "--lr_scheduler.min_lr": 0.0,
         "--optimizer.lr": PEAK,
     }
-    assert notes == ["without stretto, each step takes 12 samples: these settings have no ramp"]
+    assert notes[1:] == ["without stretto, each step takes 12 samples: these settings have no ramp"]
 
 
 @pytest.mark.parametrize("engine", ["megatron", "bridge", "automodel"])
 def test_one_size_moves_nothing(engine: Any) -> None:
-    assert engine_settings(planned(16), engine)[1] == []
+    assert engine_settings(planned(16), engine)[1] == ["these settings are for world_size=2"]
 
 
 def test_data_are_made_for_no_more_samples_than_whole_micro_batches_need() -> None:
     # 50 x 8 and 50 x 16: the mean is a whole number of micro-batches of each rank.
     found, notes = engine_settings(planned("0sp:8 400sp:16"), "bridge")
     assert found["train.global_batch_size"] == 12
-    assert notes[0] == "without stretto, each step takes 12 samples: these settings have no ramp"
+    assert notes[1] == "without stretto, each step takes 12 samples: these settings have no ramp"
     # Their own ramp ends at the largest size, for which Bridge counts iterations.
-    assert notes[1].startswith("with step_batch_size_schedule, schedules count 16 samples")
+    assert notes[2].startswith("with step_batch_size_schedule, schedules count 16 samples")
     found, _ = engine_settings(planned("0sp:8 408sp:16"), "bridge")
     assert found["train.global_batch_size"] == 12
 

@@ -49,7 +49,8 @@ def engine_settings(plan: Plan, engine: Engine) -> tuple[dict[str, Any], list[st
     own = f"without stretto, each step takes {mean:,} samples: these settings have no ramp"
     of_ramp = "; ".join(_moved(plan, steps.unit if engine == "megatron" else max(sizes)))
     notes = [own] if engine == "automodel" else [own, of_ramp]
-    return settings, [*plan.warnings, *(notes if len(sizes) > 1 else [])]
+    ranks = f"these settings are for world_size={plan.world_size}"
+    return settings, [*plan.warnings, ranks, *(notes if len(sizes) > 1 else [])]
 
 
 def _moved(plan: Plan, each: int) -> Iterator[str]:
