@@ -254,7 +254,7 @@ class Run:
         if self.finished or (code is None and not torch.cuda.is_initialized()):
             return  # the latter: a helper process
         self.finished = True
-        # Until it is replaced: the report of a helper process must not stand for a lost one.
+        # First, so that the report of a helper process cannot take its place if this one fails.
         _save({"status": "failed", "problem": "its report failed"}, self.settings, self.name)
         result = {"status": status, **self.result(), **self.problem}
         if code is None:

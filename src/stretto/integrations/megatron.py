@@ -191,8 +191,7 @@ def _check_settings(steps: PlannedSteps, step: int, of: Setting) -> None:
     size, at = of("global_batch_size"), of("iteration") if of("step") is None else of("step")
     is_short = size is not None and count * size < total
     place, saved = f"at its sample, the plan has {step}", "use the plan of the saved run"
-    # With more data, Megatron shuffles more epochs into one another.
-    more = setting("global_batch_size", -(-total // (count * steps.unit)) * steps.unit)
+    more = setting("global_batch_size", steps.mean_size)
     if of("train_iters"):
         steps.check_growth(step)
     draws, other = "it draws batches of one size", "write 'single' or 'cyclic'"

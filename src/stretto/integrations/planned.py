@@ -63,6 +63,16 @@ class PlannedSteps:
             self._check(size)
         return sizes
 
+    @property
+    def mean_size(self) -> int:
+        """The least multiple of the unit with which as many steps read as many samples.
+
+        Engines make data for so many samples in each step. With more, Megatron shuffles more epochs
+        into one another, so some samples repeat too early.
+        """
+        total = self.plan.num_samples or 0
+        return -(-total // (self.num_batches * self.unit)) * self.unit
+
     def check_growth(self, step: int) -> None:
         """Refuse sizes that shrink from a step on: Megatron's loop asserts that they grow.
 

@@ -32,7 +32,7 @@ def engine_settings(plan: Plan, engine: Engine) -> tuple[dict[str, Any], list[st
     from stretto.integrations.planned import PlannedSteps  # imports torch
     from stretto.integrations.shared import refuse
 
-    micro, count, total = plan.micro_batch_size, plan.num_batches or 0, plan.num_samples or 0
+    micro = plan.micro_batch_size
     why, instead = "micro_batch_size is no number", "write one, such as micro_batch_size=4"
     refuse((type(micro) is not int, "write settings", why, instead))
     steps = PlannedSteps(plan, micro or 0, plan.world_size)
@@ -40,9 +40,7 @@ def engine_settings(plan: Plan, engine: Engine) -> tuple[dict[str, Any], list[st
         steps.check_growth(0)
     sizes = {*steps.sizes_from(0)}
     lr, decay = map(plan.base.get, ("lr", "weight_decay"))
-    # Data are made for so many samples in each step: with many more, some repeat too early.
-    mean = -(-total // (count * steps.unit)) * steps.unit
-    tokens = plan.horizon.tokens_per_sample
+    count, mean, tokens = steps.num_batches, steps.mean_size, plan.horizon.tokens_per_sample
     values = (count, micro, mean, "constant", 0, 0.0, lr, decay, decay, tokens, "single")
     named = dict(zip(_NAMES[engine].split(), values, strict=True), **{"-": None})
     settings = {name: one for name, one in named.items() if one is not None}
