@@ -185,6 +185,7 @@ class Session:
             "PHANTOMGPU_RUN": json.dumps(asdict(settings)),
             "PHANTOMGPU_FACTS": self.facts,
             "PYTHONPATH": os.pathsep.join(path),
+            "TORCH_COMPILE_CACHE_KEY_TAG": "phantomgpu",  # a real GPU must not find these kernels
             "TMPDIR": settings.folder,  # what a script that is ended leaves behind goes with it
         }
         if self.ranks > 1:
