@@ -11,7 +11,7 @@ from typing import Any
 
 NAME = re.compile(r"tt\.func public @(\w+)")
 TAKES_MEMORY = "tt.make_tensor_descriptor"
-"""Descriptors that a kernel makes lie in memory that its launch allocates: their size must be right."""
+"""Descriptors that a kernel makes lie in memory, and its machine code says in how much."""
 
 
 class KnobsLoader(Loader):
@@ -21,9 +21,11 @@ class KnobsLoader(Loader):
         self.loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Do as the other loader does."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        """Run the module, and set the hook."""
         self.loader.exec_module(module)
         module.runtime.add_stages_inspection_hook = shorten
 
