@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, final
 
-from phantomgpu.gpus import GIB
+from phantomgpu.gpus import GIB, GPU, OLDEST
 
 Status = Literal["fits", "does not fit", "failed", "cannot run"]
 
@@ -118,15 +118,20 @@ class Report:
         return [*lines, *(f"  note: {note}" for note in self.notes)]
 
 
-def build_report(result: dict[str, Any], **known: Any) -> Report:
+def build_report(result: dict[str, Any], kind: GPU, **known: Any) -> Report:
     """Return the report of what a process wrote."""
     names = set(Report.__dataclass_fields__) - set(known)
     values = {name: value for name, value in result.items() if name in names}
-    return Report(**values, **known, notes=tuple(_notes(result, known)))
+    return Report(**values, **known, notes=tuple(_notes(result, kind, known)))
 
 
-def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
+def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str]:
     notes: list[str] = []
+    if "+cu13" in result.get("torch", "") and kind.capability < OLDEST:
+        notes.append(
+            f"torch for CUDA 13 has no code for {known['gpu']}: on a real one, this script needs "
+            "the build for CUDA 12.6; code for a T4 was counted"
+        )
     if places := result.get("unknown"):
         more = f" and {len(places) - 12} more (--json)" if len(places) > 12 else ""
         notes.append(
