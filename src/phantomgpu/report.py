@@ -32,9 +32,9 @@ class Report:
         categories: Bytes at that peak: parameters, gradients, optimizer, activations, logits, ...
         places: The largest of the bytes without an owner, by module or by line of code.
         host_pinned: Most bytes of pinned memory of the host.
-        nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu.md.
+        nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu/ranks.md.
         ranks: The number of ranks; the report is that of rank 0.
-        timeline: Bytes of each category over the step of the peak: see docs/phantomgpu.md.
+        timeline: Bytes of each category over the step of the peak: see docs/phantomgpu/report.md.
         unknown: The lines of the script that read what hangs on floating-point numbers that were
             not computed: a branch or a size there may be another on a real GPU.
         problem: The error that ended the script, if one did.
