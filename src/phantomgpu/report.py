@@ -32,9 +32,9 @@ class Report:
         categories: Bytes at that peak: parameters, gradients, optimizer, activations, logits, ...
         places: The largest of the bytes without an owner, by module or by line of code.
         host_pinned: Most bytes of pinned memory of the host.
-        nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu.md.
+        nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu/ranks.md.
         ranks: The number of ranks; the report is that of rank 0.
-        timeline: Bytes of each category over the step of the peak: see docs/phantomgpu.md.
+        timeline: Bytes of each category over the step of the peak: see docs/phantomgpu/report.md.
         unknown: The lines of the script that read what hangs on floating-point numbers that were
             not computed: a branch or a size there may be another on a real GPU.
         problem: The error that ended the script, if one did.
@@ -147,6 +147,9 @@ def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str
             "other ranks are not there: what this rank gathers are its own values; NCCL's buffers "
             "are counted as on A100 with NVLink, and other machines differ"
         )
+    names = ("cuSOLVER's Xgeev (assumed: four matrices)", "cuFFT (0)", "cuSPARSE (0)")
+    if seen := [name for bit, name in enumerate(names) if result.get("assumed", 0) >> bit & 1]:
+        notes.append(f"workspaces are not known, and assumed, of {', '.join(seen)}")
     if result.get("compiled"):
         notes.append("whole numbers that compiled code computes are zero, like other results")
     if stopped := result.get("stopped"):
