@@ -158,7 +158,7 @@ class Session:
     def __init__(
         self, gpu: str, memory: int | str | None, ranks: int = 1, devices: int | None = None
     ) -> None:
-        kind = find_gpu(gpu)
+        self.kind = kind = find_gpu(gpu)
         if isinstance(memory, str):
             memory = parse_memory(memory)
         count = min(ranks, LOCAL_RANKS) if devices is None else devices
@@ -254,6 +254,7 @@ class Session:
             result |= {"status": status, "problem": f"it ended with exit code {code}"}
         return build_report(
             result,
+            self.kind,
             gpu=self.name,
             memory=self.memory,
             context=self.context,
