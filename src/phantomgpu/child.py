@@ -287,6 +287,7 @@ class Run:
             "cudnn": torch.backends.cudnn.enabled,
             "distributed": is_distributed(),
             "seconds": round(seconds, 2),
+            "assumed": ctypes.c_size_t.in_dll(self.library, "phantom_assumed").value,
             "nccl": ctypes.c_size_t.in_dll(self.library, "phantom_nccl").value,
         }
 

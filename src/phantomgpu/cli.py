@@ -202,10 +202,13 @@ def numbers_of(option: str, text: str) -> list[int]:
 @app.command()
 def gpus() -> None:
     """List the kinds of GPU, with the memory that a program sees."""
-    typer.echo(f"{'gpu':<9} {'memory':>10} {'context':>9}  name")
+    typer.echo(f"{'gpu':<14} {'memory':>10}  {'source':<7} {'context':>7}  name")
     for gpu in GPUS.values():
-        context = f"{gpu.context:.2f}" if gpu.context is not None else f"{UNMEASURED_CONTEXT:.2f}*"
-        typer.echo(f"{gpu.key:<9} {gpu.memory:>6.2f} GiB {context:>9}  {gpu.name}")
+        context = f"{UNMEASURED_CONTEXT:.2f}*" if gpu.context is None else f"{gpu.context:.2f} "
+        typer.echo(
+            f"{gpu.key:<14} {gpu.memory:>6.2f} GiB  {gpu.source:<7} {context:>7}  {gpu.name}"
+        )
+    typer.echo("source: a public out-of-memory message, torch's printed properties, or the box")
     typer.echo("* not measured; the other contexts are each from one public out-of-memory message")
 
 

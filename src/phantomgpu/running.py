@@ -182,7 +182,7 @@ class Session:
         devices: int | None = None,
         rank: int = 0,
     ) -> None:
-        kind = find_gpu(gpu)
+        self.kind = kind = find_gpu(gpu)
         if isinstance(memory, str):
             memory = parse_memory(memory)
         count = min(ranks, LOCAL_RANKS) if devices is None else devices
@@ -270,6 +270,7 @@ class Session:
             result |= {"status": status, "problem": f"it ended with exit code {code}"}
         return build_report(
             result,
+            self.kind,
             gpu=self.name,
             memory=self.memory,
             context=self.context,
