@@ -33,7 +33,7 @@ Command = Annotated[
 ]
 Kind = Annotated[str, typer.Option("--gpu", help="Kind of GPU; `phantomgpu gpus` lists them.")]
 Memory = Annotated[str | None, typer.Option(help="Another size than that kind's, such as 40GiB.")]
-Ranks = Annotated[int, typer.Option(min=1, help="Run rank 0 of so many.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Run one rank of so many.")]
 Steps = Annotated[int, typer.Option(min=1, help="End after so many optimizer steps.")]
 Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end.")]
 Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds that the script may take.")]
@@ -46,6 +46,7 @@ def run(
     gpu: Kind,
     memory: Memory = None,
     ranks: Ranks = 1,
+    rank: Annotated[int, typer.Option(min=0, help="Which of them runs.")] = 0,
     steps: Steps = 3,
     whole: Whole = False,
     timeout: Timeout = None,
@@ -72,6 +73,7 @@ def run(
         gpu=gpu,
         memory=memory,
         ranks=ranks,
+        rank=rank,
         steps=None if whole else steps,
         timeout_seconds=timeout,
         devices=devices,

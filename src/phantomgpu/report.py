@@ -33,7 +33,8 @@ class Report:
         places: The largest of the bytes without an owner, by module or by line of code.
         host_pinned: Most bytes of pinned memory of the host.
         nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu/ranks.md.
-        ranks: The number of ranks; the report is that of rank 0.
+        ranks: The number of ranks.
+        rank: The one of them that ran.
         timeline: Bytes of each category over the step of the peak: see docs/phantomgpu/report.md.
         unknown: The lines of the script that read what hangs on floating-point numbers that were
             not computed: a branch or a size there may be another on a real GPU.
@@ -57,6 +58,7 @@ class Report:
     host_managed: int = 0
     nccl: int = 0
     ranks: int = 1
+    rank: int = 0
     unknown: tuple[str, ...] = ()
     problem: str | None = None
     notes: tuple[str, ...] = ()
@@ -97,7 +99,7 @@ class Report:
         )
         if self.step:
             peak += f", in {self.phase} of step {self.step}"
-        rank = f", rank 0 of {self.ranks}" if self.ranks > 1 else ""
+        rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
         lines = {
             "fits": [f"fits {self.gpu}{rank}: {peak}"],
             "does not fit": [f"does not fit {self.gpu}{rank}: {peak}"],
