@@ -35,7 +35,7 @@ Kind = Annotated[str, typer.Option("--gpu", help="Kind of GPU; `phantomgpu gpus`
 Memory = Annotated[str | None, typer.Option(help="Another size than that kind's, such as 40GiB.")]
 Ranks = Annotated[int, typer.Option(min=1, help="Run one rank of so many.")]
 Steps = Annotated[int, typer.Option(min=1, help="End after so many optimizer steps.")]
-Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end.")]
+Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end, or to --timeout.")]
 Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds that the script may take.")]
 
 

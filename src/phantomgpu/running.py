@@ -26,6 +26,8 @@ BOOT = Path(__file__).parent / "boot"
 LOCAL_RANKS, MOST_DEVICES = 8, 16
 GRACE_SECONDS = 5
 """How long a process has to end by itself."""
+REPORT_SECONDS = 60
+"""How long a process has to make its report, once its time is over."""
 
 
 def run(
@@ -63,7 +65,8 @@ def run(
         cudnn: Leave cuDNN on; what needs it is then refused.
         values: Compute small whole numbers for real.
         snapshot: A file for torch's memory snapshot.
-        timeout_seconds: How long the script may take.
+        timeout_seconds: How long the script may take. With `steps=None`, the report is then what
+            was seen until the limit.
         quiet: Do not show what the script prints.
 
     Returns:
@@ -78,6 +81,7 @@ def run(
     settings = Settings(
         "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
     )
+    settings.seconds = timeout_seconds if steps is None else None
     with command_of(script, args, kwargs) as command:
         report = session.start(command, settings, snapshot, timeout_seconds, quiet=quiet)
         if modules and report.status in ("fits", "does not fit"):
@@ -239,8 +243,11 @@ class Session:
             settings.folder = folder
             quietly = {"stdout": output, "stderr": subprocess.STDOUT} if quiet else {}
             with started(command, env=self.environment(settings), **quietly) as process:
+                wait = timeout_seconds
+                if settings.seconds is not None:  # the script ends itself, with a report
+                    wait = settings.seconds + REPORT_SECONDS
                 try:
-                    code = process.wait(timeout_seconds)
+                    code = process.wait(wait)
                 except subprocess.TimeoutExpired:
                     raise too_long("the script", timeout_seconds) from None
             if snapshot is not None:
