@@ -8,7 +8,7 @@ from importlib import metadata
 from itertools import product
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -21,6 +21,7 @@ from phantomgpu.searching import TRIAL_SECONDS
 
 OptimizerName: TypeAlias = Literal["adamw", "sgd", "adafactor", "adamw8bit"]
 WeightsType: TypeAlias = Literal["fp32", "bf16"]
+CacheType: TypeAlias = Literal["static", "dynamic"]
 
 app = typer.Typer(
     help="Run any CUDA script without a GPU and see what memory it takes.",
@@ -132,10 +133,14 @@ def search(
 
 @app.command()
 def model(
-    config: Annotated[Path, typer.Argument(help="A config.json of transformers, or its folder.")],
+    config: Annotated[
+        Path, typer.Argument(help="A config.json of transformers or diffusers, or its folder.")
+    ],
     *,
     gpu: Kind,
-    sequence_length: Annotated[str, typer.Option(metavar="N[,N...]", help="Tokens of a sequence.")],
+    length: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Tokens of a sequence; by default, the most.")
+    ] = "",
     memory: Memory = None,
     ranks: Annotated[
         str, typer.Option(metavar="N[,N...]", help="Ranks that share the model by FSDP2.")
@@ -144,49 +149,72 @@ def model(
         bool | None, typer.Option(help="Compute blocks again; by default, a row for each.")
     ] = None,
     optimizer: OptimizerName = "adamw",
-    weights: Annotated[WeightsType, typer.Option(help="fp32 is computed in bf16.")] = "fp32",
+    weights: Annotated[
+        WeightsType | None, typer.Option(help="fp32 (computed in bf16) or, to generate, bf16.")
+    ] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="The rank of LoRA (peft).")] = None,
+    generate: Annotated[
+        int | None, typer.Option(min=1, help="Do not train: write so many tokens.")
+    ] = None,
+    cache: Annotated[CacheType, typer.Option(help="The KV cache of --generate.")] = "static",
     largest: Annotated[int, typer.Option(min=1, help="The largest micro-batch to try.")] = 1 << 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Find the largest micro-batch of a causal language model, from its configuration alone."""
-    try:
-        from phantomgpu.causal import CausalModel, train
-    except ImportError as error:
-        raise SetupNeededError(f"{error}: pip install transformers") from None
+    """Find the largest micro-batch of a model, from its configuration alone."""
+    from phantomgpu import models
     from phantomgpu.searching import search as search_script
 
-    lengths, numbers = numbers_of("sequence-length", sequence_length), numbers_of("ranks", ranks)
-    causal = CausalModel(config, optimizer, weights, lora)
-    what = causal.checked(max(lengths))
+    lengths: list[int | None] = [*numbers_of("length", length)] if length else [None]
+    numbers, ways = numbers_of("ranks", ranks), [False, True]
+    ways = ways if checkpointing is None else [checkpointing]
+    asked = models.Model(config, optimizer, weights or ("bf16" if generate else "fp32"), lora)
+    what = asked.checked(max(filter(None, lengths), default=0) + (generate or 0))
+    what += "" if generate else asked.trained()
+    if generate:
+        if lora or checkpointing or numbers != [1] or lengths == [None]:
+            raise ValueError("--generate needs --length, and no option of training, on one GPU")
+        ways = [False]
     warn(gpu, memory)
-    rows = []
-    for length, again, shared in product(
-        lengths, (False, True) if checkpointing is None else (checkpointing,), numbers
-    ):
+    rows: list[dict[str, Any]] = []
+    for tokens, again, shared in product(lengths, ways, numbers):
         answer = search_script(
-            train,
+            models.generate if generate else models.train,
             gpu=gpu,
             memory=memory,
             ranks=shared,
+            steps=None if generate else models.STEPS,
             largest=largest,
-            details=False,
-            args=(causal, length, shared),
-            kwargs={"checkpointing": again},
+            details=bool(generate),
+            args=(asked, tokens, *((generate, cache) if generate else (shared, again))),
         )
-        rows.append((length, again, shared, answer.largest, answer.report.peak_reserved))
-    names = ("tokens", "checkpointing", "ranks", "micro_batch", "peak_bytes")
-    if as_json:
-        found = [dict(zip(names, row, strict=True)) for row in rows]
-        typer.echo(dumps({"model": what, "rows": found}, indent=2))
-        return
-    typer.echo(f"{what}\n\ntokens  checkpointing  ranks  micro-batch   batch  reserved")
-    for length, again, shared, size, reserved in rows:
-        fits = f"{size:>11,}  {size * shared:>6,}" if size else f"{'none fits':>11}  {'':>6}"
-        typer.echo(
-            f"{length:>6,}  {'on' if again else 'off':>13}  {shared:>5,}  {fits}  "
-            f"{reserved / GIB:.2f} GiB"
-        )
+        size, peak = answer.largest, answer.report.peak_reserved
+        row = {"tokens": tokens, "checkpointing": again, "ranks": shared}
+        rows.append({**row, "micro_batch": size, "batch": (size or 0) * shared, "peak_bytes": peak})
+        if generate and not as_json:
+            said = models.vllm_room(asked.read()[2], answer.report, (tokens or 0) + generate)
+            what += f"\n{said}"
+    typer.echo(
+        dumps({"model": what, "rows": rows}, indent=2) if as_json else f"{what}\n\n{columns(rows)}"
+    )
+
+
+def columns(rows: list[dict[str, Any]]) -> str:
+    """Return a table: a line of names, and one for each row."""
+    lines = [[name.removesuffix("_bytes").replace("_", "-") for name in rows[0]]]
+    lines += [[_cell(name, value) for name, value in row.items()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [map(str.rjust, line, widths) for line in lines]
+    return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "none" if name != "tokens" else "most"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name.endswith("_bytes"):
+        return f"{value / GIB:.2f} GiB"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def numbers_of(option: str, text: str) -> list[int]:
