@@ -6,7 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 from itertools import product
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -30,17 +30,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Command = Annotated[
-    list[str], typer.Argument(help="The command, after --: python train.py --batch-size 16")
+    list[str],
+    typer.Argument(help="A Python file, or a command after --: python train.py --batch-size 16"),
 ]
+OPEN = {"ignore_unknown_options": True}
+"""Options that are not ours are of the script: `phantomgpu run --gpu h100 train.py --lr 1`."""
 Kind = Annotated[str, typer.Option("--gpu", help="Kind of GPU; `phantomgpu gpus` lists them.")]
 Memory = Annotated[str | None, typer.Option(help="Another size than that kind's, such as 40GiB.")]
 Ranks = Annotated[int, typer.Option(min=1, help="Run one rank of so many.")]
 Steps = Annotated[int, typer.Option(min=1, help="End after so many optimizer steps.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end.")]
 Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds that the script may take.")]
 
 
-@app.command()
+@app.command(context_settings=OPEN)
 def run(
     command: Command,
     *,
@@ -89,7 +93,7 @@ def run(
     raise typer.Exit(exit_code(report))
 
 
-@app.command()
+@app.command(context_settings=OPEN)
 def search(
     command: Command,
     *,
@@ -160,7 +164,7 @@ def model(
     ] = None,
     cache: Annotated[CacheType, typer.Option(help="The KV cache of --generate.")] = "static",
     largest: Annotated[int, typer.Option(min=1, help="The largest micro-batch to try.")] = 1 << 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Find the largest micro-batch of a model, from its configuration alone."""
     from phantomgpu import models
@@ -217,6 +221,97 @@ def _cell(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         return f"{value / GIB:.2f} GiB"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@app.command(context_settings=OPEN)
+def table(
+    command: Command,
+    *,
+    gpu: Annotated[str, typer.Option(metavar="KIND[,KIND...]", help="Kinds of GPU.")],
+    argument: Annotated[str, typer.Option(help="The option of the command to vary.")],
+    ranks: Annotated[str, typer.Option(metavar="N[,N...]", help="Numbers of ranks.")] = "1",
+    largest: Annotated[int, typer.Option(min=1, help="The last number to try.")] = 1 << 20,
+    multiple: Annotated[int, typer.Option(min=1, help="Try only multiples of this.")] = 1,
+    as_json: AsJSON = False,
+) -> None:
+    """Find the largest number that fits for each kind of GPU and number of ranks."""
+    from phantomgpu.questions import table as ask
+
+    how = {"argument": argument, "largest": largest, "multiple": multiple}
+    rows = ask(command, gpus=gpu.split(","), ranks=numbers_of("ranks", ranks), **how)
+    typer.echo(dumps(rows, indent=2) if as_json else columns(rows))
+
+
+@app.command(context_settings=OPEN)
+def cheapest(
+    command: Command,
+    *,
+    gpu: Annotated[
+        str, typer.Option(metavar="KIND[,KIND...]", help="Kinds to choose from; all by default.")
+    ] = ",".join(GPUS),
+    ranks: Ranks = 1,
+    steps: Steps = 3,
+    as_json: AsJSON = False,
+) -> None:
+    """List the three smallest kinds of GPU that a command fits. Exit code 3: none."""
+    from phantomgpu.questions import cheapest as ask
+
+    rows = ask(command, gpus=gpu.split(","), ranks=ranks, steps=steps)
+    text = columns(rows) if rows else "it fits no kind of GPU"
+    typer.echo(dumps(rows, indent=2) if as_json else text)
+    raise typer.Exit(0 if rows else DOES_NOT_FIT)
+
+
+@app.command()
+def why(
+    report: Annotated[Path, typer.Argument(help="What `phantomgpu run --json FILE` wrote.")],
+    *,
+    as_json: AsJSON = False,
+) -> None:
+    """Say what would save memory: tried where the script need not change, else computed."""
+    from phantomgpu.questions import why as ask
+
+    try:
+        read = loads(report.read_text())
+    except ValueError as error:
+        raise ValueError(f"{report} is no report: {error}; write it by run --json") from None
+    advice = ask(read)
+    if as_json:
+        typer.echo(dumps([one._asdict() for one in advice], indent=2))
+        return
+    typer.echo("tried: fewer reserved bytes, by running it again; computed: at most, of the peak")
+    for one in advice:
+        typer.echo(str(one))
+
+
+@app.command(context_settings=OPEN)
+def check(
+    command: Command,
+    *,
+    gpu: Kind,
+    memory: Memory = None,
+    ranks: Ranks = 1,
+    steps: Steps = 3,
+    timeout: Timeout = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="A file with the peak to compare; written if absent.")
+    ] = None,
+    tolerance: Annotated[str, typer.Option(help="By how much it may grow.")] = "64MiB",
+    update: Annotated[bool, typer.Option("--update", help="Write the baseline again.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Check a command in CI, in one line. Exit code 3: does not fit; 5: its peak grew."""
+    from phantomgpu.questions import GREW
+    from phantomgpu.questions import check as ask
+
+    allowed = parse_memory(tolerance)
+    how = {"gpu": gpu, "memory": memory, "ranks": ranks, "timeout_seconds": timeout}
+    found = ask(command, baseline=baseline, update=update, steps=steps, **how)
+    report = {"fits": found.report.fits, "peak_allocated": found.report.peak_allocated}
+    more = {**report, "grew": found.grew, "notes": found.notes, "line": found.line()}
+    typer.echo(dumps(more) if as_json else found.line())
+    grew = GREW if found.grew is not None and found.grew > allowed else 0
+    raise typer.Exit(exit_code(found.report) or grew)
 
 
 def numbers_of(option: str, text: str) -> list[int]:

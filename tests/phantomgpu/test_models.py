@@ -132,6 +132,7 @@ UNET = {
 SDXL = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8}
 DIT = {"num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "in_channels": 4}
 FLUX = {"attention_head_dim": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32}
+PERCEIVER = {"d_latents": 32, "num_latents": 8, "d_model": 32, "max_position_embeddings": 64}
 FEW = [
     ("bert", "BertForMaskedLM", T, 32),
     ("t5", "T5ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}, 32),
@@ -167,7 +168,7 @@ MANY = [
     ("deberta-v2", "DebertaV2ForMaskedLM", {**T, "pad_token_id": 0}, 32),
     ("bart", "BartForSequenceClassification", SEQ, None),
     ("marian", "MarianMTModel", {**SEQ, "pad_token_id": 1}, None),
-    ("perceiver", "PerceiverForMaskedLM", {"d_latents": 32, "num_latents": 8, "d_model": 32}, 32),
+    ("perceiver", "PerceiverForMaskedLM", PERCEIVER, 64),
     ("convnext", "ConvNextForImageClassification", STAGES, 64),
     ("beit", "BeitForImageClassification", SIGHT, None),
     ("videomae", "VideoMAEForVideoClassification", {**SIGHT, "num_frames": 4}, None),
