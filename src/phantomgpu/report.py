@@ -45,6 +45,7 @@ class Report:
         decides: Those of them where a branch or the size of a tensor hangs on these numbers, as far
             as can be seen: sizes, masks, whole numbers.
         limit: The seconds after which a whole run was ended.
+        again: The command that was run, its folder and how; empty for a function.
         problem: The error that ended the script, if one did.
         notes: What the figures do not contain.
     """
@@ -70,6 +71,7 @@ class Report:
     unknown: tuple[str, ...] = ()
     decides: tuple[str, ...] = ()
     limit: float | None = None
+    again: dict[str, Any] = field(default_factory=dict, repr=False)
     problem: str | None = None
     notes: tuple[str, ...] = ()
     torch: str = ""

@@ -46,6 +46,7 @@ def run(
     values: bool = True,
     snapshot: str | Path | None = None,
     timeout_seconds: float | None = None,
+    variables: dict[str, str] | None = None,
     quiet: bool = True,
 ) -> Report:
     """Run a script or a function on a GPU that does not exist, and report its memory.
@@ -67,6 +68,7 @@ def run(
         snapshot: A file for torch's memory snapshot.
         timeout_seconds: How long the script may take. With `steps=None`, the report is then what
             was seen until the limit.
+        variables: Environment variables of the script.
         quiet: Do not show what the script prints.
 
     Returns:
@@ -78,6 +80,7 @@ def run(
     """
     standins.check_system()
     session = Session(gpu, memory, ranks, devices, rank)
+    session.variables = variables or {}
     settings = Settings(
         "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
     )
@@ -91,7 +94,11 @@ def run(
             note = ("names of modules are of a second run, whose peak differed",)
             notes = report.notes + note * differs
             report = replace(report, places=named.places, notes=notes)
-    return report
+    if callable(script):
+        return report
+    how = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": rank, "steps": steps}
+    how |= {"script": command, "folder": str(Path.cwd()), "devices": devices, "cudnn": cudnn}
+    return replace(report, again=how)
 
 
 @contextmanager
@@ -104,7 +111,8 @@ def command_of(
     if isinstance(script, str | Path):
         yield [sys.executable, str(script), *map(str, args)]
     elif not callable(script):
-        yield [*script, *map(str, args)]
+        python = [sys.executable] if script and str(script[0]).endswith(".py") else []
+        yield [*python, *script, *map(str, args)]
     else:
         import cloudpickle
 
@@ -201,6 +209,7 @@ class Session:
                 raise ValueError(f"{name} is {str(value)[:40]}; write {least} to {most}{unit}")
         self.name = f"an {kind.name}" if kind.name[0] == "N" else f"a {kind.name}"
         self.ranks, self.rank = ranks, rank
+        self.variables: dict[str, str] = {}
         self.memory = int(kind.memory * GIB) if memory is None else memory
         self.context = min(context_bytes(kind), self.memory)
         self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
@@ -221,7 +230,12 @@ class Session:
             ours |= rank_environment(self.rank, self.ranks)
         hidden = ("CUDA_VISIBLE_DEVICES",)
         rest = {name: value for name, value in os.environ.items() if name not in hidden}
-        return {"TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"), **rest, **ours}
+        return {
+            "TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"),
+            **rest,
+            **self.variables,
+            **ours,
+        }
 
     def start(
         self,
