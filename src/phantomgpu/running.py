@@ -34,6 +34,7 @@ def run(
     gpu: str,
     memory: int | str | None = None,
     ranks: int = 1,
+    rank: int = 0,
     steps: int | None = 3,
     devices: int | None = None,
     args: Sequence[Any] = (),
@@ -43,6 +44,7 @@ def run(
     values: bool = True,
     snapshot: str | Path | None = None,
     timeout_seconds: float | None = None,
+    variables: dict[str, str] | None = None,
     quiet: bool = True,
 ) -> Report:
     """Run a script or a function on a GPU that does not exist, and report its memory.
@@ -52,7 +54,8 @@ def run(
             its arguments travel to another process by cloudpickle.
         gpu: The kind of GPU, one of `phantomgpu.GPUS`.
         memory: Another size than that kind's, in bytes or as '40GiB'.
-        ranks: The number of ranks; rank 0 runs.
+        ranks: The number of ranks; one of them runs.
+        rank: Which of them, from 0.
         steps: After how many optimizer steps the script ends; None: it runs to its end.
         devices: The number of GPUs that the process sees; 1, or up to 8 with ranks.
         args: Arguments of the function, or of the script.
@@ -62,6 +65,7 @@ def run(
         values: Compute small whole numbers for real.
         snapshot: A file for torch's memory snapshot.
         timeout_seconds: How long the script may take.
+        variables: Environment variables of the script.
         quiet: Do not show what the script prints.
 
     Returns:
@@ -72,7 +76,8 @@ def run(
         SetupNeededError: The installed torch has no CUDA code.
     """
     standins.check_system()
-    session = Session(gpu, memory, ranks, devices)
+    session = Session(gpu, memory, ranks, devices, rank)
+    session.variables = variables or {}
     settings = Settings(
         "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
     )
@@ -85,7 +90,11 @@ def run(
             note = ("names of modules are of a second run, whose peak differed",)
             notes = report.notes + note * differs
             report = replace(report, places=named.places, notes=notes)
-    return report
+    if callable(script):
+        return report
+    how = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": rank, "steps": steps}
+    how |= {"script": command, "folder": str(Path.cwd()), "devices": devices, "cudnn": cudnn}
+    return replace(report, again=how)
 
 
 @contextmanager
@@ -98,7 +107,8 @@ def command_of(
     if isinstance(script, str | Path):
         yield [sys.executable, str(script), *map(str, args)]
     elif not callable(script):
-        yield [*script, *map(str, args)]
+        python = [sys.executable] if script and str(script[0]).endswith(".py") else []
+        yield [*python, *script, *map(str, args)]
     else:
         import cloudpickle
 
@@ -152,26 +162,50 @@ def too_long(what: str, seconds: float | None) -> RunFailedError:
     )
 
 
+def rank_environment(rank: int, ranks: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank, on nodes of eight GPUs."""
+    local = min(ranks, LOCAL_RANKS)
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % local,
+        "GROUP_RANK": rank // local,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": min(local, ranks - rank // local * local),
+        "GROUP_WORLD_SIZE": -(-ranks // local),
+        "ROLE_WORLD_SIZE": ranks,
+        "MASTER_PORT": 29500,
+    }
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
 class Session:
     """A kind of GPU, and how processes that see it are started."""
 
     def __init__(
-        self, gpu: str, memory: int | str | None, ranks: int = 1, devices: int | None = None
+        self,
+        gpu: str,
+        memory: int | str | None,
+        ranks: int = 1,
+        devices: int | None = None,
+        rank: int = 0,
     ) -> None:
-        kind = find_gpu(gpu)
+        self.kind = kind = find_gpu(gpu)
         if isinstance(memory, str):
             memory = parse_memory(memory)
         count = min(ranks, LOCAL_RANKS) if devices is None else devices
         for name, value, least, most in (
             ("memory", int(kind.memory * GIB) if memory is None else memory, 1 << 20, 1 << 40),
             ("ranks", ranks, 1, 1 << 20),
+            ("rank", rank, 0, max(ranks, 1) - 1),
             ("devices", count, 1, MOST_DEVICES),
         ):
             if not least <= value <= most:
                 unit = " bytes, such as '24GiB'" if name == "memory" else ""
                 raise ValueError(f"{name} is {str(value)[:40]}; write {least} to {most}{unit}")
         self.name = f"an {kind.name}" if kind.name[0] == "N" else f"a {kind.name}"
-        self.ranks = ranks
+        self.ranks, self.rank = ranks, rank
+        self.variables: dict[str, str] = {}
         self.memory = int(kind.memory * GIB) if memory is None else memory
         self.context = min(context_bytes(kind), self.memory)
         self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
@@ -185,21 +219,19 @@ class Session:
             "PHANTOMGPU_RUN": json.dumps(asdict(settings)),
             "PHANTOMGPU_FACTS": self.facts,
             "PYTHONPATH": os.pathsep.join(path),
+            "TORCH_COMPILE_CACHE_KEY_TAG": "phantomgpu",  # a real GPU must not find these kernels
             "TMPDIR": settings.folder,  # what a script that is ended leaves behind goes with it
         }
         if self.ranks > 1:
-            ours |= {
-                "RANK": "0",
-                "LOCAL_RANK": "0",
-                "GROUP_RANK": "0",
-                "WORLD_SIZE": str(self.ranks),
-                "LOCAL_WORLD_SIZE": str(min(self.ranks, LOCAL_RANKS)),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "0",
-            }
+            ours |= rank_environment(self.rank, self.ranks)
         hidden = ("CUDA_VISIBLE_DEVICES",)
         rest = {name: value for name, value in os.environ.items() if name not in hidden}
-        return {"TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"), **rest, **ours}
+        return {
+            "TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"),
+            **rest,
+            **self.variables,
+            **ours,
+        }
 
     def start(
         self,
@@ -253,9 +285,11 @@ class Session:
             result |= {"status": status, "problem": f"it ended with exit code {code}"}
         return build_report(
             result,
+            self.kind,
             gpu=self.name,
             memory=self.memory,
             context=self.context,
             ranks=self.ranks,
+            rank=self.rank,
             exit_code=CANNOT_RUN if result["status"] == "cannot run" else code,
         )
