@@ -45,6 +45,8 @@ class Settings:
     modules: bool = False
     values: bool = True
     snapshot: bool = False
+    messages: str = ""
+    """The folder of what ranks send to each other."""
     details: bool = True
     path: list[str] = field(default_factory=list)
 
@@ -190,7 +192,7 @@ class Run:
         if self.settings.ranks > 1:
             from phantomgpu import ranks
 
-            ranks.start()
+            ranks.start(self.settings.messages)
 
     def begin(self) -> None:
         """Record allocations, once CUDA starts."""
@@ -202,7 +204,12 @@ class Run:
         if self.settings.values:
             from phantomgpu import values
 
-            self.computes = values.start(self.library)
+            bytes_of = values.start(self.library)
+            self.computes = bytes_of is not None
+            if bytes_of is not None and torch.distributed.is_available():
+                from phantomgpu import ranks
+
+                ranks.follow(bytes_of)
         self.seen.phases.append((_now(), "step", 1))
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -279,6 +286,7 @@ class Run:
             with Path(self.settings.folder, f"{self.process}.pickle").open("wb") as file:
                 pickle.dump(snapshot, file)
         values = sys.modules.get("phantomgpu.values")
+        ranks = sys.modules.get("phantomgpu.ranks")
         host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
         return {
             **analyse(self.seen, snapshot["device_traces"]),
@@ -292,6 +300,7 @@ class Run:
             "compiled": "torch._inductor.compile_fx" in sys.modules,
             "cudnn": torch.backends.cudnn.enabled,
             "distributed": is_distributed(),
+            "peers": list(ranks.PEERS) if ranks else [],
             "seconds": round(seconds, 2),
             "assumed": ctypes.c_size_t.in_dll(self.library, "phantom_assumed").value,
             "nccl": ctypes.c_size_t.in_dll(self.library, "phantom_nccl").value,

@@ -37,14 +37,14 @@ _LEFT = "empty set_ resize record_stream is_set_to _assert _amp_foreach _sdp_cho
 _REFUSED = (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError)
 """The CPU has no such kernel or type, or indices that came from zeros lie outside."""
 _KEPT: list[torch.library.Library] = []
-_LOST, _DERIVED, _KNOWN = range(3)
+LOST, _DERIVED, _KNOWN = range(3)
 """What the bytes of a storage are: unknown, computed from unknown ones, or true."""
 
 
-def start(library: ctypes.CDLL) -> bool:
-    """Override the kernels; return False if this torch does not let us call its own (2.9 does)."""
+def start(library: ctypes.CDLL) -> Bytes | None:
+    """Override the kernels; return None if this torch does not let us call its own (2.9 does)."""
     if not hasattr(torch.library, "get_kernel"):
-        return False
+        return None
     bytes_of = Bytes(library)
     ours = torch.library.Library("aten", "IMPL")
     _KEPT.append(ours)
@@ -59,7 +59,7 @@ def start(library: ctypes.CDLL) -> bool:
                 operation.has_kernel_for_dispatch_key("CUDA") and _makes_values(operation)
             ):
                 ours.impl(name, Kernel(operation, bytes_of), "CUDA", with_keyset=True)
-    return True
+    return bytes_of
 
 
 def _names() -> list[str]:
@@ -129,7 +129,7 @@ class Kernel:
             host = self.on_host(args, kwargs, targets)
         if host is None or most > MOST or not self.computed(host, targets, fresh, most):
             for one in targets:
-                self.bytes.note(one, _KNOWN if self.base == "zero_" else _LOST)
+                self.bytes.note(one, _KNOWN if self.base == "zero_" else LOST)
             if self.base == "all":  # what is checked is finite
                 self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)
         elif self.base == "any" and most > self.few and not host[3]:  # and no sample is rejected
@@ -183,7 +183,7 @@ class Kernel:
             pairs = [*zip(targets, copies, strict=True), *zip(fresh, new, strict=True)]
             for to, result in pairs:
                 if not to.is_cuda or (most > self.few and not _is_whole(to)):
-                    self.bytes.note(to, _LOST)
+                    self.bytes.note(to, LOST)
                 else:
                     self.bytes.write(to, result, known=known)
             return True
@@ -232,7 +232,7 @@ class Kernel:
         elif to.is_cuda:
             kept = to.dtype == source.dtype and to.nbytes <= MOST
             kept = kept and to.is_contiguous() and source.is_contiguous()
-            self.bytes.note(to, _KNOWN if known and kept else _LOST)
+            self.bytes.note(to, _KNOWN if known and kept else LOST)
         return out
 
 
@@ -323,7 +323,7 @@ class Bytes:
         address, size = storage.data_ptr(), storage.nbytes()
         if tensor.nbytes < size and old is not None:  # a part of it
             state = _KNOWN if state == old == _KNOWN else _DERIVED
-        if old is None and state == _LOST:
+        if old is None and state == LOST:
             return
 
         def forget(dead: weakref.ref[torch.UntypedStorage]) -> None:
