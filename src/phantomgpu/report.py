@@ -40,6 +40,7 @@ class Report:
         timeline: Bytes of each category over the step of the peak: see docs/phantomgpu/report.md.
         unknown: The lines of the script that read what hangs on floating-point numbers that were
             not computed: a branch or a size there may be another on a real GPU.
+        again: The command that was run, its folder and how; empty for a function.
         problem: The error that ended the script, if one did.
         notes: What the figures do not contain.
     """
@@ -64,6 +65,7 @@ class Report:
     peers: list[int] = field(default_factory=list)
     stages: list[tuple[int, int, int]] = field(default_factory=list)
     unknown: tuple[str, ...] = ()
+    again: dict[str, Any] = field(default_factory=dict, repr=False)
     problem: str | None = None
     notes: tuple[str, ...] = ()
     torch: str = ""

@@ -47,6 +47,7 @@ def run(
     values: bool = True,
     snapshot: str | Path | None = None,
     timeout_seconds: float | None = None,
+    variables: dict[str, str] | None = None,
     quiet: bool = True,
 ) -> Report:
     """Run a script or a function on a GPU that does not exist, and report its memory.
@@ -68,6 +69,7 @@ def run(
         values: Compute small whole numbers for real.
         snapshot: A file for torch's memory snapshot.
         timeout_seconds: How long the script may take.
+        variables: Environment variables of the script.
         quiet: Do not show what the script prints.
 
     Returns:
@@ -79,6 +81,7 @@ def run(
     """
     standins.check_system()
     session = Session(gpu, memory, ranks, devices, rank)
+    session.variables = variables or {}
     settings = Settings(
         "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
     )
@@ -99,7 +102,11 @@ def run(
             note = ("names of modules are of a second run, whose peak differed",)
             notes = report.notes + note * differs
             report = replace(report, places=named.places, notes=notes)
-    return report
+    if callable(script):
+        return report
+    how = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": rank, "steps": steps}
+    how |= {"script": command, "folder": str(Path.cwd()), "devices": devices, "cudnn": cudnn}
+    return replace(report, again=how)
 
 
 def fullest(session: Session, first: Report, start: Callable[[], Report]) -> Report:
@@ -132,7 +139,8 @@ def command_of(
     if isinstance(script, str | Path):
         yield [sys.executable, str(script), *map(str, args)]
     elif not callable(script):
-        yield [*script, *map(str, args)]
+        python = [sys.executable] if script and str(script[0]).endswith(".py") else []
+        yield [*python, *script, *map(str, args)]
     else:
         import cloudpickle
 
@@ -235,8 +243,13 @@ class Session:
                 unit = " bytes, such as '24GiB'" if name == "memory" else ""
                 raise ValueError(f"{name} is {str(value)[:40]}; write {least} to {most}{unit}")
         self.name = f"an {kind.name}" if kind.name[0] == "N" else f"a {kind.name}"
+<<<<<<< HEAD
         self.ranks, self.rank, self.messages = ranks, rank, ""
         self.others: dict[int, Report] = {}
+=======
+        self.ranks, self.rank = ranks, rank
+        self.variables: dict[str, str] = {}
+>>>>>>> main
         self.memory = int(kind.memory * GIB) if memory is None else memory
         self.context = min(context_bytes(kind), self.memory)
         self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
@@ -257,7 +270,12 @@ class Session:
             ours |= rank_environment(rank, self.ranks)
         hidden = ("CUDA_VISIBLE_DEVICES",)
         rest = {name: value for name, value in os.environ.items() if name not in hidden}
-        return {"TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"), **rest, **ours}
+        return {
+            "TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"),
+            **rest,
+            **self.variables,
+            **ours,
+        }
 
     def start(
         self,
