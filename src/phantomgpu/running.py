@@ -243,13 +243,9 @@ class Session:
                 unit = " bytes, such as '24GiB'" if name == "memory" else ""
                 raise ValueError(f"{name} is {str(value)[:40]}; write {least} to {most}{unit}")
         self.name = f"an {kind.name}" if kind.name[0] == "N" else f"a {kind.name}"
-<<<<<<< HEAD
         self.ranks, self.rank, self.messages = ranks, rank, ""
-        self.others: dict[int, Report] = {}
-=======
-        self.ranks, self.rank = ranks, rank
         self.variables: dict[str, str] = {}
->>>>>>> main
+        self.others: dict[int, Report] = {}
         self.memory = int(kind.memory * GIB) if memory is None else memory
         self.context = min(context_bytes(kind), self.memory)
         self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
