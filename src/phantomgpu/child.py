@@ -48,6 +48,8 @@ class Settings:
     messages: str = ""
     """The folder of what ranks send to each other."""
     details: bool = True
+    seconds: float | None = None
+    """After how many seconds the script ends, with a report of what was seen until then."""
     path: list[str] = field(default_factory=list)
 
 
@@ -184,6 +186,10 @@ class Run:
 
             names.follow(self.seen.spans)
         self.join()
+        if self.settings.seconds is not None:
+            timer = threading.Timer(self.settings.seconds, self.interrupt)
+            timer.daemon = True
+            timer.start()
         sys.excepthook = self.failed
         atexit.register(self.ended)
 
@@ -204,7 +210,7 @@ class Run:
         if self.settings.values:
             from phantomgpu import values
 
-            bytes_of = values.start(self.library)
+            bytes_of = values.start(self.library, self.seen.modes)
             self.computes = bytes_of is not None
             if bytes_of is not None and torch.distributed.is_available():
                 from phantomgpu import ranks
@@ -235,6 +241,15 @@ class Run:
             and threading.current_thread() is threading.main_thread()
         ):
             self.stopped = line_of(sys._getframe())[0]
+            self.finish("fits", 0)
+
+    def interrupt(self) -> None:
+        """End a run that takes longer than it may."""
+        import torch
+
+        if torch.cuda.is_initialized():  # or else a process that starts others
+            main = sys._current_frames()[threading.main_thread().ident or 0]
+            self.stopped = line_of(main)[0]
             self.finish("fits", 0)
 
     def failed(
@@ -297,11 +312,13 @@ class Run:
             "computes": self.computes,
             "stopped": self.stopped,
             "unknown": [line for line, _ in values.UNKNOWN.most_common()] if values else [],
+            "decides": [line for line, _ in values.DECIDES.most_common()] if values else [],
             "compiled": "torch._inductor.compile_fx" in sys.modules,
             "cudnn": torch.backends.cudnn.enabled,
             "distributed": is_distributed(),
             "peers": list(ranks.PEERS) if ranks else [],
             "seconds": round(seconds, 2),
+            "limit": self.settings.seconds if self.stopped else None,
             "assumed": ctypes.c_size_t.in_dll(self.library, "phantom_assumed").value,
             "nccl": ctypes.c_size_t.in_dll(self.library, "phantom_nccl").value,
         }

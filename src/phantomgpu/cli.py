@@ -40,7 +40,7 @@ Memory = Annotated[str | None, typer.Option(help="Another size than that kind's,
 Ranks = Annotated[int, typer.Option(min=1, help="Run one rank of so many.")]
 Steps = Annotated[int, typer.Option(min=1, help="End after so many optimizer steps.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end.")]
+Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end, or to --timeout.")]
 Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds that the script may take.")]
 
 

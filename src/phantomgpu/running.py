@@ -28,6 +28,8 @@ BOOT = Path(__file__).parent / "boot"
 LOCAL_RANKS, MOST_DEVICES, MOST_STAGES = 8, 16, 32
 GRACE_SECONDS = 5
 """How long a process has to end by itself."""
+REPORT_SECONDS = 60
+"""How long a process has to make its report, once its time is over."""
 
 
 def run(
@@ -68,7 +70,8 @@ def run(
         cudnn: Leave cuDNN on; what needs it is then refused.
         values: Compute small whole numbers for real.
         snapshot: A file for torch's memory snapshot.
-        timeout_seconds: How long the script may take.
+        timeout_seconds: How long the script may take. With `steps=None`, the report is then what
+            was seen until the limit.
         variables: Environment variables of the script.
         quiet: Do not show what the script prints.
 
@@ -85,6 +88,7 @@ def run(
     settings = Settings(
         "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
     )
+    settings.seconds = timeout_seconds if steps is None else None
     with (
         command_of(script, args, kwargs) as command,
         tempfile.TemporaryDirectory(prefix="phantomgpu-") as messages,
@@ -289,13 +293,15 @@ class Session:
         """
         if shutil.which(command[0]) is None:
             raise RunFailedError(f"cannot run {command[0]!r}: no such command")
+        # With a time limit of its own, the script ends itself, with a report.
+        more = 0 if settings.seconds is None else REPORT_SECONDS
         began = time.monotonic()
         with ended_by_signals(), ExitStack() as stack:
             runs = {self.rank: self.launch(stack, command, settings, self.rank, quiet=quiet)}
             while left := [one for one in runs.values() if one.process.poll() is None]:
                 with suppress(subprocess.TimeoutExpired):
                     left[0].process.wait(0.05)
-                if timeout_seconds and time.monotonic() - began > timeout_seconds:
+                if timeout_seconds and time.monotonic() - began > timeout_seconds + more:
                     raise too_long("the script", timeout_seconds)
                 for rank in self.wanted(runs):
                     runs[rank] = self.launch(stack, command, settings, rank, quiet=True)
