@@ -45,6 +45,8 @@ class Settings:
     modules: bool = False
     values: bool = True
     snapshot: bool = False
+    messages: str = ""
+    """The folder of what ranks send to each other."""
     details: bool = True
     seconds: float | None = None
     """After how many seconds the script ends, with a report of what was seen until then."""
@@ -202,7 +204,7 @@ class Run:
         if self.settings.ranks > 1:
             from phantomgpu import ranks
 
-            ranks.start()
+            ranks.start(self.settings.messages)
 
     def begin(self) -> None:
         """Record allocations, once CUDA starts."""
@@ -214,7 +216,12 @@ class Run:
         if self.settings.values:
             from phantomgpu import values
 
-            self.computes = values.start(self.library, self.seen.modes)
+            bytes_of = values.start(self.library, self.seen.modes)
+            self.computes = bytes_of is not None
+            if bytes_of is not None and torch.distributed.is_available():
+                from phantomgpu import ranks
+
+                ranks.follow(bytes_of)
         self.seen.phases.append((_now(), "step", 1))
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -301,6 +308,7 @@ class Run:
                 pickle.dump(snapshot, file)
         values = sys.modules.get("phantomgpu.values")
         longest = sys.modules.get("phantomgpu.longest")
+        ranks = sys.modules.get("phantomgpu.ranks")
         host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
         return {
             **analyse(self.seen, snapshot["device_traces"]),
@@ -316,6 +324,7 @@ class Run:
             "compiled": "torch._inductor.compile_fx" in sys.modules,
             "cudnn": torch.backends.cudnn.enabled,
             "distributed": is_distributed(),
+            "peers": list(ranks.PEERS) if ranks else [],
             "seconds": round(seconds, 2),
             "limit": self.settings.seconds if self.stopped else None,
             "assumed": ctypes.c_size_t.in_dll(self.library, "phantom_assumed").value,

@@ -52,6 +52,9 @@ def run(
     memory: Memory = None,
     ranks: Ranks = 1,
     rank: Annotated[int, typer.Option(min=0, help="Which of them runs.")] = 0,
+    every_stage: Annotated[
+        bool, typer.Option("--every-stage", help="Run a rank of each pipeline stage.")
+    ] = False,
     steps: Steps = 3,
     whole: Whole = False,
     timeout: Timeout = None,
@@ -82,6 +85,7 @@ def run(
         memory=memory,
         ranks=ranks,
         rank=rank,
+        every_stage=every_stage,
         steps=None if whole else steps,
         timeout_seconds=timeout,
         devices=devices,

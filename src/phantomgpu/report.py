@@ -39,6 +39,8 @@ class Report:
         nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu/ranks.md.
         ranks: The number of ranks.
         rank: The one of them that ran.
+        peers: The ranks that it sent to or received from: its neighbours in a pipeline.
+        stages: Of each rank that ran: its number, and the peaks of allocated and reserved bytes.
         timeline: Bytes of each category over the step of the peak: see docs/phantomgpu/report.md.
         unknown: The lines of the script that read what hangs on floating-point numbers that were
             not computed.
@@ -68,6 +70,8 @@ class Report:
     nccl: int = 0
     ranks: int = 1
     rank: int = 0
+    peers: list[int] = field(default_factory=list)
+    stages: list[tuple[int, int, int]] = field(default_factory=list)
     unknown: tuple[str, ...] = ()
     decides: tuple[str, ...] = ()
     limit: float | None = None
@@ -142,6 +146,10 @@ class Report:
             "outside torch: ": {"context": self.context, "NCCL": self.nccl} if self.nccl else {},
             "on the host: ": {"pinned": self.host_pinned, "managed": self.host_managed},
         }
+        lines += [
+            f"  rank {rank}: peak {_gib(allocated)} GiB (reserved {_gib(reserved)})"
+            for rank, allocated, reserved in self.stages
+        ]
         lines += [f"  {name}{table}" for name, sizes in tables.items() if (table := _table(sizes))]
         if self.problem:
             lines.append(f"  {self.problem.splitlines()[0][:400]}")

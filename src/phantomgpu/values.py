@@ -43,7 +43,7 @@ _LEFT = "empty set_ resize record_stream is_set_to _assert _amp_foreach _sdp_cho
 _REFUSED = (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError)
 """The CPU has no such kernel or type, or indices that came from zeros lie outside."""
 _KEPT: list[torch.library.Library] = []
-_LOST, _DERIVED, _KNOWN, _NORMAL = range(4)
+LOST, _DERIVED, _KNOWN, _NORMAL = range(4)
 """What the bytes of a storage are: unknown, computed from unknown ones, true, or lost `randn`."""
 
 
@@ -62,10 +62,10 @@ class Same(float):
     """State of a large tensor, all of whose elements are this number."""
 
 
-def start(library: ctypes.CDLL, modes: list[tuple[int, str]]) -> bool:
-    """Override the kernels; return False if this torch does not let us call its own (2.9 does)."""
+def start(library: ctypes.CDLL, modes: list[tuple[int, str]]) -> Bytes | None:
+    """Override the kernels; return None if this torch does not let us call its own (2.9 does)."""
     if not hasattr(torch.library, "get_kernel"):
-        return False
+        return None
     bytes_of = Bytes(library, modes)
     ours = torch.library.Library("aten", "IMPL")
     _KEPT.append(ours)
@@ -80,7 +80,7 @@ def start(library: ctypes.CDLL, modes: list[tuple[int, str]]) -> bool:
                 operation.has_kernel_for_dispatch_key("CUDA") and _makes_values(operation)
             ):
                 ours.impl(name, Kernel(operation, bytes_of), "CUDA", with_keyset=True)
-    return True
+    return bytes_of
 
 
 def _names() -> list[str]:
@@ -164,7 +164,8 @@ class Kernel:
             return _KNOWN if self.base == "zero_" else _NORMAL
         state = self.bytes.state(read[0]) if read else None
         if self.base == "fill_":
-            return Same(self.bytes.read(torch.as_tensor(args[1])).item())
+            number = self.bytes.read(torch.as_tensor(args[1])).item()
+            return Same(number) if number else _KNOWN
         if self.base == "masked_fill_" and isinstance(state, Same) and 0 < state < 1:
             return state  # chances of tokens, but for a few
         if self.base in ("sum", "mean", "count_nonzero") and isinstance(state, Share):
@@ -176,7 +177,7 @@ class Kernel:
             places = [one.numel() for one in leaves(args) if one.dtype == torch.int64]
             return Share(min(1.0, max(places, default=0) / out.numel()))
         if out.dtype is not torch.bool and not self.base.startswith("bernoulli"):
-            return _LOST
+            return LOST
         shares = [self.bytes.state(one) for one in read]
         both = len(read) == 1 and isinstance(shares[0], Share)
         with suppress(*_REFUSED):
@@ -185,7 +186,7 @@ class Kernel:
             parts = result.bool().float().expand(2 if both else FEW)
             part = parts.mean() if not both else parts[0].lerp(parts[1], shares[0])
             return Share(part)
-        return _LOST
+        return LOST
 
     def is_worth(self, outputs: list[torch.Tensor], most: int) -> bool:
         """Return whether outputs are computed, if tensors have so many elements."""
@@ -239,7 +240,7 @@ class Kernel:
             pairs = [*zip(targets, copies, strict=True), *zip(fresh, new, strict=True)]
             for to, result in pairs:
                 if not to.is_cuda or (most > self.few and not _is_whole(to)):
-                    self.bytes.note(to, _LOST)
+                    self.bytes.note(to, LOST)
                 else:
                     self.bytes.write(to, result, known=known)
             return True
@@ -276,9 +277,11 @@ class Kernel:
     ) -> Any:
         """Copy, between the devices too."""
         known = self.bytes.is_known(source)
-        is_small = not isinstance(self.bytes.state(source), Share) and to.numel() <= (
-            MOST if _is_whole(to) else self.few
-        )
+        state = self.bytes.state(source)
+        # A program on the CPU reads all of a copy: k-means must not see only zeros.
+        is_small = to.numel() <= (MOST if _is_whole(to) or not to.is_cuda else self.few)
+        if isinstance(state, Share):
+            is_small = not to.is_cuda
         values = self.bytes.read(source) if is_small else source
         if not to.is_cuda and not known:
             remember(decides=_is_whole(source))
@@ -290,8 +293,7 @@ class Kernel:
         elif to.is_cuda:
             kept = to.dtype == source.dtype and to.nbytes <= MOST
             kept = kept and to.is_contiguous() and source.is_contiguous()
-            state = self.bytes.state(source)
-            lost = state if isinstance(state, Share) and to.numel() == source.numel() else _LOST
+            lost = state if isinstance(state, Share) and to.numel() == source.numel() else LOST
             self.bytes.note(to, _KNOWN if known and kept else lost)
         return out
 
@@ -412,7 +414,7 @@ class Bytes:
         address, size = storage.data_ptr(), storage.nbytes()
         if tensor.nbytes < size and old is not None:  # a part of it
             state = _KNOWN if state == old == _KNOWN else _DERIVED
-        if old is None and state == _LOST:
+        if old is None and state == LOST:
             return
 
         def forget(dead: weakref.ref[torch.UntypedStorage]) -> None:
@@ -427,6 +429,8 @@ class Bytes:
         """Return its values on the CPU: the true ones, or random ones between 0 and 1."""
         if not tensor.is_cuda:
             return tensor
+        if not tensor.numel():
+            return host(tensor)
         count, state = tensor.numel(), self.state(tensor)
         if isinstance(state, Share):
             return state.mask(tensor)
@@ -453,17 +457,12 @@ class Bytes:
             return torch.tensor([0, 1]).to(tensor.dtype)
         if isinstance(state, Share):
             return (torch.rand(FEW) < state).to(tensor.dtype)
-        if (
-            tensor.dtype.is_floating_point
-            and tensor.numel() > 1
-            and state in (None, _LOST, _NORMAL)
-        ):
+        if isinstance(state, Same):
+            return torch.full((FEW,), state, dtype=tensor.dtype)
+        if tensor.dtype.is_floating_point and tensor.numel() > 1 and state in (None, LOST, _NORMAL):
             return (torch.randn if state == _NORMAL else torch.rand)(FEW).to(tensor.dtype)
         at = torch.unravel_index(torch.randint(shape.numel(), (FEW,)), shape)
-        values = (
-            self.read(tensor) if isinstance(state, Same) or not tensor.is_cuda else host(tensor)
-        )
-        return values.expand(shape)[at]
+        return (host(tensor) if tensor.is_cuda else tensor).expand(shape)[at]
 
     def number(self, tensor: torch.Tensor) -> Any:
         """Return the value of a tensor with one element."""

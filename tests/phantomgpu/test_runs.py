@@ -353,6 +353,7 @@ def floats() -> None:
     assert loss.item() == loss.item() > 0
     kept = large > 0.5
     assert 0.25 < kept.nonzero().shape[0] / kept.numel() < 0.36  # as of normal numbers
+    assert 0.9 < large.cpu().std() < 1.1  # what runs on the CPU gets random numbers, too
 
 
 def test_floats_that_decide_are_computed_or_named() -> None:
