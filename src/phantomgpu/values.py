@@ -154,6 +154,10 @@ class Kernel:
                 self.bytes.note(one, self.share(one, args, kwargs, tensors))
             if self.base == "all":  # what is checked is finite
                 self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)
+        elif (
+            self.base == "all" and not host[3] and "distribution.py" in line_of(sys._getframe())[1]
+        ):
+            self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)  # valid, too
         elif self.base == "any" and most > self.few and not host[3]:  # and no sample is rejected
             self.bytes.write(out, torch.zeros_like(out, device="cpu"), known=False)
         return out
@@ -178,13 +182,13 @@ class Kernel:
             return Share(min(1.0, max(places, default=0) / out.numel()))
         if out.dtype is not torch.bool and not self.base.startswith("bernoulli"):
             return LOST
-        shares = [self.bytes.state(one) for one in read]
-        both = len(read) == 1 and isinstance(shares[0], Share)
+        first = state if len(read) == 1 else None
+        both = isinstance(first, Share)
         with suppress(*_REFUSED):
             drawn = {id(one): self.bytes.sample(one, out.shape, both=both) for one in read}
             result = leaves(self.called(self.moved(args, drawn), self.moved(kwargs, drawn)))[0]
             parts = result.bool().float().expand(2 if both else FEW)
-            part = parts.mean() if not both else parts[0].lerp(parts[1], shares[0])
+            part = parts[0].lerp(parts[1], first) if isinstance(first, Share) else parts.mean()
             return Share(part)
         return LOST
 
@@ -376,7 +380,7 @@ class Bytes:
         self.copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
         self.set.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
         self.copy.restype = self.set.restype = None
-        self.states: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.states: dict[int, tuple[weakref.ref[torch.UntypedStorage], float]] = {}
         self.chance = torch.Generator().manual_seed(0).get_state()
         self.pool = torch.empty(0)
         self.mode, self.modes, self.thread = "", modes, threading.get_ident()
@@ -390,7 +394,7 @@ class Bytes:
             self.mode = mode
             self.modes.append((time.time_ns() // 1000, mode))
 
-    def state(self, tensor: torch.Tensor) -> int | None:
+    def state(self, tensor: torch.Tensor) -> float | None:
         """Return what its bytes are; None: nothing was noted."""
         storage = tensor.untyped_storage()
         known = self.states.get(storage.data_ptr())
@@ -403,7 +407,7 @@ class Bytes:
         state = self.state(tensor)
         return isinstance(state, Same) or (state == _KNOWN and not isinstance(state, Share))
 
-    def note(self, tensor: torch.Tensor, state: int) -> None:
+    def note(self, tensor: torch.Tensor, state: float) -> None:
         """Note what the bytes of a tensor are, until its storage dies.
 
         What an older block left behind must not be read from a new one.
