@@ -252,6 +252,7 @@ def traced() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    assert torch.zeros(1, device="cuda").is_cuda
     with FakeTensorMode():
         assert torch.tensor(2.0, device="cuda").is_cuda
 
