@@ -225,11 +225,26 @@ ROWS = (
     *(row_of(line, ("warm-up", "windows", "last windows")) for line in YARN.splitlines()),
 )
 
+SOME = "; ".join(edit.text for name, edit in EDITS.items() if name != "steps")
+TEXT = f"""\
+Each log holds its script and the peaks that it printed on 8 H100 80GB, with nightly builds of
+torch 2.6 to 2.10. Here the script runs as rank 0 of 8 (`--gpu h100 --ranks 8 --whole`), compiled,
+with made-up tokens. Nothing was fitted. Give a clone with `--source`; the record with
+MuonWithAuxAdam also needs `muon.py` of KellerJordan/Muon on `PYTHONPATH`.
+
+- Changed in all scripts: {EDITS["steps"].text}.
+- Changed in some: {SOME}.
+- Inductor's check of strides is off. Newer torch refuses the FP8 matmul of the first records with
+  it, because the strides of its fake kernel are wrong.
+- FlashAttention 3, from September 2025 on, is a stand-in that computes nothing and allocates what
+  its source allocates.
+"""
+
 FAMILY = Family(
     "nanogpt",
     "Records of modded-nanogpt",
     "https://github.com/KellerJordan/modded-nanogpt/tree/master/records/track_1_short",
-    "Rank 0 of 8 H100, compiled.",
+    TEXT,
     ROWS,
     measure,
 )
