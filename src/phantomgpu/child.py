@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from phantomgpu import standins
+from phantomgpu import bound, standins
 from phantomgpu.analysis import History, addresses, analyse, is_distributed, line_of
 from phantomgpu.errors import PhantomError, SetupNeededError
 
@@ -156,6 +156,7 @@ class Run:
         self.problem: dict[str, Any] = {}
         self.finished = self.computes = False
         self.stopped = ""
+        self.work: bound.Work | None = None
         self.process = os.getpid()
         self.began = time.perf_counter()
 
@@ -196,7 +197,8 @@ class Run:
         if self.settings.values:
             from phantomgpu import values
 
-            self.computes = values.start(self.library)
+            self.work = bound.Work(self.library) if self.settings.details else None
+            self.computes = values.start(self.library, self.work)
         self.seen.phases.append((_now(), "step", 1))
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -213,6 +215,10 @@ class Run:
         del args, kwargs
         done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         self.seen.phases.append((_now(), "step", done + 1))
+        if self.work and list(self.steps.values()).count(done) == 1 == (
+            done == max(self.steps.values())
+        ):  # of several optimizers, the first to end a step
+            self.work.end()
         if is_distributed():
             time.sleep(WATCHDOG_SECONDS)
         most = self.settings.steps
@@ -288,6 +294,7 @@ class Run:
             "distributed": is_distributed(),
             "seconds": round(seconds, 2),
             "assumed": ctypes.c_size_t.in_dll(self.library, "phantom_assumed").value,
+            "work": self.work.last if self.work else {},
             "nccl": ctypes.c_size_t.in_dll(self.library, "phantom_nccl").value,
         }
 

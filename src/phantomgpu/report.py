@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, final
 
+from phantomgpu.bound import bound_of, line_of
 from phantomgpu.gpus import GIB, GPU, OLDEST
 
 Status = Literal["fits", "does not fit", "failed", "cannot run"]
@@ -35,6 +36,8 @@ class Report:
         nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu/ranks.md.
         ranks: The number of ranks; the report is that of rank 0.
         timeline: Bytes of each category over the step of the peak: see docs/phantomgpu/report.md.
+        bound: The least seconds of the last step on that kind of GPU, with what they are made of:
+            see docs/phantomgpu/time.md.
         unknown: The lines of the script that read what hangs on floating-point numbers that were
             not computed: a branch or a size there may be another on a real GPU.
         problem: The error that ended the script, if one did.
@@ -62,6 +65,7 @@ class Report:
     notes: tuple[str, ...] = ()
     torch: str = ""
     seconds: float = 0.0
+    bound: dict[str, Any] = field(default_factory=dict)
     exit_code: int = 0
     timeline: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -112,6 +116,8 @@ class Report:
             "outside torch: ": {"context": self.context, "NCCL": self.nccl} if self.nccl else {},
             "on the host: ": {"pinned": self.host_pinned, "managed": self.host_managed},
         }
+        if self.bound and self.status in ("fits", "does not fit"):
+            lines.append(f"  {line_of(self.bound)}")
         lines += [f"  {name}{table}" for name, sizes in tables.items() if (table := _table(sizes))]
         if self.problem:
             lines.append(f"  {self.problem.splitlines()[0][:400]}")
@@ -122,6 +128,8 @@ def build_report(result: dict[str, Any], kind: GPU, **known: Any) -> Report:
     """Return the report of what a process wrote."""
     names = set(Report.__dataclass_fields__) - set(known)
     values = {name: value for name, value in result.items() if name in names}
+    if work := result.get("work"):
+        values["bound"] = bound_of(work, kind)
     return Report(**values, **known, notes=tuple(_notes(result, kind, known)))
 
 
