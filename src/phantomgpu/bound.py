@@ -113,9 +113,9 @@ class Work:
         """Return what torch's formula says of a call."""
         if base.endswith("grouped_mm"):
             one, other = args[:2]
-            sums = one.shape[-1]
-            pairs = out.shape[-2] * out.shape[-1] if one.dim() == other.dim() == 2 else out.numel()
-            return 2.0 * pairs * sums
+            both = one.dim() == other.dim() == 2  # its groups share what is summed
+            pairs: int = out.shape[-2] * out.shape[-1] if both else out.numel()
+            return 2.0 * pairs * int(one.shape[-1])
         if "conv" in base and "backward" not in base:
             args = *args[:2], None, None, None, None, "transpose" in base
             base, kwargs = "convolution", {}
