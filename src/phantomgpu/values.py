@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from phantomgpu.analysis import line_of
-from phantomgpu.bound import Work, multiplies
+from phantomgpu.bound import Work, class_of
 
 MOST = 4 << 20
 """Elements, and bytes, of whole numbers that are computed. The device keeps no larger copies."""
@@ -96,7 +96,7 @@ class Kernel:
         ]
         self.is_random = torch.Tag.nondeterministic_seeded in operation.tags
         self.names = [one.name for one in schema.arguments]
-        self.multiplies = multiplies(self.base)
+        self.class_ = class_of(self.base)
         self.is_out = schema.overload_name.endswith("out")
         self.overwrites = self.is_random or self.is_out or self.base in ("zero_", "fill_")
         # How many elements a mask of tokens has: `bernoulli(full(shape, 0.15))` in scripts.
