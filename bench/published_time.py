@@ -30,6 +30,7 @@ PEFT = "PEFT method_comparison/MetaMathQA"
 
 
 def step(model: Any, loss_of: Callable[[], Any], dtype: Any) -> None:
+    """Train for two steps."""
     import torch
 
     trained = [one for one in model.parameters() if one.requires_grad]
@@ -139,10 +140,12 @@ class Row(NamedTuple):
 
 
 def titan(name: str, rate: float, ranks: int, *, fused: bool = False) -> Row:
+    """Return a row of torchtitan's table, from tokens a second."""
     return Row(name, "h100", TITAN, 2 * 8192 / rate, llama3, (2,), ranks, fused)
 
 
 def modded(name: str, record: str, seconds: float, heads: int) -> Row:
+    """Return a row of a record of modded-nanogpt."""
     return Row(name, "h100", f"{MODDED}/{record}", seconds, gpt2, (64, heads), 8, fused=True)
 
 
@@ -180,8 +183,9 @@ def measured(
 def least(row: Row, bound: dict[str, Any]) -> float:
     """Return the least seconds of the published program."""
     kept = ("matrix products", "attention", "convolutions")
-    computed = sum(bound["classes"].get(name, 0.0) for name in kept)
-    return max(computed, bound["links"]) if row.fused else bound["seconds"]
+    computed: float = sum(bound["classes"].get(name, 0.0) for name in kept)
+    whole: float = bound["seconds"]
+    return max(computed, bound["links"]) if row.fused else whole
 
 
 def table(found: dict[str, Any]) -> str:
