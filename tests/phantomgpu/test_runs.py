@@ -184,6 +184,57 @@ def test_a_search_where_an_import_starts_threads(ranks: int) -> None:
     assert answer.largest == 2
 
 
+def evaluated(where: str, seconds: float = 0) -> None:
+    """A run whose peak is in evaluation, generation or saving; a teacher is no evaluation."""
+    import time
+    from tempfile import TemporaryFile
+
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Dropout()).cuda()
+    teacher = torch.nn.Linear(512, 512).cuda().eval().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def generate(prompt: torch.Tensor) -> torch.Tensor:
+        return model(prompt).softmax(-1)
+
+    for _ in range(3):
+        with torch.no_grad():
+            teacher(torch.randn(1024 if where == "no_grad" else 8, 512, device="cuda"))
+        model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.inference_mode():
+            data = torch.randn(2048 if where == "evaluation" else 8, 512, device="cuda")
+            model(data).softmax(-1)
+            if where == "generation":
+                generate(torch.randn(4096, 512, device="cuda"))
+        model.train()
+        time.sleep(seconds)
+    with TemporaryFile() as file:
+        copies = 20 if where == "save" else 0
+        torch.save([{k: v.clone() for k, v in model.state_dict().items()}] * copies, file)
+
+
+@pytest.mark.parametrize("where", ["evaluation", "generation", "no_grad", "optimizer"])
+def test_the_phase_of_the_peak_of_a_whole_run(where: str) -> None:
+    report = run(evaluated, where, steps=None)
+    assert report.phase == where
+    assert {"forward", "backward", "optimizer", "evaluation"} <= set(report.peaks_by_phase)
+    assert ("generation" in report.peaks_by_phase) == (where == "generation")
+    assert report.peaks_by_phase[where] == max(report.peaks_by_phase.values())
+    assert "nothing was allocated in" in str(report)
+    assert not report.depends_on_values
+
+
+def test_a_whole_run_ends_at_its_limit_with_a_report() -> None:
+    report = run(evaluated, "optimizer", 60, steps=None, timeout_seconds=12)
+    assert report.fits, report.problem
+    assert f"ended after 12 seconds, in step {report.steps + 1}, at " in str(report)
+    assert "in the first 12 seconds" in report.lines()[0]
+
+
 def train_a_little(batch_size: int) -> None:
     import torch
 
@@ -303,6 +354,7 @@ def floats() -> None:
     assert loss.item() == loss.item() > 0
     kept = large > 0.5
     assert 0.4 < kept.nonzero().shape[0] / kept.numel() < 0.6
+    assert 0.2 < large.cpu().std() < 0.4  # what runs on the CPU gets random numbers, too
 
 
 def test_floats_that_decide_are_computed_or_named() -> None:
@@ -703,3 +755,45 @@ def test_the_trainer_on_a_mesh_of_64() -> None:
         assert report.ranks == 64
         assert report.categories["optimizer"] == pytest.approx(2 * whole / parts, rel=0.1)
     assert both.peak_allocated < fsdp.peak_allocated  # FSDP2 alone gathers whole layers
+
+
+def multiply(size: int) -> None:
+    import torch
+
+    table = torch.nn.Embedding(4096, 1024).cuda().bfloat16()
+    model = torch.nn.Linear(1024, 4096, bias=False).cuda().bfloat16()
+    optimizer = torch.optim.SGD([*table.parameters(), *model.parameters()])
+    for _ in range(9):
+        model(table(torch.zeros(2, size, dtype=torch.long, device="cuda"))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_bound_counts_the_last_step() -> None:
+    bound = run(multiply, 8192).bound
+    assert bound["tokens"] == 2 * 8192
+    assert bound["flops"] == 3 * 2 * 2 * 8192 * 1024 * 4096  # forward, and two products backward
+    assert bound["seconds"] >= bound["flops"] / 989.4e12
+    assert next(iter(bound["classes"])) == "matrix products"
+
+
+def gather_weights() -> None:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("nccl")
+    model = torch.nn.Linear(4096, 4096, bias=False, device="cuda")
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(9):
+        model(torch.ones(8, 4096, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_bound_counts_what_crosses_links() -> None:
+    size = 4 * 4096**2
+    inside = run(gather_weights, ranks=8).bound["links"]
+    assert inside == pytest.approx(2 * size * 7 / 8 / 450e9)  # gathered, and gradients scattered
+    between = run(gather_weights, ranks=64).bound["links"]
+    assert between == pytest.approx(2 * size * 56 / 64 / 8 / 50e9)
