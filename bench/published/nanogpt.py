@@ -172,6 +172,7 @@ def _run(script: str, folder: Path, ranks: int) -> str:
         check=False,
     )
     if ended.returncode:
+        print(ended.stdout, file=sys.stderr)
         raise ValueError(f"exit code {ended.returncode}: {ended.stdout[-500:]}")
     logs = [file.read_text("utf-8") for file in sorted(folder.glob("logs/*.txt"))]
     return "\n".join([ended.stdout, *logs])
