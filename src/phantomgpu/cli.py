@@ -40,7 +40,7 @@ Memory = Annotated[str | None, typer.Option(help="Another size than that kind's,
 Ranks = Annotated[int, typer.Option(min=1, help="Run one rank of so many.")]
 Steps = Annotated[int, typer.Option(min=1, help="End after so many optimizer steps.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end.")]
+Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end, or to --timeout.")]
 Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds that the script may take.")]
 
 
@@ -52,6 +52,9 @@ def run(
     memory: Memory = None,
     ranks: Ranks = 1,
     rank: Annotated[int, typer.Option(min=0, help="Which of them runs.")] = 0,
+    every_stage: Annotated[
+        bool, typer.Option("--every-stage", help="Run a rank of each pipeline stage.")
+    ] = False,
     steps: Steps = 3,
     whole: Whole = False,
     timeout: Timeout = None,
@@ -79,6 +82,7 @@ def run(
         memory=memory,
         ranks=ranks,
         rank=rank,
+        every_stage=every_stage,
         steps=None if whole else steps,
         timeout_seconds=timeout,
         devices=devices,
