@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
 
@@ -345,14 +346,18 @@ def _guess(
         reserved = used(low)[1]
         if not reserved and 2 * good[0] <= low:
             return most
-        return min(max(2 * low, math.isqrt(low * low * available // (reserved or available))), most)
+        return min(max(2 * low, math.isqrt(low * low * available // max(reserved, 1))), most)
     if line > most:
         return most - (most - low) // 8 if high else most
     if line > low:  # over more than twice as far, a line of two is not exact
         return line if high or line <= 2 * low else line - line // 5
-    if low - good[-2] == 1 and full is not None and low < full <= most:
+    step = low - good[-2]
+    if 1 < step <= low // 16 or 1 not in (after - before for before, after in pairwise(good)):
+        return low + 1
+    # What is cached and freed again reaches the limit first; the allocated bytes say more.
+    if full is not None and low < full <= most:
         return full
-    return middle if high and low - good[-2] == 1 else min(low + 1 + tries // 8 * low // 50, most)
+    return middle if high else min(low + 1 + tries // 8 * low // 50, most)
 
 
 @contextmanager
