@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from phantomgpu.analysis import line_of
+from phantomgpu.bound import Work, class_of
 
 MOST = 4 << 20
 """Elements, and bytes, of whole numbers that are computed. The device keeps no larger copies."""
@@ -62,7 +63,9 @@ class Same(float):
     """State of a large tensor, all of whose elements are this number."""
 
 
-def start(library: ctypes.CDLL, modes: list[tuple[int, str]]) -> Bytes | None:
+def start(
+    library: ctypes.CDLL, modes: list[tuple[int, str]], work: Work | None = None
+) -> Bytes | None:
     """Override the kernels; return None if this torch does not let us call its own (2.9 does)."""
     if not hasattr(torch.library, "get_kernel"):
         return None
@@ -75,12 +78,21 @@ def start(library: ctypes.CDLL, modes: list[tuple[int, str]]) -> Bytes | None:
             base, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, base), overload or "default")
             if base == "_local_scalar_dense":
-                ours.impl(base, bytes_of.number, "CUDA")
+                ours.impl(base, Number(bytes_of), "CUDA")
             elif base == "copy_" or (
                 operation.has_kernel_for_dispatch_key("CUDA") and _makes_values(operation)
             ):
-                ours.impl(name, Kernel(operation, bytes_of), "CUDA", with_keyset=True)
+                ours.impl(name, Kernel(operation, bytes_of, work), "CUDA", with_keyset=True)
+    if "torch._dynamo" in sys.modules:
+        hide()
     return bytes_of
+
+
+def hide() -> None:
+    """Keep `torch.compile` from tracing what runs below torch's operations."""
+    name = "__call__"
+    for kind in (Kernel, Number):
+        setattr(kind, name, torch.compiler.disable(getattr(kind, name)))
 
 
 def _names() -> list[str]:
@@ -101,11 +113,24 @@ def _makes_values(operation: Any) -> bool:
     return not is_view and not is_odd and not any(part in schema.name for part in _LEFT.split())
 
 
+class Number:
+    """Returns the value of a tensor with one element."""
+
+    def __init__(self, bytes_of: Bytes) -> None:
+        self.bytes = bytes_of
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        """Read it, and note the line if it is unknown."""
+        if not self.bytes.is_known(tensor):
+            remember(decides=_is_whole(tensor))
+        return self.bytes.read(tensor).item()
+
+
 class Kernel:
     """Runs an operation on the device, and for real where it is small."""
 
-    def __init__(self, operation: Any, bytes_of: Bytes) -> None:
-        self.operation, self.bytes = operation, bytes_of
+    def __init__(self, operation: Any, bytes_of: Bytes, work: Work | None = None) -> None:
+        self.operation, self.bytes, self.work = operation, bytes_of, work
         self.boxed = torch.library.get_kernel(operation, "CUDA").call_boxed
         schema = operation._schema
         self.base = schema.name.removeprefix("aten::")
@@ -115,13 +140,36 @@ class Kernel:
             (at, one.name) for at, one in places if one.alias_info and one.alias_info.is_write
         ]
         self.is_random = torch.Tag.nondeterministic_seeded in operation.tags
-        is_out = schema.overload_name.endswith("out")
-        self.overwrites = self.is_random or is_out or self.base in ("zero_", "fill_")
+        self.names = [one.name for one in schema.arguments]
+        self.class_ = class_of(self.base)
+        self.is_out = schema.overload_name.endswith("out")
+        self.overwrites = self.is_random or self.is_out or self.base in ("zero_", "fill_")
         # How many elements a mask of tokens has: `bernoulli(full(shape, 0.15))` in scripts.
         is_mask = self.base.startswith(("bernoulli", "fill_", "masked_fill"))
         self.few = MOST // 4 if is_mask else FEW
 
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run it, and count what it does unless another kernel called it."""
+        work = self.work
+        if work is None or work.is_busy:
+            return self.run(keys, *args, **kwargs)
+        work.is_busy = True
+        try:
+            out = self.run(keys, *args, **kwargs)
+            work.add(self, args, kwargs, out)
+        finally:
+            work.is_busy = False
+        return out
+
+    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors that it writes into."""
+        return [
+            one
+            for at, name in self.written
+            for one in leaves(args[at] if at < len(args) else kwargs.get(name))
+        ]
+
+    def run(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
         self.bytes.watch()
         numbers = int | float | complex
@@ -137,11 +185,7 @@ class Kernel:
             return self.copied(keys, *args, **kwargs)
         if self.base in _SIZED.split():
             return self.sized(keys, args, kwargs, tensors)
-        targets = [
-            one
-            for at, name in self.written
-            for one in leaves(args[at] if at < len(args) else kwargs.get(name))
-        ]
+        targets = self.targets(args, kwargs)
         most = max((one.numel() for one in tensors), default=0)
         host = self.on_host(args, kwargs, targets) if self.is_worth(targets, most) else None
         out = self.boxed(keys, *args, **kwargs)
@@ -216,8 +260,9 @@ class Kernel:
 
     def is_finite_check(self, args: tuple[Any, ...]) -> bool:
         """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
-        same = args[1] if self.base in ("eq", "ne") and len(args) > 1 else None
-        return self.base == "isnan" or same is args[0] or same == math.inf
+        if self.base in ("eq", "ne") and len(args) > 1:
+            return args[1] is args[0] or (isinstance(args[1], float) and args[1] == math.inf)
+        return self.base == "isnan"
 
     def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
         """Return arguments with tensors on the CPU."""
@@ -382,6 +427,7 @@ class Bytes:
         self.copy.restype = self.set.restype = None
         self.states: dict[int, tuple[weakref.ref[torch.UntypedStorage], float]] = {}
         self.chance = torch.Generator().manual_seed(0).get_state()
+        self.generator = torch.Generator().manual_seed(0)  # chance here is not the script's
         self.pool = torch.empty(0)
         self.mode, self.modes, self.thread = "", modes, threading.get_ident()
 
@@ -460,19 +506,15 @@ class Bytes:
         if both:
             return torch.tensor([0, 1]).to(tensor.dtype)
         if isinstance(state, Share):
-            return (torch.rand(FEW) < state).to(tensor.dtype)
+            return (torch.rand(FEW, generator=self.generator) < state).to(tensor.dtype)
         if isinstance(state, Same):
             return torch.full((FEW,), state, dtype=tensor.dtype)
         if tensor.dtype.is_floating_point and tensor.numel() > 1 and state in (None, LOST, _NORMAL):
-            return (torch.randn if state == _NORMAL else torch.rand)(FEW).to(tensor.dtype)
-        at = torch.unravel_index(torch.randint(shape.numel(), (FEW,)), shape)
+            draw = torch.randn if state == _NORMAL else torch.rand
+            return draw(FEW, generator=self.generator).to(tensor.dtype)
+        at = torch.randint(shape.numel(), (FEW,), generator=self.generator)
+        at = torch.unravel_index(at, shape)
         return (host(tensor) if tensor.is_cuda else tensor).expand(shape)[at]
-
-    def number(self, tensor: torch.Tensor) -> Any:
-        """Return the value of a tensor with one element."""
-        if not self.is_known(tensor):
-            remember(decides=_is_whole(tensor))
-        return self.read(tensor).item()
 
     def write(self, to: torch.Tensor, result: torch.Tensor, *, known: bool) -> None:
         """Write values to the device, which then knows that these bytes are not zero."""
