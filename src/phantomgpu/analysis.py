@@ -154,7 +154,7 @@ def lives(trace: list[Event]) -> dict[int, int]:
 def timeline(
     seen: History, trace: list[Event], at: int, named: dict[int, str], most: int = 2000
 ) -> dict[str, Any]:
-    """Return the bytes of each category over the step of the peak, as docs/phantomgpu.md says.
+    """Return the bytes of each category over the step of the peak (docs/phantomgpu/report.md).
 
     Of events that share a point, the one with the most bytes is kept.
     """

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from phantomgpu import standins
 from phantomgpu.analysis import History, addresses, analyse, is_distributed, line_of
 from phantomgpu.errors import PhantomError, SetupNeededError
+from phantomgpu.kernels import KnobsLoader
 
 WATCHDOG_SECONDS = 0.25
 """NCCL's watchdog frees tensors of collectives every 0.1 seconds; steps here are shorter."""
@@ -73,7 +74,12 @@ class _TorchFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        del path, target
+        del target
+        if name == "triton.knobs":
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            if spec is not None and spec.loader is not None:
+                spec.loader = KnobsLoader(spec.loader)
+            return spec
         if name != "torch" or name in sys.modules:
             return None
         with _reported(self.settings):
@@ -287,6 +293,7 @@ class Run:
             "cudnn": torch.backends.cudnn.enabled,
             "distributed": is_distributed(),
             "seconds": round(seconds, 2),
+            "assumed": ctypes.c_size_t.in_dll(self.library, "phantom_assumed").value,
             "nccl": ctypes.c_size_t.in_dll(self.library, "phantom_nccl").value,
         }
 

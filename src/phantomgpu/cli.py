@@ -33,7 +33,7 @@ Command = Annotated[
 ]
 Kind = Annotated[str, typer.Option("--gpu", help="Kind of GPU; `phantomgpu gpus` lists them.")]
 Memory = Annotated[str | None, typer.Option(help="Another size than that kind's, such as 40GiB.")]
-Ranks = Annotated[int, typer.Option(min=1, help="Run rank 0 of so many.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Run one rank of so many.")]
 Steps = Annotated[int, typer.Option(min=1, help="End after so many optimizer steps.")]
 Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end.")]
 Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds that the script may take.")]
@@ -46,6 +46,7 @@ def run(
     gpu: Kind,
     memory: Memory = None,
     ranks: Ranks = 1,
+    rank: Annotated[int, typer.Option(min=0, help="Which of them runs.")] = 0,
     steps: Steps = 3,
     whole: Whole = False,
     timeout: Timeout = None,
@@ -72,6 +73,7 @@ def run(
         gpu=gpu,
         memory=memory,
         ranks=ranks,
+        rank=rank,
         steps=None if whole else steps,
         timeout_seconds=timeout,
         devices=devices,
@@ -200,10 +202,13 @@ def numbers_of(option: str, text: str) -> list[int]:
 @app.command()
 def gpus() -> None:
     """List the kinds of GPU, with the memory that a program sees."""
-    typer.echo(f"{'gpu':<9} {'memory':>10} {'context':>9}  name")
+    typer.echo(f"{'gpu':<14} {'memory':>10}  {'source':<7} {'context':>7}  name")
     for gpu in GPUS.values():
-        context = f"{gpu.context:.2f}" if gpu.context is not None else f"{UNMEASURED_CONTEXT:.2f}*"
-        typer.echo(f"{gpu.key:<9} {gpu.memory:>6.2f} GiB {context:>9}  {gpu.name}")
+        context = f"{UNMEASURED_CONTEXT:.2f}*" if gpu.context is None else f"{gpu.context:.2f} "
+        typer.echo(
+            f"{gpu.key:<14} {gpu.memory:>6.2f} GiB  {gpu.source:<7} {context:>7}  {gpu.name}"
+        )
+    typer.echo("source: a public out-of-memory message, torch's printed properties, or the box")
     typer.echo("* not measured; the other contexts are each from one public out-of-memory message")
 
 

@@ -1,14 +1,17 @@
-"""Rank 0 of many in one process, the script unchanged."""
+"""One rank of many in one process, the script unchanged."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from itertools import cycle
 from typing import Any
 
-from phantomgpu.analysis import is_distributed
+import torch
+from torch import distributed
+
 from phantomgpu.values import leaves
 
 _KEPT: list[object] = []
@@ -20,20 +23,43 @@ _COLLECTIVES = (
 )
 
 
+def _inner(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.inner, name)(*args)
+
+
+class _Store(distributed.Store):  # type: ignore[name-defined,misc]
+    """The store of all ranks: the others have written what NCCL and gloo need to connect."""
+
+    set, add, check, delete_key = map(_inner, ("set", "add", "check", "delete_key"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = distributed.HashStore()  # type: ignore[attr-defined]
+
+    def get(self, key: str) -> Any:
+        """Return a value; of another rank, NCCL's identifier of a communicator."""
+        if self.inner.check([key]):
+            return self.inner.get(key)
+        if "//" in key:  # of a process group
+            return b"\7" * 128
+        raise RuntimeError(f"cannot know what another rank writes to the store under {key!r}")
+
+    def wait(self, keys: list[str], timeout: object = None) -> None:
+        """Do not wait: nobody comes."""
+
+    def clone(self) -> _Store:
+        """Return what another thread uses."""
+        return self
+
+
 def start() -> None:
     """Play the part of torchrun: a store that a script's `init_process_group` joins.
 
     The stand-in NCCL needs no other rank. Gloo connects to the others only when it is used, and
     its collectives are answered here.
     """
-    import torch
-    from torch import distributed
-
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         return  # a process that the script started
-    store = distributed.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )
     if not _KEPT:
         ours = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
@@ -41,9 +67,10 @@ def start() -> None:
             for name in _COLLECTIVES.split():
                 ours.impl(name, _answer(getattr(torch.ops.c10d, name).default), "CPU")
         _KEPT.append(ours)
-    _KEPT[1:] = [store]
+    store = _Store()
+    rendezvous: Any = import_module("torch.distributed.rendezvous")  # `distributed` has a function
+    rendezvous.TCPStore = lambda **_: store
     os.environ |= {
-        "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "phantomgpu",
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -53,10 +80,8 @@ def start() -> None:
 
 
 def stop() -> None:
-    """End the store and its thread, before a fork; each fork starts its own."""
+    """Forget the store before a fork; each fork starts its own."""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    if not is_distributed():
-        del _KEPT[1:]
 
 
 def _answer(operation: Any) -> Callable[..., Any]:

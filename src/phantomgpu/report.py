@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, final
 
-from phantomgpu.gpus import GIB
+from phantomgpu.gpus import GIB, GPU, OLDEST
 
 Status = Literal["fits", "does not fit", "failed", "cannot run"]
 
@@ -32,9 +32,10 @@ class Report:
         categories: Bytes at that peak: parameters, gradients, optimizer, activations, logits, ...
         places: The largest of the bytes without an owner, by module or by line of code.
         host_pinned: Most bytes of pinned memory of the host.
-        nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu.md.
-        ranks: The number of ranks; the report is that of rank 0.
-        timeline: Bytes of each category over the step of the peak: see docs/phantomgpu.md.
+        nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu/ranks.md.
+        ranks: The number of ranks.
+        rank: The one of them that ran.
+        timeline: Bytes of each category over the step of the peak: see docs/phantomgpu/report.md.
         unknown: The lines of the script that read what hangs on floating-point numbers that were
             not computed: a branch or a size there may be another on a real GPU.
         problem: The error that ended the script, if one did.
@@ -57,6 +58,7 @@ class Report:
     host_managed: int = 0
     nccl: int = 0
     ranks: int = 1
+    rank: int = 0
     unknown: tuple[str, ...] = ()
     problem: str | None = None
     notes: tuple[str, ...] = ()
@@ -97,7 +99,7 @@ class Report:
         )
         if self.step:
             peak += f", in {self.phase} of step {self.step}"
-        rank = f", rank 0 of {self.ranks}" if self.ranks > 1 else ""
+        rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
         lines = {
             "fits": [f"fits {self.gpu}{rank}: {peak}"],
             "does not fit": [f"does not fit {self.gpu}{rank}: {peak}"],
@@ -118,15 +120,20 @@ class Report:
         return [*lines, *(f"  note: {note}" for note in self.notes)]
 
 
-def build_report(result: dict[str, Any], **known: Any) -> Report:
+def build_report(result: dict[str, Any], kind: GPU, **known: Any) -> Report:
     """Return the report of what a process wrote."""
     names = set(Report.__dataclass_fields__) - set(known)
     values = {name: value for name, value in result.items() if name in names}
-    return Report(**values, **known, notes=tuple(_notes(result, known)))
+    return Report(**values, **known, notes=tuple(_notes(result, kind, known)))
 
 
-def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
+def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str]:
     notes: list[str] = []
+    if "+cu13" in result.get("torch", "") and kind.capability < OLDEST:
+        notes.append(
+            f"torch for CUDA 13 has no code for {known['gpu']}: on a real one, this script needs "
+            "the build for CUDA 12.6; code for a T4 was counted"
+        )
     if places := result.get("unknown"):
         more = f" and {len(places) - 12} more (--json)" if len(places) > 12 else ""
         notes.append(
@@ -142,6 +149,9 @@ def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
             "other ranks are not there: what this rank gathers are its own values; NCCL's buffers "
             "are counted as on A100 with NVLink, and other machines differ"
         )
+    names = ("cuSOLVER's Xgeev (assumed: four matrices)", "cuFFT (0)", "cuSPARSE (0)")
+    if seen := [name for bit, name in enumerate(names) if result.get("assumed", 0) >> bit & 1]:
+        notes.append(f"workspaces are not known, and assumed, of {', '.join(seen)}")
     if result.get("compiled"):
         notes.append("whole numbers that compiled code computes are zero, like other results")
     if stopped := result.get("stopped"):

@@ -34,6 +34,7 @@ def run(
     gpu: str,
     memory: int | str | None = None,
     ranks: int = 1,
+    rank: int = 0,
     steps: int | None = 3,
     devices: int | None = None,
     args: Sequence[Any] = (),
@@ -52,7 +53,8 @@ def run(
             its arguments travel to another process by cloudpickle.
         gpu: The kind of GPU, one of `phantomgpu.GPUS`.
         memory: Another size than that kind's, in bytes or as '40GiB'.
-        ranks: The number of ranks; rank 0 runs.
+        ranks: The number of ranks; one of them runs.
+        rank: Which of them, from 0.
         steps: After how many optimizer steps the script ends; None: it runs to its end.
         devices: The number of GPUs that the process sees; 1, or up to 8 with ranks.
         args: Arguments of the function, or of the script.
@@ -72,7 +74,7 @@ def run(
         SetupNeededError: The installed torch has no CUDA code.
     """
     standins.check_system()
-    session = Session(gpu, memory, ranks, devices)
+    session = Session(gpu, memory, ranks, devices, rank)
     settings = Settings(
         "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
     )
@@ -152,26 +154,49 @@ def too_long(what: str, seconds: float | None) -> RunFailedError:
     )
 
 
+def rank_environment(rank: int, ranks: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank, on nodes of eight GPUs."""
+    local = min(ranks, LOCAL_RANKS)
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % local,
+        "GROUP_RANK": rank // local,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": min(local, ranks - rank // local * local),
+        "GROUP_WORLD_SIZE": -(-ranks // local),
+        "ROLE_WORLD_SIZE": ranks,
+        "MASTER_PORT": 29500,
+    }
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
 class Session:
     """A kind of GPU, and how processes that see it are started."""
 
     def __init__(
-        self, gpu: str, memory: int | str | None, ranks: int = 1, devices: int | None = None
+        self,
+        gpu: str,
+        memory: int | str | None,
+        ranks: int = 1,
+        devices: int | None = None,
+        rank: int = 0,
     ) -> None:
-        kind = find_gpu(gpu)
+        self.kind = kind = find_gpu(gpu)
         if isinstance(memory, str):
             memory = parse_memory(memory)
         count = min(ranks, LOCAL_RANKS) if devices is None else devices
         for name, value, least, most in (
             ("memory", int(kind.memory * GIB) if memory is None else memory, 1 << 20, 1 << 40),
             ("ranks", ranks, 1, 1 << 20),
+            ("rank", rank, 0, max(ranks, 1) - 1),
             ("devices", count, 1, MOST_DEVICES),
         ):
             if not least <= value <= most:
                 unit = " bytes, such as '24GiB'" if name == "memory" else ""
                 raise ValueError(f"{name} is {str(value)[:40]}; write {least} to {most}{unit}")
         self.name = f"an {kind.name}" if kind.name[0] == "N" else f"a {kind.name}"
-        self.ranks = ranks
+        self.ranks, self.rank = ranks, rank
         self.memory = int(kind.memory * GIB) if memory is None else memory
         self.context = min(context_bytes(kind), self.memory)
         self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
@@ -185,18 +210,11 @@ class Session:
             "PHANTOMGPU_RUN": json.dumps(asdict(settings)),
             "PHANTOMGPU_FACTS": self.facts,
             "PYTHONPATH": os.pathsep.join(path),
+            "TORCH_COMPILE_CACHE_KEY_TAG": "phantomgpu",  # a real GPU must not find these kernels
             "TMPDIR": settings.folder,  # what a script that is ended leaves behind goes with it
         }
         if self.ranks > 1:
-            ours |= {
-                "RANK": "0",
-                "LOCAL_RANK": "0",
-                "GROUP_RANK": "0",
-                "WORLD_SIZE": str(self.ranks),
-                "LOCAL_WORLD_SIZE": str(min(self.ranks, LOCAL_RANKS)),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "0",
-            }
+            ours |= rank_environment(self.rank, self.ranks)
         hidden = ("CUDA_VISIBLE_DEVICES",)
         rest = {name: value for name, value in os.environ.items() if name not in hidden}
         return {"TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"), **rest, **ours}
@@ -253,9 +271,11 @@ class Session:
             result |= {"status": status, "problem": f"it ended with exit code {code}"}
         return build_report(
             result,
+            self.kind,
             gpu=self.name,
             memory=self.memory,
             context=self.context,
             ranks=self.ranks,
+            rank=self.rank,
             exit_code=CANNOT_RUN if result["status"] == "cannot run" else code,
         )

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,19 +48,27 @@ def start(library: ctypes.CDLL) -> bool:
     bytes_of = Bytes(library)
     ours = torch.library.Library("aten", "IMPL")
     _KEPT.append(ours)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is overridden
-        for name in [*(one for one in names if has_kernel(one, "CUDA")), "aten::copy_"]:
-            base, _, overload = name.removeprefix("aten::").partition(".")
+        for name in [*_names(), "copy_"]:
+            base, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, base), overload or "default")
             if base == "_local_scalar_dense":
                 ours.impl(base, bytes_of.number, "CUDA")
-            elif _makes_values(operation):
-                kernel = Kernel(operation, bytes_of)
-                ours.impl(name.removeprefix("aten::"), kernel, "CUDA", with_keyset=True)
+            elif base == "copy_" or (
+                operation.has_kernel_for_dispatch_key("CUDA") and _makes_values(operation)
+            ):
+                ours.impl(name, Kernel(operation, bytes_of), "CUDA", with_keyset=True)
     return True
+
+
+def _names() -> list[str]:
+    """Return the names of operations that may have a CUDA kernel, from torch's own table."""
+    folder = Path(torch.__file__).parents[1] / "torchgen/packaged/ATen/native"
+    table = (folder / "native_functions.yaml").read_text(encoding="utf-8")
+    entries = table.split("\n- func: ")[1:]
+    signs = ("CUDA", "structured_delegate", "_foreach")
+    return [one.partition("(")[0] for one in entries if any(sign in one for sign in signs)]
 
 
 def _makes_values(operation: Any) -> bool:

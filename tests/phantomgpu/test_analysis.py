@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phantomgpu import Report
+from phantomgpu import GPUS, Report
 from phantomgpu.analysis import (
     History,
     categorise,
@@ -128,7 +128,7 @@ def report(**values: Any) -> Report:
         **values,
     }
     return build_report(
-        result, gpu="an H100", memory=80 << 30, context=1 << 30, ranks=1, exit_code=0
+        result, GPUS["h100"], gpu="an H100", memory=80 << 30, context=1 << 30, ranks=1, exit_code=0
     )
 
 

@@ -303,6 +303,45 @@ def test_floats_that_decide_are_computed_or_named() -> None:
     assert "test_runs.py" in str(report)
 
 
+def decomposed() -> None:
+    """Sizes of workspaces in elements, as cuSOLVER 12.0.4's own functions return them."""
+    import ctypes
+
+    import torch
+
+    torch.linalg.svd(torch.randn(100, 100, device="cuda"))
+    library, size = ctypes.CDLL("libcusolver.so.12"), ctypes.c_int()
+    for name, arguments, at, elements in (
+        ("Sgesvd", {1: 4096, 2: 1024}, 3, 16_850_176),
+        ("Dgesvdj", {2: 1, 3: 3072, 4: 3072}, 12, 19_112_032),
+        ("Sgesvdj", {2: 1, 3: 8192, 4: 3072}, 12, 38_344_960),
+        ("Sgeqrf", {1: 4096, 2: 1024}, 5, 1_572_864),
+        ("Sorgqr", {1: 8192, 2: 3072, 3: 3072}, 7, 1_851_648),
+        ("Sormqr", {3: 4096, 4: 1024, 5: 1024}, 11, 6_882_560),
+        ("Ssyevd", {3: 2048}, 7, 17_070_275),
+        ("CheevjBatched", {3: 4, 9: 512}, 7, 538_116),  # measured: github.com/cupy/cupy#7261
+    ):
+        words = [ctypes.c_void_p(arguments.get(one, 0)) for one in range(18)]
+        words[at] = ctypes.cast(ctypes.byref(size), ctypes.c_void_p)
+        assert getattr(library, f"cusolverDn{name}_bufferSize")(*words) == 0
+        assert abs(size.value / elements - 1) < 0.01, (name, size.value)
+    for shape in ((64, 8, 8), (4, 512, 512), (1500, 1000)):
+        matrices = torch.randn(*shape, device="cuda")
+        q, r = torch.linalg.qr(matrices)
+        _, values, _ = torch.linalg.svd(matrices, full_matrices=False)
+        assert (q @ r).shape == matrices.shape
+        assert values.shape == (*shape[:-2], min(shape[-2:]))
+    torch.linalg.eigh(torch.eye(600, device="cuda"))
+    torch.linalg.eig(torch.eye(600, device="cuda"))
+
+
+def test_workspaces_of_decompositions() -> None:
+    report = run(decomposed)
+    assert report.fits, report.problem
+    assert "Xgeev (assumed" in str(report)
+    assert report.peak_allocated > 4 * 8_000_000
+
+
 def fits_line(size: int) -> None:
     """Neural style, in short: L-BFGS with its history."""
     import torch
