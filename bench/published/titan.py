@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import phantomgpu
+from published import packages
 from published.rows import GIB, Family, Row, source
 
 PROGRAM = Path(__file__).with_name("titan_program.py")
-PACKAGES = Path(__file__).parents[1] / ".venvs" / "titan"
 REQUIREMENTS = {
     "2024": ("torchao==0.8.0", "torchdata==0.11.0"),
     "2025": (
@@ -154,19 +151,6 @@ ROWS = (
 )
 
 
-@cache
-def packages(year: str) -> Path:
-    """Return a folder with the packages of a year, which is made first if it is not there."""
-    folder = PACKAGES / year
-    done = folder / "done.txt"
-    wanted = "\n".join(REQUIREMENTS[year])
-    if not done.exists() or done.read_text("utf-8") != wanted:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
-        subprocess.run([*pip, "--target", str(folder), *REQUIREMENTS[year]], check=True)
-        done.write_text(wanted, "utf-8")
-    return folder
-
-
 def unpack(year: str, folder: Path) -> None:
     """Write the code of a commit into a folder; a clone without files of its own will do."""
     command = ["git", "-C", str(source()), "archive", COMMITS[year], *PARTS[year]]
@@ -191,19 +175,17 @@ def measure(row: Row) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="titan-") as made:
         folder = Path(made)
         unpack(year, folder)
-        os.environ["PYTHONPATH"] = str(packages(year))
         file = configuration(year, given["size"], folder)
-        report = phantomgpu.run(
-            PROGRAM,
-            gpu=given["gpu"],
-            memory=given["memory"],
-            ranks=given["ranks"],
-            args=[
-                folder,
-                *("--job.config_file", file, "--job.dump_folder", folder / "out"),
-                *given["arguments"].split(),
-            ],
-        )
+        ours = ["--job.config_file", file, "--job.dump_folder", folder / "out"]
+        with packages.provided(f"titan-{year}", *REQUIREMENTS[year]):
+            report = phantomgpu.run(
+                PROGRAM,
+                gpu=given["gpu"],
+                memory=given["memory"],
+                ranks=given["ranks"],
+                rank=given["rank"],
+                args=[folder, *ours, *given["arguments"].split()],
+            )
     if not report.fits:
         raise RuntimeError(report)
     return {"allocated": report.peak_allocated, "reserved": report.peak_reserved}
