@@ -43,6 +43,21 @@ EDITS = {
         r"^for step in range\((train_steps|args\.num_iterations) \+ 1\):",
         r"for step in (0, 1, 2, 3, \1):",
     ),
+    "warm-up": Edit(
+        "6 steps of warm-up for 30",
+        r"^warmup_steps = 30$",
+        "warmup_steps = 6",
+    ),
+    "windows": Edit(
+        "one length of the attention windows in training: it changes no size",
+        r"^( +ws_schedule: tuple = )\(3, 7, 11\)",
+        r"\1(11, 11, 11)",
+    ),
+    "last windows": Edit(
+        "and the same in validation",
+        r"^( +ws_(?:validate|final|long)\w*: int = )\d+",
+        r"\g<1>11",
+    ),
     "tuning": Edit(
         "Inductor's coordinate descent tuning off",
         r"^((?:torch\._inductor\.)?config)\.coordinate_descent_tuning = True",
@@ -182,9 +197,32 @@ FLEX = """\
 2025-07-18_TritonMuon record.txt 34460 48914
 2025-08-23_SparseAttnGate 020630eb-2191-4ba2-9ee4-4cdc94316943.txt 34004 49660
 """
+FLASH = """\
+2025-09-03_FA3 44fc1276-0510-4961-92c0-730c65e5feba.txt 34217 49936
+2025-09-05_SkipMLPBlocks 07e7ae76-b7d0-4481-b149-01e7d81b5ad4.txt 34489 48516
+"""
+YARN = """\
+2025-09-10_Yarn 0ecdb695-510b-4c3b-b030-09861a162ce8.txt 32470 47536
+2025-09-11_VectSigmoidBFloat16 0d0d9882-c34f-4d82-b961-a17d5659c988.txt 32002 46934
+2025-09-15_AsyncDataLoadAttnFinalWindow 25db37c7-2bab-4ef4-ae63-d593590ef823.txt 32002 46316
+2025-09-18_Smear 18a1e5c7-947e-479d-bc3a-a57a61a98fc9.txt 32074 47316
+2025-09-21_DropAttn 01fc4a96-f2a0-47a1-8a6a-c7d10bac99fe.txt 31255 46334
+2025-09-23_MuonCustomSizing b067b4ac-72a6-4436-a6f8-ea51c1efeef3.txt 30760 45914
+2025-09-27_BF16CE 08c0770f-17fc-44cd-971d-734a7a28a3e3.txt 30760 45934
+2025-09-29_PolarExpress 0e3f0af5-ad08-47a6-813d-0c709b50d422.txt 30760 45574
+2025-09-30_CustomBatching 40b101b1-77ea-45ea-a089-1d3a647daa22.txt 29512 44036
+2025-10-04_Backout 514e7581-fbd4-4338-a3e4-e556f9c958ce.txt 29226 44076
+2025-10-24_NorMuon 088a77ee-9b67-475a-bbb9-3e92e4698799.txt 29226 44076
+2025-10-27_FixMuonLR 14afd380-d3d9-48d7-ad23-4c13cb96754b.txt 29250 50528
+2025-10-31_AdamSyncGradientHook 0c17cdfd-772c-4906-8d11-141b370599a0.txt 29244 44256
+2025-11-10_CautiousWD 1aac0132-a891-4ed9-b358-0fd2abd1b019.txt 29248 50528
+2025-11-18_RefineSkip 00f4e1e6-0044-4a08-b88a-3b7ec0624081.txt 29250 47336
+"""
 ROWS = (
     *(row_of(line, ("tuning",)) for line in TUNED.splitlines()),
     *(row_of(line) for line in FLEX.splitlines()),
+    *(row_of(line, ("warm-up", "windows")) for line in FLASH.splitlines()),
+    *(row_of(line, ("warm-up", "windows", "last windows")) for line in YARN.splitlines()),
 )
 
 FAMILY = Family(

@@ -50,7 +50,7 @@ def start(library: ctypes.CDLL) -> bool:
     _KEPT.append(ours)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is overridden
-        for name in [*_names(), "copy_"]:
+        for name in sorted({*_names(), "copy_"}):  # twice would call itself
             base, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, base), overload or "default")
             if base == "_local_scalar_dense":

@@ -247,6 +247,19 @@ def whole_numbers() -> None:
         assert not torch.empty(10, dtype=torch.long, device="cuda").any().item()
 
 
+def traced() -> None:
+    """Make a tensor as `torch.compile` does while it traces."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert torch.tensor(2.0, device="cuda").is_cuda
+
+
+def test_tracing_copies_to_the_device() -> None:
+    assert run(traced).status == "fits"
+
+
 def test_whole_numbers_are_computed() -> None:
     assert run(whole_numbers).fits
 

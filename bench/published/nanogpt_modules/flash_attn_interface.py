@@ -17,7 +17,10 @@ HEAD = 128
 
 
 @torch.library.custom_op("attention_stand_in::forward", mutates_args=(), device_types="cuda")
-def _forward(q: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    del k, longest
     found = _results(q, v)
     sequences = starts.numel() - 1
     q.new_empty(1 + 4 * (-(-sequences // 4) * 4), dtype=torch.int32)  # of the scheduler
@@ -25,8 +28,8 @@ def _forward(q: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 @_forward.register_fake
-def _(q: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    del starts
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    del k, rest
     return _results(q, v)
 
 
@@ -76,23 +79,21 @@ def _sums(q: Tensor, starts: Tensor) -> Tensor:
     return q.new_empty(q.shape[1], rows, dtype=torch.float32)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-    ) -> Tensor:
-        starts, longest = rest
-        out, log_sum, _, _ = _forward(q, v, starts)
-        ctx.save_for_backward(q, k, v, out, log_sum, starts)
-        ctx.longest = longest
-        return out
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, starts, longest = inputs
+    ctx.save_for_backward(q, k, v, *output[:2], starts)
+    ctx.longest = longest
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        q, k, v, out, log_sum, starts = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        _backward(grad, q, k, v, out, log_sum, starts, ctx.longest, dq, dk, dv)
-        return dq, dk, dv, None, None
+
+def _differentiate(ctx: Any, grad: Tensor, *others: Any) -> tuple[Any, ...]:
+    del others
+    q, k, v, out, log_sum, starts = ctx.saved_tensors
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    _backward(grad, q, k, v, out, log_sum, starts, ctx.longest, dq, dk, dv)
+    return dq, dk, dv, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
 def flash_attn_varlen_func(
@@ -109,5 +110,5 @@ def flash_attn_varlen_func(
     del rest
     if not causal or q.shape[1] != k.shape[1] or q.shape[-1] > HEAD:
         raise NotImplementedError(f"the stand-in is for causal heads of at most {HEAD}")
-    out: Tensor = _Attention.apply(q, k, v, cu_seqlens_q, max_seqlen_q)
+    out: Tensor = _forward(q, k, v, cu_seqlens_q, max_seqlen_q)[0]
     return out
