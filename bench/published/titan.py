@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
+import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import phantomgpu
-from published import packages
+from published.packages import first, installed
 from published.rows import GIB, Family, Row, source
 
 PROGRAM = Path(__file__).with_name("titan_program.py")
-REQUIREMENTS = {
+REQUIREMENTS: dict[str, tuple[str, ...]] = {"2024": (), "2025": ("tyro==0.9.24",)}
+ALONE = {
     "2024": ("torchao==0.8.0", "torchdata==0.11.0"),
-    "2025": (
-        "torchao==0.18.0",
-        "torchdata==0.11.0",
-        "tyro==0.9.24",
-        "docstring_parser==0.16",
-        "shtab==1.7.2",
-        "typeguard==4.4.4",
-        "rich==14.0.0",
-        "markdown-it-py==3.0.0",
-        "mdurl==0.1.2",
-    ),
+    "2025": ("torchao==0.18.0", "torchdata==0.11.0"),
 }
-"""What the code of a year needs beside torch: the releases next to the published commits."""
+"""What the code of a year needs beside torch; this torchao fits that code and our torch."""
 COMMITS = {
     "2024": "9dec370ad26b5f8e9a7333a0e36165018262644b",
     "2025": "e7c0cae934df78d6e9c2835f42ff1f757dc3fddc",
@@ -155,7 +148,8 @@ def unpack(year: str, folder: Path) -> None:
     """Write the code of a commit into a folder; a clone without files of its own will do."""
     command = ["git", "-C", str(source()), "archive", COMMITS[year], *PARTS[year]]
     archive = subprocess.run(command, check=True, capture_output=True).stdout
-    subprocess.run(["tar", "x", "-C", str(folder)], input=archive, check=True)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
 
 
 def configuration(year: str, size: str, folder: Path) -> Path:
@@ -177,7 +171,7 @@ def measure(row: Row) -> dict[str, float]:
         unpack(year, folder)
         file = configuration(year, given["size"], folder)
         ours = ["--job.config_file", file, "--job.dump_folder", folder / "out"]
-        with packages.provided(f"titan-{year}", *REQUIREMENTS[year]):
+        with first(installed(f"titan_{year}", REQUIREMENTS[year], ALONE[year])):
             report = phantomgpu.run(
                 PROGRAM,
                 gpu=given["gpu"],

@@ -125,9 +125,8 @@ class Workspace:
         if ctypes.CDLL(None).cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size)):
             raise torch.OutOfMemoryError(f"no room for {size} bytes of symmetric memory")
         data = (address.value, False)
-        self.__cuda_array_interface__ = {
-            **{"shape": (size,), "typestr": "|u1", "data": data, "version": 2}
-        }
+        described = {"shape": (size,), "typestr": "|u1", "data": data, "version": 2}
+        self.__cuda_array_interface__ = described
         self.bytes = torch.as_tensor(self, device="cuda")
         named = torch.distributed.distributed_c10d._resolve_process_group(group)
         self.world_size, self.rank, self.size = named.size(), named.rank(), size
@@ -150,13 +149,13 @@ class Workspace:
         """Wait for nobody."""
 
 
-def run_2024(folder: Path, arguments: list[str]) -> None:
+def run_2024(arguments: list[str]) -> None:
     """Run `train.py` of December 2024."""
     sys.argv[1:] = arguments
     train = importlib.import_module("train")
     train.build_tokenizer = lambda *_: Tokenizer()  # type: ignore[attr-defined]
     train.build_hf_data_loader = (  # type: ignore[attr-defined]
-        lambda name, path, tokenizer, batch, length, *_: Tokens(batch, length, named=False)
+        lambda *given: Tokens(*given[3:5], named=False)
     )
     config = train.JobConfig()
     config.parse_args()
@@ -168,7 +167,7 @@ def run_2024(folder: Path, arguments: list[str]) -> None:
     train.main(config)
 
 
-def run_2025(folder: Path, arguments: list[str]) -> None:
+def run_2025(arguments: list[str]) -> None:
     """Run `torchtitan/train.py` of June 2025."""
     train = importlib.import_module("torchtitan.train")
     specs = importlib.import_module("torchtitan.protocols.train_spec")
@@ -193,7 +192,7 @@ def main(folder: str, *arguments: str) -> None:
     with contextlib.suppress(ImportError):
         import torchao  # noqa: F401 - before torchtitan asks for it, so that its warnings are one
     is_old = Path(folder, "train.py").exists()
-    (run_2024 if is_old else run_2025)(Path(folder), list(arguments))
+    (run_2024 if is_old else run_2025)(list(arguments))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import phantomgpu
-from published import packages
+from published.packages import first, installed
 from published.rows import Family, Row
 
-TRANSFORMERS = ("transformers==4.51.3", "tokenizers==0.21.4", "huggingface-hub==0.30.2")
+REQUIREMENTS = ("transformers==4.51.3",)
 CARDS = {"RTX 3060": ("rtx3060", 12622168064), "RTX 4060": ("rtx4060", 8318222336)}
 """The kinds, and the memory that torch saw on them."""
 LENGTH = 128
@@ -35,7 +35,12 @@ MONTE_CARLO: dict[tuple[str, str], dict[int, int]] = {
     ("distilbert/distilgpt2", "RTX 4060"): {10: 3623878656, 22: 5544869888},
     ("facebook/opt-125m", "RTX 3060"): {38: 8906604544, 49: 11276386304},
     ("facebook/opt-125m", "RTX 4060"): {11: 3955228672, 31: 7319060480},
-    ("facebook/opt-350m", "RTX 3060"): {7: 7442792448, 13: 8896118784, 18: 9883877376, 25: 11538530304},
+    ("facebook/opt-350m", "RTX 3060"): {
+        7: 7442792448,
+        13: 8896118784,
+        18: 9883877376,
+        25: 11538530304,
+    },
     ("openai-community/gpt2", "RTX 3060"): {27: 9823059968, 35: 11435769856},
 }
 # plot/data/001-Anova/Transformer/001, RTX 3060: optimizer and batch size to bytes.
@@ -92,7 +97,7 @@ def configured(model: str) -> Any:
 
     none = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     return {
-        "openai-community/gpt2": lambda: GPT2Config(),
+        "openai-community/gpt2": GPT2Config,
         "distilbert/distilgpt2": lambda: GPT2Config(n_layer=6),
         "cerebras/Cerebras-GPT-111M": lambda: GPT2Config(
             n_layer=10, n_inner=3072, n_positions=2048, activation_function="gelu", **none
@@ -100,7 +105,7 @@ def configured(model: str) -> Any:
         "EleutherAI/gpt-neo-125M": lambda: GPTNeoConfig(
             hidden_size=768, num_layers=12, num_heads=12, attention_types=[[["global", "local"], 6]]
         ),
-        "facebook/opt-125m": lambda: OPTConfig(),
+        "facebook/opt-125m": OPTConfig,
         "facebook/opt-350m": lambda: OPTConfig(
             hidden_size=1024,
             num_hidden_layers=24,
@@ -136,7 +141,7 @@ def train(model: str, optimizer: str, batch: int) -> None:
 def measure(row: Row) -> dict[str, float]:
     """Train the four steps of xMem's runs."""
     given = row.settings
-    with packages.provided("xmem", *TRANSFORMERS):
+    with first(installed("xmem", REQUIREMENTS)):
         report = phantomgpu.run(
             train,
             gpu=given["gpu"],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import time
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +20,9 @@ Event = dict[str, Any]
 _SKIPPED = ("/torch/", "torchinductor", "<frozen", "<string>", "importlib", "/phantomgpu/")
 _LOSSES = ("cross_entropy", "nll_loss", "lossfunction", "_loss", "loss_fn", "compute_loss")
 _OWNED = ("parameters", "gradients", "optimizer", "buffers", "workspaces")
+_SAVES = re.compile(r"save(_pretrained|_model|_checkpoint|_state|_adapter)?|(?!.*load).*state_dict")
+_EVALUATES = {"evaluate", "evaluation_loop", "prediction_step", "validation_step", "test_step"}
+"""Names of functions; most evaluations are known by the mode of gradients instead."""
 _LARGE = 1 << 20
 _WORKSPACES = (32 << 20, 8_519_680)
 """Of cuBLAS, on Hopper and on others: torch allocates them once and never frees them."""
@@ -29,6 +34,8 @@ class History:
 
     phases: list[tuple[int, str, int]] = field(default_factory=list)
     owners: list[tuple[int, str, set[int]]] = field(default_factory=list)
+    modes: list[tuple[int, str]] = field(default_factory=list)
+    """Where the script turned gradients off ("no_grad", "evaluation") and on again ("")."""
     spans: list[tuple[int, str]] = field(default_factory=list)
     """Names of modules, by when they were entered."""
     backward: dict[int, int] = field(default_factory=dict)
@@ -66,6 +73,7 @@ def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
         "step": step,
         "categories": dict(categories.most_common()),
         "places": dict(places.most_common(12)),
+        "peaks_by_phase": peaks_by_phase(seen, trace),
         "peaks_by_step": peaks_by_step(seen, trace) if trace else [],
         "out_of_memory": stats.get("num_ooms", 0),
         "timeline": timeline(seen, trace, at, named) if trace else {},
@@ -137,6 +145,16 @@ def peaks_by_step(seen: History, trace: list[Event]) -> list[tuple[int, ...]]:
         peaks[step - 1] = tuple(map(max, peaks[step - 1], now))
         before = now
     return [*peaks, *[before] * (ended - len(peaks))][:ended]
+
+
+def peaks_by_phase(seen: History, trace: list[Event]) -> dict[str, int]:
+    """Return the most bytes allocated in each phase that allocated something."""
+    peaks: Counter[str] = Counter()
+    for event, (used, _) in zip(trace, levels(trace), strict=True):
+        if event["action"] == "alloc":
+            phase = phase_of(seen, event)[0]
+            peaks[phase] = max(peaks[phase], used)
+    return dict(peaks.most_common())
 
 
 def lives(trace: list[Event]) -> dict[int, int]:
@@ -283,20 +301,25 @@ def is_loss(event: Event) -> bool:
 
 def phase_of(seen: History, event: Event) -> tuple[str, int]:
     """Return the phase and the step in which something was allocated."""
-    when, what, step = 0, "start", 0
-    for began, name, number in seen.phases:
-        if began > event["time_us"]:
-            break
-        when, what, step = began, name, number
+    at = bisect(seen.phases, event["time_us"], key=itemgetter(0))
+    when, what, step = seen.phases[at - 1] if at else (0, "start", 0)
     if what != "step":
         return what, step
     frames = event["frames"]
+    names = {f["name"] for f in frames}
+    if "generate" in names:
+        return "generation", step
+    if any(map(_SAVES.fullmatch, names)):
+        return "save", step
     if any(f["filename"].endswith("clip_grad.py") for f in frames):
         return "clipping", step
     if any(f["filename"].endswith("checkpoint.py") and "recompute" in f["name"] for f in frames):
         return "recomputation", step
     if not frames or any("autograd/graph.py" in f["filename"] for f in frames[:30]):
         return "backward", step
+    at = bisect(seen.modes, event["time_us"], key=itemgetter(0))
+    if names & _EVALUATES or (at and seen.modes[at - 1][1]):
+        return "evaluation" if names & _EVALUATES else seen.modes[at - 1][1], step
     if event["time_us"] > seen.backward.get(when, 1 << 62):
         return "the part after backward", step
     return "forward", step

@@ -45,7 +45,11 @@ class Settings:
     modules: bool = False
     values: bool = True
     snapshot: bool = False
+    messages: str = ""
+    """The folder of what ranks send to each other."""
     details: bool = True
+    seconds: float | None = None
+    """After how many seconds the script ends, with a report of what was seen until then."""
     path: list[str] = field(default_factory=list)
 
 
@@ -182,6 +186,10 @@ class Run:
 
             names.follow(self.seen.spans)
         self.join()
+        if self.settings.seconds is not None:
+            timer = threading.Timer(self.settings.seconds, self.interrupt)
+            timer.daemon = True
+            timer.start()
         sys.excepthook = self.failed
         atexit.register(self.ended)
 
@@ -190,7 +198,7 @@ class Run:
         if self.settings.ranks > 1:
             from phantomgpu import ranks
 
-            ranks.start()
+            ranks.start(self.settings.messages)
 
     def begin(self) -> None:
         """Record allocations, once CUDA starts."""
@@ -202,7 +210,12 @@ class Run:
         if self.settings.values:
             from phantomgpu import values
 
-            self.computes = values.start(self.library)
+            bytes_of = values.start(self.library, self.seen.modes)
+            self.computes = bytes_of is not None
+            if bytes_of is not None and torch.distributed.is_available():
+                from phantomgpu import ranks
+
+                ranks.follow(bytes_of)
         self.seen.phases.append((_now(), "step", 1))
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -228,6 +241,15 @@ class Run:
             and threading.current_thread() is threading.main_thread()
         ):
             self.stopped = line_of(sys._getframe())[0]
+            self.finish("fits", 0)
+
+    def interrupt(self) -> None:
+        """End a run that takes longer than it may."""
+        import torch
+
+        if torch.cuda.is_initialized():  # or else a process that starts others
+            main = sys._current_frames()[threading.main_thread().ident or 0]
+            self.stopped = line_of(main)[0]
             self.finish("fits", 0)
 
     def failed(
@@ -279,6 +301,7 @@ class Run:
             with Path(self.settings.folder, f"{self.process}.pickle").open("wb") as file:
                 pickle.dump(snapshot, file)
         values = sys.modules.get("phantomgpu.values")
+        ranks = sys.modules.get("phantomgpu.ranks")
         host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
         return {
             **analyse(self.seen, snapshot["device_traces"]),
@@ -289,10 +312,13 @@ class Run:
             "computes": self.computes,
             "stopped": self.stopped,
             "unknown": [line for line, _ in values.UNKNOWN.most_common()] if values else [],
+            "decides": [line for line, _ in values.DECIDES.most_common()] if values else [],
             "compiled": "torch._inductor.compile_fx" in sys.modules,
             "cudnn": torch.backends.cudnn.enabled,
             "distributed": is_distributed(),
+            "peers": list(ranks.PEERS) if ranks else [],
             "seconds": round(seconds, 2),
+            "limit": self.settings.seconds if self.stopped else None,
             "assumed": ctypes.c_size_t.in_dll(self.library, "phantom_assumed").value,
             "nccl": ctypes.c_size_t.in_dll(self.library, "phantom_nccl").value,
         }

@@ -184,6 +184,57 @@ def test_a_search_where_an_import_starts_threads(ranks: int) -> None:
     assert answer.largest == 2
 
 
+def evaluated(where: str, seconds: float = 0) -> None:
+    """A run whose peak is in evaluation, generation or saving; a teacher is no evaluation."""
+    import time
+    from tempfile import TemporaryFile
+
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Dropout()).cuda()
+    teacher = torch.nn.Linear(512, 512).cuda().eval().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def generate(prompt: torch.Tensor) -> torch.Tensor:
+        return model(prompt).softmax(-1)
+
+    for _ in range(3):
+        with torch.no_grad():
+            teacher(torch.randn(1024 if where == "no_grad" else 8, 512, device="cuda"))
+        model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.inference_mode():
+            data = torch.randn(2048 if where == "evaluation" else 8, 512, device="cuda")
+            model(data).softmax(-1)
+            if where == "generation":
+                generate(torch.randn(4096, 512, device="cuda"))
+        model.train()
+        time.sleep(seconds)
+    with TemporaryFile() as file:
+        copies = 20 if where == "save" else 0
+        torch.save([{k: v.clone() for k, v in model.state_dict().items()}] * copies, file)
+
+
+@pytest.mark.parametrize("where", ["evaluation", "generation", "no_grad", "optimizer"])
+def test_the_phase_of_the_peak_of_a_whole_run(where: str) -> None:
+    report = run(evaluated, where, steps=None)
+    assert report.phase == where
+    assert {"forward", "backward", "optimizer", "evaluation"} <= set(report.peaks_by_phase)
+    assert ("generation" in report.peaks_by_phase) == (where == "generation")
+    assert report.peaks_by_phase[where] == max(report.peaks_by_phase.values())
+    assert "nothing was allocated in" in str(report)
+    assert not report.depends_on_values
+
+
+def test_a_whole_run_ends_at_its_limit_with_a_report() -> None:
+    report = run(evaluated, "optimizer", 60, steps=None, timeout_seconds=12)
+    assert report.fits, report.problem
+    assert f"ended after 12 seconds, in step {report.steps + 1}, at " in str(report)
+    assert "in the first 12 seconds" in report.lines()[0]
+
+
 def train_a_little(batch_size: int) -> None:
     import torch
 
@@ -302,6 +353,7 @@ def floats() -> None:
     assert loss.item() == loss.item() > 0
     kept = large > 0.5
     assert 0.4 < kept.nonzero().shape[0] / kept.numel() < 0.6
+    assert 0.2 < large.cpu().std() < 0.4  # what runs on the CPU gets random numbers, too
 
 
 def test_floats_that_decide_are_computed_or_named() -> None:
