@@ -122,10 +122,12 @@ def train(model: str, optimizer: str, batch: int) -> None:
     """Train as xMem's loop does: outputs live until the next ones; the optimizer comes first."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.modeling_utils import no_init_weights
 
     config = configured(model)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    network = kind.from_config(config).train()
+    with no_init_weights():  # nobody reads them
+        network = kind.from_config(config).train()
     updates = getattr(torch.optim, optimizer)(network.parameters(), lr=1e-3)
     network.to("cuda:0")
     for _ in range(4):
