@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import time
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +20,12 @@ Event = dict[str, Any]
 _SKIPPED = ("/torch/", "torchinductor", "<frozen", "<string>", "importlib", "/phantomgpu/")
 _LOSSES = ("cross_entropy", "nll_loss", "lossfunction", "_loss", "loss_fn", "compute_loss")
 _OWNED = ("parameters", "gradients", "optimizer", "buffers", "workspaces")
+_SAVES = re.compile(r"save(_pretrained|_model|_checkpoint|_state|_adapter)?|(?!.*load).*state_dict")
+_EVALUATES = {"evaluate", "evaluation_loop", "prediction_step", "validation_step", "test_step"}
+"""Names of functions; most evaluations are known by the mode of gradients instead."""
 _LARGE = 1 << 20
+MOST_STEPS, MOST_PLACES = 8, 8
+"""Of the steps that the timeline has beside that of the peak, and of what is largest in one."""
 _WORKSPACES = (32 << 20, 8_519_680)
 """Of cuBLAS, on Hopper and on others: torch allocates them once and never frees them."""
 
@@ -29,6 +36,8 @@ class History:
 
     phases: list[tuple[int, str, int]] = field(default_factory=list)
     owners: list[tuple[int, str, set[int]]] = field(default_factory=list)
+    modes: list[tuple[int, str]] = field(default_factory=list)
+    """Where the script turned gradients off ("no_grad", "evaluation") and on again ("")."""
     spans: list[tuple[int, str]] = field(default_factory=list)
     """Names of modules, by when they were entered."""
     backward: dict[int, int] = field(default_factory=dict)
@@ -66,6 +75,7 @@ def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
         "step": step,
         "categories": dict(categories.most_common()),
         "places": dict(places.most_common(12)),
+        "peaks_by_phase": peaks_by_phase(seen, trace),
         "peaks_by_step": peaks_by_step(seen, trace) if trace else [],
         "out_of_memory": stats.get("num_ooms", 0),
         "timeline": timeline(seen, trace, at, named) if trace else {},
@@ -139,6 +149,16 @@ def peaks_by_step(seen: History, trace: list[Event]) -> list[tuple[int, ...]]:
     return [*peaks, *[before] * (ended - len(peaks))][:ended]
 
 
+def peaks_by_phase(seen: History, trace: list[Event]) -> dict[str, int]:
+    """Return the most bytes allocated in each phase that allocated something."""
+    peaks: Counter[str] = Counter()
+    for event, (used, _) in zip(trace, levels(trace), strict=True):
+        if event["action"] == "alloc":
+            phase = phase_of(seen, event)[0]
+            peaks[phase] = max(peaks[phase], used)
+    return dict(peaks.most_common())
+
+
 def lives(trace: list[Event]) -> dict[int, int]:
     """Return which event ends the life of each block, by the event that allocated it."""
     ends: dict[int, int] = {}
@@ -154,40 +174,62 @@ def lives(trace: list[Event]) -> dict[int, int]:
 def timeline(
     seen: History, trace: list[Event], at: int, named: dict[int, str], most: int = 2000
 ) -> dict[str, Any]:
-    """Return the bytes of each category over the step of the peak, as docs/phantomgpu.md says.
+    """Return bytes over the step of the peak, and over others (docs/phantomgpu/report.md).
 
     Of events that share a point, the one with the most bytes is kept.
     """
-    step = phase_of(seen, trace[at])[1]
-    began = min((time for time, _, number in seen.phases if number == step), default=0)
-    over = min((time for time, _, number in seen.phases if number > step > 0), default=1 << 62)
-    inside = [i for i, event in enumerate(trace) if began <= event["time_us"] <= over]
-    first, width = inside[0], 1 + (inside[-1] - inside[0]) // most
+    phases = [(0, "", 0), *seen.phases]
+    steps = [phases[bisect(phases, one["time_us"], key=itemgetter(0)) - 1][2] for one in trace]
+    sizes, main = Counter(steps), steps[at]
+    shown = {main, *list(sizes)[:: -(-len(sizes) // MOST_STEPS)]}
+    widths = {step: 1 + sizes[step] // (most if step == main else -(-most // 8)) for step in shown}
+    points: dict[int, dict[int, tuple[Counter[str], Counter[str]]]] = defaultdict(dict)
+    marks: dict[int, dict[str, int]] = defaultdict(dict)
     ends = lives(trace)
     freed = {end: index for index, end in ends.items()}
-    now: Counter[str] = Counter()
-    points: dict[int, Counter[str]] = {}
-    marks = {"peak": at}
-    for index, event in enumerate(trace[: inside[-1] + 1]):
-        if index in ends:
-            now[named[index]] += event["size"]
-        elif index in freed:
-            now[named[freed[index]]] -= trace[freed[index]]["size"]
-        if index >= first:
+    where: dict[int, str] = {}
+    now, large, first = Counter[str](), Counter[str](), {step: steps.index(step) for step in shown}
+    marks[main]["peak"] = at - first[main]
+    for index, (event, step) in enumerate(zip(trace, steps, strict=True)):
+        block = index if index in ends else freed.get(index)
+        if block is not None:
+            size = trace[block]["size"] * (1 if block == index else -1)
+            now[named[block]] += size
+            if abs(size) >= _LARGE and named[block] not in _OWNED:
+                if block not in where:
+                    where[block] = place(seen, event)
+                large[where[block]] += size
+        if step in shown:
             if event["action"] == "alloc":
-                marks.setdefault(phase_of(seen, event)[0], index)
-            point = (index - first) // width
-            if point not in points or now.total() > points[point].total():
-                points[point] = now.copy()
-    names = sorted(now, key=lambda name: min(counts[name] for counts in points.values()))[::-1]
+                marks[step].setdefault(phase_of(seen, event)[0], index - first[step])
+            point = (index - first[step]) // widths[step]
+            if point not in points[step] or now.total() > points[step][point][0].total():
+                points[step][point] = now.copy(), large.copy()
+    made = {one: _drawn(one, widths[one], points[one], marks[one]) for one in sorted(shown)}
+    return {**made.pop(main), "others": list(made.values())}
+
+
+def _drawn(
+    step: int,
+    width: int,
+    points: dict[int, tuple[Counter[str], Counter[str]]],
+    marks: dict[str, int],
+) -> dict[str, Any]:
+    """Return a step as plain values: categories from below, and what is largest at some time."""
+    categories, places = (list(both) for both in zip(*points.values(), strict=True))
+    names = sorted(categories[-1], key=lambda one: min(counts[one] for counts in categories))[::-1]
+    most = Counter[str]()
+    for counts in places:
+        most |= counts
+    largest = [name for name, _ in most.most_common(MOST_PLACES)]
     texts = {"peak": "peak", "backward": "backward", "optimizer": "optimizer step"}
     return {
+        "step": step,
         "times": [point * width for point in points],
-        "categories": [
-            {"name": name, "bytes": [counts[name] for counts in points.values()]} for name in names
-        ],
+        "categories": [{"name": one, "bytes": [n[one] for n in categories]} for one in names],
+        "places": [{"name": one, "bytes": [n[one] for n in places]} for one in largest],
         "marks": [
-            {"at": (marks[name] - first) // width, "text": text}
+            {"at": marks[name] // width, "text": text}
             for name, text in texts.items()
             if name in marks
         ],
@@ -283,20 +325,25 @@ def is_loss(event: Event) -> bool:
 
 def phase_of(seen: History, event: Event) -> tuple[str, int]:
     """Return the phase and the step in which something was allocated."""
-    when, what, step = 0, "start", 0
-    for began, name, number in seen.phases:
-        if began > event["time_us"]:
-            break
-        when, what, step = began, name, number
+    at = bisect(seen.phases, event["time_us"], key=itemgetter(0))
+    when, what, step = seen.phases[at - 1] if at else (0, "start", 0)
     if what != "step":
         return what, step
     frames = event["frames"]
+    names = {f["name"] for f in frames}
+    if "generate" in names:
+        return "generation", step
+    if any(map(_SAVES.fullmatch, names)):
+        return "save", step
     if any(f["filename"].endswith("clip_grad.py") for f in frames):
         return "clipping", step
     if any(f["filename"].endswith("checkpoint.py") and "recompute" in f["name"] for f in frames):
         return "recomputation", step
     if not frames or any("autograd/graph.py" in f["filename"] for f in frames[:30]):
         return "backward", step
+    at = bisect(seen.modes, event["time_us"], key=itemgetter(0))
+    if names & _EVALUATES or (at and seen.modes[at - 1][1]):
+        return "evaluation" if names & _EVALUATES else seen.modes[at - 1][1], step
     if event["time_us"] > seen.backward.get(when, 1 << 62):
         return "the part after backward", step
     return "forward", step

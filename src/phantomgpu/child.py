@@ -21,9 +21,10 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from phantomgpu import standins
+from phantomgpu import bound, standins
 from phantomgpu.analysis import History, addresses, analyse, is_distributed, line_of
 from phantomgpu.errors import PhantomError, SetupNeededError
+from phantomgpu.kernels import KnobsLoader
 
 WATCHDOG_SECONDS = 0.25
 """NCCL's watchdog frees tensors of collectives every 0.1 seconds; steps here are shorter."""
@@ -44,7 +45,11 @@ class Settings:
     modules: bool = False
     values: bool = True
     snapshot: bool = False
+    messages: str = ""
+    """The folder of what ranks send to each other."""
     details: bool = True
+    seconds: float | None = None
+    """After how many seconds the script ends, with a report of what was seen until then."""
     path: list[str] = field(default_factory=list)
 
 
@@ -73,7 +78,12 @@ class _TorchFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        del path, target
+        del target
+        if name == "triton.knobs":
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            if spec is not None and spec.loader is not None:
+                spec.loader = KnobsLoader(spec.loader)
+            return spec
         if name != "torch" or name in sys.modules:
             return None
         with _reported(self.settings):
@@ -156,6 +166,7 @@ class Run:
         self.problem: dict[str, Any] = {}
         self.finished = self.computes = False
         self.stopped = ""
+        self.work: bound.Work | None = None
         self.process = os.getpid()
         self.began = time.perf_counter()
 
@@ -176,6 +187,10 @@ class Run:
 
             names.follow(self.seen.spans)
         self.join()
+        if self.settings.seconds is not None:
+            timer = threading.Timer(self.settings.seconds, self.interrupt)
+            timer.daemon = True
+            timer.start()
         sys.excepthook = self.failed
         atexit.register(self.ended)
 
@@ -184,7 +199,7 @@ class Run:
         if self.settings.ranks > 1:
             from phantomgpu import ranks
 
-            ranks.start()
+            ranks.start(self.settings.messages)
 
     def begin(self) -> None:
         """Record allocations, once CUDA starts."""
@@ -196,7 +211,13 @@ class Run:
         if self.settings.values:
             from phantomgpu import values
 
-            self.computes = values.start(self.library)
+            self.work = bound.Work(self.library) if self.settings.details else None
+            bytes_of = values.start(self.library, self.seen.modes, self.work)
+            self.computes = bytes_of is not None
+            if bytes_of is not None and torch.distributed.is_available():
+                from phantomgpu import ranks
+
+                ranks.follow(bytes_of)
         self.seen.phases.append((_now(), "step", 1))
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -213,6 +234,10 @@ class Run:
         del args, kwargs
         done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         self.seen.phases.append((_now(), "step", done + 1))
+        if self.work and list(self.steps.values()).count(done) == 1 == (
+            done == max(self.steps.values())
+        ):  # of several optimizers, the first to end a step
+            self.work.end()
         if is_distributed():
             time.sleep(WATCHDOG_SECONDS)
         most = self.settings.steps
@@ -222,6 +247,15 @@ class Run:
             and threading.current_thread() is threading.main_thread()
         ):
             self.stopped = line_of(sys._getframe())[0]
+            self.finish("fits", 0)
+
+    def interrupt(self) -> None:
+        """End a run that takes longer than it may."""
+        import torch
+
+        if torch.cuda.is_initialized():  # or else a process that starts others
+            main = sys._current_frames()[threading.main_thread().ident or 0]
+            self.stopped = line_of(main)[0]
             self.finish("fits", 0)
 
     def failed(
@@ -273,6 +307,7 @@ class Run:
             with Path(self.settings.folder, f"{self.process}.pickle").open("wb") as file:
                 pickle.dump(snapshot, file)
         values = sys.modules.get("phantomgpu.values")
+        ranks = sys.modules.get("phantomgpu.ranks")
         host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
         return {
             **analyse(self.seen, snapshot["device_traces"]),
@@ -283,10 +318,15 @@ class Run:
             "computes": self.computes,
             "stopped": self.stopped,
             "unknown": [line for line, _ in values.UNKNOWN.most_common()] if values else [],
+            "decides": [line for line, _ in values.DECIDES.most_common()] if values else [],
             "compiled": "torch._inductor.compile_fx" in sys.modules,
             "cudnn": torch.backends.cudnn.enabled,
             "distributed": is_distributed(),
+            "peers": list(ranks.PEERS) if ranks else [],
             "seconds": round(seconds, 2),
+            "limit": self.settings.seconds if self.stopped else None,
+            "assumed": ctypes.c_size_t.in_dll(self.library, "phantom_assumed").value,
+            "work": self.work.last if self.work else {},
             "nccl": ctypes.c_size_t.in_dll(self.library, "phantom_nccl").value,
         }
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from importlib import metadata
 from itertools import product
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -21,6 +21,7 @@ from phantomgpu.searching import TRIAL_SECONDS
 
 OptimizerName: TypeAlias = Literal["adamw", "sgd", "adafactor", "adamw8bit"]
 WeightsType: TypeAlias = Literal["fp32", "bf16"]
+CacheType: TypeAlias = Literal["static", "dynamic"]
 
 app = typer.Typer(
     help="Run any CUDA script without a GPU and see what memory it takes.",
@@ -29,23 +30,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Command = Annotated[
-    list[str], typer.Argument(help="The command, after --: python train.py --batch-size 16")
+    list[str],
+    typer.Argument(help="A Python file, or a command after --: python train.py --batch-size 16"),
 ]
+OPEN = {"ignore_unknown_options": True}
+"""Options that are not ours are of the script: `phantomgpu run --gpu h100 train.py --lr 1`."""
 Kind = Annotated[str, typer.Option("--gpu", help="Kind of GPU; `phantomgpu gpus` lists them.")]
 Memory = Annotated[str | None, typer.Option(help="Another size than that kind's, such as 40GiB.")]
-Ranks = Annotated[int, typer.Option(min=1, help="Run rank 0 of so many.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Run one rank of so many.")]
 Steps = Annotated[int, typer.Option(min=1, help="End after so many optimizer steps.")]
-Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end, or to --timeout.")]
 Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds that the script may take.")]
 
 
-@app.command()
+@app.command(context_settings=OPEN)
 def run(
     command: Command,
     *,
     gpu: Kind,
     memory: Memory = None,
     ranks: Ranks = 1,
+    rank: Annotated[int, typer.Option(min=0, help="Which of them runs.")] = 0,
+    every_stage: Annotated[
+        bool, typer.Option("--every-stage", help="Run a rank of each pipeline stage.")
+    ] = False,
     steps: Steps = 3,
     whole: Whole = False,
     timeout: Timeout = None,
@@ -72,6 +81,8 @@ def run(
         gpu=gpu,
         memory=memory,
         ranks=ranks,
+        rank=rank,
+        every_stage=every_stage,
         steps=None if whole else steps,
         timeout_seconds=timeout,
         devices=devices,
@@ -86,7 +97,7 @@ def run(
     raise typer.Exit(exit_code(report))
 
 
-@app.command()
+@app.command(context_settings=OPEN)
 def search(
     command: Command,
     *,
@@ -132,10 +143,14 @@ def search(
 
 @app.command()
 def model(
-    config: Annotated[Path, typer.Argument(help="A config.json of transformers, or its folder.")],
+    config: Annotated[
+        Path, typer.Argument(help="A config.json of transformers or diffusers, or its folder.")
+    ],
     *,
     gpu: Kind,
-    sequence_length: Annotated[str, typer.Option(metavar="N[,N...]", help="Tokens of a sequence.")],
+    length: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Tokens of a sequence; by default, the most.")
+    ] = "",
     memory: Memory = None,
     ranks: Annotated[
         str, typer.Option(metavar="N[,N...]", help="Ranks that share the model by FSDP2.")
@@ -144,49 +159,163 @@ def model(
         bool | None, typer.Option(help="Compute blocks again; by default, a row for each.")
     ] = None,
     optimizer: OptimizerName = "adamw",
-    weights: Annotated[WeightsType, typer.Option(help="fp32 is computed in bf16.")] = "fp32",
+    weights: Annotated[
+        WeightsType | None, typer.Option(help="fp32 (computed in bf16) or, to generate, bf16.")
+    ] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="The rank of LoRA (peft).")] = None,
+    generate: Annotated[
+        int | None, typer.Option(min=1, help="Do not train: write so many tokens.")
+    ] = None,
+    cache: Annotated[CacheType, typer.Option(help="The KV cache of --generate.")] = "static",
     largest: Annotated[int, typer.Option(min=1, help="The largest micro-batch to try.")] = 1 << 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
-    """Find the largest micro-batch of a causal language model, from its configuration alone."""
-    try:
-        from phantomgpu.causal import CausalModel, train
-    except ImportError as error:
-        raise SetupNeededError(f"{error}: pip install transformers") from None
+    """Find the largest micro-batch of a model, from its configuration alone."""
+    from phantomgpu import models
     from phantomgpu.searching import search as search_script
 
-    lengths, numbers = numbers_of("sequence-length", sequence_length), numbers_of("ranks", ranks)
-    causal = CausalModel(config, optimizer, weights, lora)
-    what = causal.checked(max(lengths))
+    lengths: list[int | None] = [*numbers_of("length", length)] if length else [None]
+    numbers, ways = numbers_of("ranks", ranks), [False, True]
+    ways = ways if checkpointing is None else [checkpointing]
+    asked = models.Model(config, optimizer, weights or ("bf16" if generate else "fp32"), lora)
+    what = asked.checked(max(filter(None, lengths), default=0) + (generate or 0))
+    what += "" if generate else asked.trained()
+    if generate:
+        if lora or checkpointing or numbers != [1] or lengths == [None]:
+            raise ValueError("--generate needs --length, and no option of training, on one GPU")
+        ways = [False]
     warn(gpu, memory)
-    rows = []
-    for length, again, shared in product(
-        lengths, (False, True) if checkpointing is None else (checkpointing,), numbers
-    ):
+    rows: list[dict[str, Any]] = []
+    for tokens, again, shared in product(lengths, ways, numbers):
         answer = search_script(
-            train,
+            models.generate if generate else models.train,
             gpu=gpu,
             memory=memory,
             ranks=shared,
+            steps=None if generate else models.STEPS,
             largest=largest,
-            details=False,
-            args=(causal, length, shared),
-            kwargs={"checkpointing": again},
+            details=bool(generate),
+            args=(asked, tokens, *((generate, cache) if generate else (shared, again))),
         )
-        rows.append((length, again, shared, answer.largest, answer.report.peak_reserved))
-    names = ("tokens", "checkpointing", "ranks", "micro_batch", "peak_bytes")
+        size, peak = answer.largest, answer.report.peak_reserved
+        row = {"tokens": tokens, "checkpointing": again, "ranks": shared}
+        rows.append({**row, "micro_batch": size, "batch": (size or 0) * shared, "peak_bytes": peak})
+        if generate and not as_json:
+            said = models.vllm_room(asked.read()[2], answer.report, (tokens or 0) + generate)
+            what += f"\n{said}"
+    typer.echo(
+        dumps({"model": what, "rows": rows}, indent=2) if as_json else f"{what}\n\n{columns(rows)}"
+    )
+
+
+def columns(rows: list[dict[str, Any]]) -> str:
+    """Return a table: a line of names, and one for each row."""
+    lines = [[name.removesuffix("_bytes").replace("_", "-") for name in rows[0]]]
+    lines += [[_cell(name, value) for name, value in row.items()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [map(str.rjust, line, widths) for line in lines]
+    return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "none" if name != "tokens" else "most"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name.endswith("_bytes"):
+        return f"{value / GIB:.2f} GiB"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@app.command(context_settings=OPEN)
+def table(
+    command: Command,
+    *,
+    gpu: Annotated[str, typer.Option(metavar="KIND[,KIND...]", help="Kinds of GPU.")],
+    argument: Annotated[str, typer.Option(help="The option of the command to vary.")],
+    ranks: Annotated[str, typer.Option(metavar="N[,N...]", help="Numbers of ranks.")] = "1",
+    largest: Annotated[int, typer.Option(min=1, help="The last number to try.")] = 1 << 20,
+    multiple: Annotated[int, typer.Option(min=1, help="Try only multiples of this.")] = 1,
+    as_json: AsJSON = False,
+) -> None:
+    """Find the largest number that fits for each kind of GPU and number of ranks."""
+    from phantomgpu.questions import table as ask
+
+    how = {"argument": argument, "largest": largest, "multiple": multiple}
+    rows = ask(command, gpus=gpu.split(","), ranks=numbers_of("ranks", ranks), **how)
+    typer.echo(dumps(rows, indent=2) if as_json else columns(rows))
+
+
+@app.command(context_settings=OPEN)
+def cheapest(
+    command: Command,
+    *,
+    gpu: Annotated[
+        str, typer.Option(metavar="KIND[,KIND...]", help="Kinds to choose from; all by default.")
+    ] = ",".join(GPUS),
+    ranks: Ranks = 1,
+    steps: Steps = 3,
+    as_json: AsJSON = False,
+) -> None:
+    """List the three smallest kinds of GPU that a command fits. Exit code 3: none."""
+    from phantomgpu.questions import cheapest as ask
+
+    rows = ask(command, gpus=gpu.split(","), ranks=ranks, steps=steps)
+    text = columns(rows) if rows else "it fits no kind of GPU"
+    typer.echo(dumps(rows, indent=2) if as_json else text)
+    raise typer.Exit(0 if rows else DOES_NOT_FIT)
+
+
+@app.command()
+def why(
+    report: Annotated[Path, typer.Argument(help="What `phantomgpu run --json FILE` wrote.")],
+    *,
+    as_json: AsJSON = False,
+) -> None:
+    """Say what would save memory: tried where the script need not change, else computed."""
+    from phantomgpu.questions import why as ask
+
+    try:
+        read = loads(report.read_text())
+    except ValueError as error:
+        raise ValueError(f"{report} is no report: {error}; write it by run --json") from None
+    advice = ask(read)
     if as_json:
-        found = [dict(zip(names, row, strict=True)) for row in rows]
-        typer.echo(dumps({"model": what, "rows": found}, indent=2))
+        typer.echo(dumps([one._asdict() for one in advice], indent=2))
         return
-    typer.echo(f"{what}\n\ntokens  checkpointing  ranks  micro-batch   batch  reserved")
-    for length, again, shared, size, reserved in rows:
-        fits = f"{size:>11,}  {size * shared:>6,}" if size else f"{'none fits':>11}  {'':>6}"
-        typer.echo(
-            f"{length:>6,}  {'on' if again else 'off':>13}  {shared:>5,}  {fits}  "
-            f"{reserved / GIB:.2f} GiB"
-        )
+    typer.echo("tried: fewer reserved bytes, by running it again; computed: at most, of the peak")
+    for one in advice:
+        typer.echo(str(one))
+
+
+@app.command(context_settings=OPEN)
+def check(
+    command: Command,
+    *,
+    gpu: Kind,
+    memory: Memory = None,
+    ranks: Ranks = 1,
+    steps: Steps = 3,
+    timeout: Timeout = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="A file with the peak to compare; written if absent.")
+    ] = None,
+    tolerance: Annotated[str, typer.Option(help="By how much it may grow.")] = "64MiB",
+    update: Annotated[bool, typer.Option("--update", help="Write the baseline again.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Check a command in CI, in one line. Exit code 3: does not fit; 5: its peak grew."""
+    from phantomgpu.questions import GREW
+    from phantomgpu.questions import check as ask
+
+    allowed = parse_memory(tolerance)
+    how = {"gpu": gpu, "memory": memory, "ranks": ranks, "timeout_seconds": timeout}
+    found = ask(command, baseline=baseline, update=update, steps=steps, **how)
+    report = {"fits": found.report.fits, "peak_allocated": found.report.peak_allocated}
+    more = {**report, "grew": found.grew, "notes": found.notes, "line": found.line()}
+    typer.echo(dumps(more) if as_json else found.line())
+    grew = GREW if found.grew is not None and found.grew > allowed else 0
+    raise typer.Exit(exit_code(found.report) or grew)
 
 
 def numbers_of(option: str, text: str) -> list[int]:
@@ -200,10 +329,13 @@ def numbers_of(option: str, text: str) -> list[int]:
 @app.command()
 def gpus() -> None:
     """List the kinds of GPU, with the memory that a program sees."""
-    typer.echo(f"{'gpu':<9} {'memory':>10} {'context':>9}  name")
+    typer.echo(f"{'gpu':<14} {'memory':>10}  {'source':<7} {'context':>7}  name")
     for gpu in GPUS.values():
-        context = f"{gpu.context:.2f}" if gpu.context is not None else f"{UNMEASURED_CONTEXT:.2f}*"
-        typer.echo(f"{gpu.key:<9} {gpu.memory:>6.2f} GiB {context:>9}  {gpu.name}")
+        context = f"{UNMEASURED_CONTEXT:.2f}*" if gpu.context is None else f"{gpu.context:.2f} "
+        typer.echo(
+            f"{gpu.key:<14} {gpu.memory:>6.2f} GiB  {gpu.source:<7} {context:>7}  {gpu.name}"
+        )
+    typer.echo("source: a public out-of-memory message, torch's printed properties, or the box")
     typer.echo("* not measured; the other contexts are each from one public out-of-memory message")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import final
 
 from phantomgpu.errors import UnknownGPUError
@@ -29,51 +30,74 @@ class GPU:
         key: What `--gpu` takes.
         name: What `torch.cuda.get_device_name` returns.
         memory: GiB that a program sees, as in messages of `torch.OutOfMemoryError`.
-        capability: Compute capability.
-        facts: Multiprocessors, threads and blocks of each, KiB of shared memory per block (with
-            opt-in) and per multiprocessor, MiB of L2 cache.
+        source: Where `memory` comes from: message, printed or nominal; see gpus.txt.
         context: GiB that torch's process takes beside its tensors, or None if not measured.
-        source: Where `context` comes from.
+        capability: Compute capability.
+        processors: Multiprocessors.
+        cache: MiB of L2 cache.
+        half: TFLOP/s of matrix products in bf16 or fp16, dense.
+        single: TFLOP/s in fp32.
+        bandwidth: GB/s of memory.
+        link: GB/s between GPUs of a server, one way.
+        network: GB/s between servers, one way.
     """
 
     key: str
     name: str
     memory: float
+    source: str
+    context: float | None
     capability: tuple[int, int]
-    facts: tuple[int, int, int, int, int, int]
-    context: float | None = None
-    source: str = "not measured"
+    processors: int
+    cache: int
+    half: float
+    single: float
+    bandwidth: float
+    link: float
+    network: float
 
 
-MESSAGE = "one public out-of-memory message: in use, minus what torch had reserved"
-# Capabilities and limits: "Compute Capabilities" in NVIDIA's CUDA programming guide; processors
-# and caches: the white papers. Memory: totals in public messages of torch.OutOfMemoryError (they
-# vary by 0.1 GiB with the driver and ECC); where none was found, `nominal` in the name says so.
-_AMPERE, _ADA = (2048, 32, 163, 164), (1536, 24, 99, 100)
-_HOPPER, _AMPERE_SMALL = (2048, 32, 227, 228), (1536, 16, 99, 100)
-GPUS = {
-    gpu.key: gpu
-    for gpu in (
-        GPU("t4", "Tesla T4", 14.75, (7, 5), (40, 1024, 16, 64, 64, 4), 0.10, MESSAGE),
-        GPU("a10", "NVIDIA A10", 22.0, (8, 6), (72, *_AMPERE_SMALL, 6)),
-        GPU("a30", "NVIDIA A30", 23.5, (8, 0), (56, *_AMPERE, 24)),
-        GPU("a6000", "NVIDIA RTX A6000", 47.53, (8, 6), (84, *_AMPERE_SMALL, 6)),
-        GPU("a100-40", "NVIDIA A100-SXM4-40GB", 39.5, (8, 0), (108, *_AMPERE, 40), 0.49, MESSAGE),
-        GPU("a100", "NVIDIA A100-SXM4-80GB", 79.25, (8, 0), (108, *_AMPERE, 40)),
-        GPU("l4", "NVIDIA L4", 22.03, (8, 9), (58, *_ADA, 48), 0.21, MESSAGE),
-        GPU("l40s", "NVIDIA L40S", 44.4, (8, 9), (142, *_ADA, 96), 0.20, MESSAGE),
-        GPU("rtx3090", "NVIDIA GeForce RTX 3090", 23.68, (8, 6), (82, *_AMPERE_SMALL, 6)),
-        GPU("rtx4090", "NVIDIA GeForce RTX 4090", 23.6, (8, 9), (128, *_ADA, 72), 0.46, MESSAGE),
-        GPU("rtx5090", "NVIDIA GeForce RTX 5090", 31.37, (12, 0), (170, *_ADA, 96), 0.58, MESSAGE),
-        GPU("h100", "NVIDIA H100 80GB HBM3", 79.1, (9, 0), (132, *_HOPPER, 50), 0.75, MESSAGE),
-        GPU("h200", "NVIDIA H200", 139.8, (9, 0), (132, *_HOPPER, 50), 0.65, MESSAGE),
-        GPU("b200", "NVIDIA B200", 178.35, (10, 0), (148, *_HOPPER, 126), 0.70, MESSAGE),
-    )
+def _read(line: str) -> GPU:
+    """Return the kind that a line of gpus.txt describes."""
+    key, capability, memory, source, context, *numbers, name = line.split(maxsplit=12)
+    major, minor = map(int, capability.split("."))
+    counts, speeds = map(int, numbers[:2]), map(float, numbers[2:])
+    known = None if context == "?" else float(context)
+    return GPU(key, name, float(memory), source, known, (major, minor), *counts, *speeds)
+
+
+_LINES = Path(__file__).with_name("gpus.txt").read_text(encoding="utf-8").splitlines()
+GPUS = {gpu.key: gpu for gpu in map(_read, (one for one in _LINES if one[0] != "#"))}
+_NAMES = {key.replace("-", ""): key for key in GPUS}
+_NAMES |= {"a10080": "a100", "h10080": "h100", "rtxa6000": "a6000", "v10032": "v100"}
+_NAMES |= {"p10016": "p100", "rtx4060ti16": "rtx4060ti", "rtx5060ti16": "rtx5060ti"}
+_REFUSED = {
+    r"mi\d{2,3}|instinct|radeon|rx\d{4}|gfx\d": "AMD's GPUs run another build of torch (ROCm)",
+    r"tpu|gaudi|hpu|trainium|inferentia|ascend|xpu|arc": "it does not run CUDA code",
+    r"apple|mps|^m[1-5](pro|max|ultra)?$": "Apple's GPUs run torch's mps device, not CUDA",
+    r"laptop|mobile|maxq": "a laptop's card has other memory and clocks; write the kind with its "
+    "compute capability, and --memory",
 }
-ALIASES = {"a100-80": "a100", "h100-80": "h100", "rtxa6000": "a6000"}
+"""Patterns of names, and why these are refused."""
 UNMEASURED_CONTEXT = 0.5
-_CODE = {(8, 9): 86}
+# Threads and blocks of a multiprocessor, KiB of shared memory per block (with opt-in) and per
+# multiprocessor: "Compute Capabilities" in NVIDIA's CUDA programming guide.
+_LIMITS = {
+    (6, 0): (2048, 32, 48, 64),
+    (7, 0): (2048, 32, 96, 96),
+    (7, 5): (1024, 16, 64, 64),
+    (8, 0): (2048, 32, 163, 164),
+    (8, 6): (1536, 16, 99, 100),
+    (8, 9): (1536, 24, 99, 100),
+    (9, 0): (2048, 32, 227, 228),
+    (10, 0): (2048, 32, 227, 228),
+    (10, 3): (2048, 32, 227, 228),
+    (12, 0): (1536, 24, 99, 100),
+}
+_CODE = {(6, 0): 75, (7, 0): 75, (8, 9): 86, (10, 3): 100}
 """Capabilities that run code which torch compiles for another."""
+OLDEST = (7, 5)
+"""The oldest capability that torch for CUDA 13 has code for."""
 
 
 def find_gpu(name: str) -> GPU:
@@ -85,11 +109,14 @@ def find_gpu(name: str) -> GPU:
     Raises:
         UnknownGPUError: No kind has that name.
     """
-    key = re.sub(r"[\s_]|nvidia|geforce|gb$", "", name.lower())
-    key = f"rtx{key}" if key.isdecimal() else ALIASES.get(key, key)
-    if key not in GPUS:
-        raise UnknownGPUError(f"no kind of GPU is named {name!r}; write one of {', '.join(GPUS)}")
-    return GPUS[key]
+    key = re.sub(r"[\s_-]|nvidia|geforce|tesla|gb$", "", name.lower())
+    key = f"rtx{key}" if re.fullmatch(r"\d{4}(ti)?(super)?(16)?", key) else key
+    if key in _NAMES:
+        return GPUS[_NAMES[key]]
+    for pattern, why in _REFUSED.items():
+        if re.search(pattern, key):
+            raise UnknownGPUError(f"cannot play {name!r}: {why}; write one of {', '.join(GPUS)}")
+    raise UnknownGPUError(f"no kind of GPU is named {name!r}; write one of {', '.join(GPUS)}")
 
 
 def parse_memory(text: str) -> int:
@@ -114,9 +141,9 @@ def context_bytes(gpu: GPU) -> int:
 
 def driver_facts(gpu: GPU, *, memory: int, context: int, devices: int) -> str:
     """Return the facts as the stand-ins read them from the environment (native/device.h)."""
-    processors, threads, blocks, optin, shared, cache = gpu.facts
+    threads, blocks, optin, shared = _LIMITS[gpu.capability]
     major, minor = gpu.capability
     code = _CODE.get(gpu.capability, 10 * major + minor)
-    numbers = (memory, context, devices, major, minor, code, processors, threads, blocks)
-    sizes = (optin << 10, shared << 10, cache << 20)
+    numbers = (memory, context, devices, major, minor, code, gpu.processors, threads, blocks)
+    sizes = (optin << 10, shared << 10, gpu.cache << 20)
     return " ".join(map(str, (*numbers, *sizes, gpu.name)))

@@ -6,8 +6,11 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, final
 
-from phantomgpu.gpus import GIB
+from phantomgpu.bound import bound_of, line_of
+from phantomgpu.gpus import GIB, GPU, OLDEST
 
+UNTRAINED = {"evaluation", "generation", "save", "no_grad"}
+"""Phases that belong to no step of an optimizer."""
 Status = Literal["fits", "does not fit", "failed", "cannot run"]
 
 
@@ -24,19 +27,30 @@ class Report:
         peak_allocated: Most bytes that tensors had at a time.
         peak_reserved: Most bytes that torch had of the device.
         phase: When the peak of `peak_allocated` was: forward, backward, recomputation, clipping,
-            the part after backward, or optimizer.
+            the part after backward, optimizer, evaluation, generation, save, or no_grad (other code
+            without gradients).
         step: The optimizer step of that, from 1.
         steps: How many optimizer steps ended.
         peaks_by_step: Most bytes allocated, without what the allocator rounds up, and reserved, in
             each of these steps. The peak of a stage of a batch size ramp is the most of its steps.
+        peaks_by_phase: Most bytes allocated in each phase.
         categories: Bytes at that peak: parameters, gradients, optimizer, activations, logits, ...
         places: The largest of the bytes without an owner, by module or by line of code.
         host_pinned: Most bytes of pinned memory of the host.
-        nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu.md.
-        ranks: The number of ranks; the report is that of rank 0.
-        timeline: Bytes of each category over the step of the peak: see docs/phantomgpu.md.
+        nccl: What NCCL takes for its buffers, beside torch's memory: see docs/phantomgpu/ranks.md.
+        ranks: The number of ranks.
+        rank: The one of them that ran.
+        peers: The ranks that it sent to or received from: its neighbours in a pipeline.
+        stages: Of each rank that ran: its number, and the peaks of allocated and reserved bytes.
+        timeline: Bytes of each category over the step of the peak: see docs/phantomgpu/report.md.
+        bound: The least seconds of the last step on that kind of GPU, with what they are made of:
+            see docs/phantomgpu/time.md.
         unknown: The lines of the script that read what hangs on floating-point numbers that were
-            not computed: a branch or a size there may be another on a real GPU.
+            not computed.
+        decides: Those of them where a branch or the size of a tensor hangs on these numbers, as far
+            as can be seen: sizes, masks, whole numbers.
+        limit: The seconds after which a whole run was ended.
+        again: The command that was run, its folder and how; empty for a function.
         problem: The error that ended the script, if one did.
         notes: What the figures do not contain.
     """
@@ -51,17 +65,25 @@ class Report:
     step: int = 0
     steps: int = 0
     peaks_by_step: list[tuple[int, ...]] = field(default_factory=list)
+    peaks_by_phase: dict[str, int] = field(default_factory=dict)
     categories: dict[str, int] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
     host_pinned: int = 0
     host_managed: int = 0
     nccl: int = 0
     ranks: int = 1
+    rank: int = 0
+    peers: list[int] = field(default_factory=list)
+    stages: list[tuple[int, int, int]] = field(default_factory=list)
     unknown: tuple[str, ...] = ()
+    decides: tuple[str, ...] = ()
+    limit: float | None = None
+    again: dict[str, Any] = field(default_factory=dict, repr=False)
     problem: str | None = None
     notes: tuple[str, ...] = ()
     torch: str = ""
     seconds: float = 0.0
+    bound: dict[str, Any] = field(default_factory=dict)
     exit_code: int = 0
     timeline: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -69,6 +91,11 @@ class Report:
     def fits(self) -> bool:
         """Whether the run fits."""
         return self.status == "fits"
+
+    @property
+    def depends_on_values(self) -> bool:
+        """Whether a branch or the size of a tensor hung on numbers that were not computed."""
+        return bool(self.decides)
 
     @property
     def available(self) -> int:
@@ -83,7 +110,12 @@ class Report:
             "peak_bytes": self.peak_allocated,
         }
         return json.dumps(
-            {**asdict(self), "fits": self.fits, "timeline": {**head, **self.timeline}}
+            {
+                **asdict(self),
+                "fits": self.fits,
+                "depends_on_values": self.depends_on_values,
+                "timeline": {**head, **self.timeline},
+            }
         )
 
     def __str__(self) -> str:
@@ -96,11 +128,16 @@ class Report:
             f"(reserved {_gib(self.peak_reserved)})"
         )
         if self.step:
-            peak += f", in {self.phase} of step {self.step}"
-        rank = f", rank 0 of {self.ranks}" if self.ranks > 1 else ""
+            after = f"after step {self.step - 1}" if self.step > 1 else "before step 1"
+            during = after if self.phase in UNTRAINED else f"of step {self.step}"
+            peak += f", in {self.phase} {during}"
+        if self.limit is not None:
+            peak += f", in the first {self.limit:g} seconds"
+        kind = f"{self.gpu} (depends on values)" if self.depends_on_values else self.gpu
+        rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
         lines = {
-            "fits": [f"fits {self.gpu}{rank}: {peak}"],
-            "does not fit": [f"does not fit {self.gpu}{rank}: {peak}"],
+            "fits": [f"fits {kind}{rank}: {peak}"],
+            "does not fit": [f"does not fit {kind}{rank}: {peak}"],
             "failed": ["the script failed, but not for lack of memory"],
             "cannot run": ["the script did not run"],
         }[self.status]
@@ -108,31 +145,49 @@ class Report:
             lines.append(f"  until then: {peak}")
         tables = {
             "": self.categories,
+            "most in: ": {} if UNTRAINED.isdisjoint(self.peaks_by_phase) else self.peaks_by_phase,
             "largest: ": dict(list(self.places.items())[:4]),
             "outside torch: ": {"context": self.context, "NCCL": self.nccl} if self.nccl else {},
             "on the host: ": {"pinned": self.host_pinned, "managed": self.host_managed},
         }
+        lines += [
+            f"  rank {rank}: peak {_gib(allocated)} GiB (reserved {_gib(reserved)})"
+            for rank, allocated, reserved in self.stages
+        ]
+        if self.bound and self.status in ("fits", "does not fit"):
+            lines.append(f"  {line_of(self.bound)}")
         lines += [f"  {name}{table}" for name, sizes in tables.items() if (table := _table(sizes))]
         if self.problem:
             lines.append(f"  {self.problem.splitlines()[0][:400]}")
         return [*lines, *(f"  note: {note}" for note in self.notes)]
 
 
-def build_report(result: dict[str, Any], **known: Any) -> Report:
+def build_report(result: dict[str, Any], kind: GPU, **known: Any) -> Report:
     """Return the report of what a process wrote."""
     names = set(Report.__dataclass_fields__) - set(known)
     values = {name: value for name, value in result.items() if name in names}
-    return Report(**values, **known, notes=tuple(_notes(result, known)))
+    if work := result.get("work"):
+        values["bound"] = bound_of(work, kind)
+    return Report(**values, **known, notes=tuple(_notes(result, kind, known)))
 
 
-def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
+def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str]:
     notes: list[str] = []
-    if places := result.get("unknown"):
-        more = f" and {len(places) - 12} more (--json)" if len(places) > 12 else ""
+    if "+cu13" in result.get("torch", "") and kind.capability < OLDEST:
         notes.append(
-            "numbers that hang on large floating-point tensors are random; they were read at "
-            f"{', '.join(places[:12])}{more}: branches and sizes there may differ on a GPU"
+            f"torch for CUDA 13 has no code for {known['gpu']}: on a real one, this script needs "
+            "the build for CUDA 12.6; code for a T4 was counted"
         )
+    decides = result.get("decides", [])
+    others = [one for one in result.get("unknown", []) if one not in decides]
+    for places, what in (
+        (decides, "branches and sizes there may differ on a GPU"),
+        (others, "if a branch hangs on them, it may differ on a GPU"),
+    ):
+        more = f" and {len(places) - 12} more (--json)" if len(places) > 12 else ""
+        read = f"read at {', '.join(places[:12])}{more}"
+        if places:
+            notes.append(f"numbers that hang on large floating-point tensors, {read}: {what}")
     if result["status"] in ("failed", "cannot run"):
         return notes
     if not result.get("cudnn"):
@@ -142,18 +197,31 @@ def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
             "other ranks are not there: what this rank gathers are its own values; NCCL's buffers "
             "are counted as on A100 with NVLink, and other machines differ"
         )
+    names = ("cuSOLVER's Xgeev (assumed: four matrices)", "cuFFT (0)", "cuSPARSE (0)")
+    if seen := [name for bit, name in enumerate(names) if result.get("assumed", 0) >> bit & 1]:
+        notes.append(f"workspaces are not known, and assumed, of {', '.join(seen)}")
     if result.get("compiled"):
         notes.append("whole numbers that compiled code computes are zero, like other results")
-    if stopped := result.get("stopped"):
-        notes.append(
-            f"it was ended after step {result['steps']}, at {stopped}: evaluation, longer batches "
-            "and all else that comes later were not seen; --whole runs the script to its end"
-        )
+    notes += _unseen(result)
     if not result.get("steps"):
         notes.append("no optimizer step ended")
     if result["status"] == "fits" and result.get("out_of_memory"):
         notes.append("the script ran out of memory, caught the error and continued")
     return notes
+
+
+def _unseen(result: dict[str, Any]) -> list[str]:
+    """Return what a report says of the parts of a script that it did not see."""
+    stopped, limit = result.get("stopped"), result.get("limit")
+    if stopped and limit is not None:
+        end = f"after {limit:g} seconds, in step {result['steps'] + 1}, at {stopped}"
+        return [f"it was ended {end}; write --timeout {2 * limit:g} to see more"]
+    if stopped:
+        end = f"after step {result['steps']}, at {stopped}"
+        later = "evaluation, longer batches and all else that comes later were not seen"
+        return [f"it was ended {end}: {later}; --whole runs the script to its end"]
+    unseen = sorted(UNTRAINED - {"no_grad"} - {*result.get("peaks_by_phase", {})})
+    return [f"nothing was allocated in {', '.join(unseen)}"] if unseen else []
 
 
 def _gib(size: int) -> str:

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from phantomgpu import standins
 from phantomgpu.child import CANNOT_RUN, Settings
@@ -23,9 +25,11 @@ from phantomgpu.gpus import GIB, context_bytes, driver_facts, find_gpu, parse_me
 from phantomgpu.report import Report, build_report
 
 BOOT = Path(__file__).parent / "boot"
-LOCAL_RANKS, MOST_DEVICES = 8, 16
+LOCAL_RANKS, MOST_DEVICES, MOST_STAGES = 8, 16, 32
 GRACE_SECONDS = 5
 """How long a process has to end by itself."""
+REPORT_SECONDS = 60
+"""How long a process has to make its report, once its time is over."""
 
 
 def run(
@@ -34,6 +38,8 @@ def run(
     gpu: str,
     memory: int | str | None = None,
     ranks: int = 1,
+    rank: int = 0,
+    every_stage: bool = False,
     steps: int | None = 3,
     devices: int | None = None,
     args: Sequence[Any] = (),
@@ -43,6 +49,7 @@ def run(
     values: bool = True,
     snapshot: str | Path | None = None,
     timeout_seconds: float | None = None,
+    variables: dict[str, str] | None = None,
     quiet: bool = True,
 ) -> Report:
     """Run a script or a function on a GPU that does not exist, and report its memory.
@@ -52,7 +59,9 @@ def run(
             its arguments travel to another process by cloudpickle.
         gpu: The kind of GPU, one of `phantomgpu.GPUS`.
         memory: Another size than that kind's, in bytes or as '40GiB'.
-        ranks: The number of ranks; rank 0 runs.
+        ranks: The number of ranks; one of them runs.
+        rank: Which of them, from 0.
+        every_stage: Run a rank of each stage of a pipeline, and report the fullest.
         steps: After how many optimizer steps the script ends; None: it runs to its end.
         devices: The number of GPUs that the process sees; 1, or up to 8 with ranks.
         args: Arguments of the function, or of the script.
@@ -61,7 +70,9 @@ def run(
         cudnn: Leave cuDNN on; what needs it is then refused.
         values: Compute small whole numbers for real.
         snapshot: A file for torch's memory snapshot.
-        timeout_seconds: How long the script may take.
+        timeout_seconds: How long the script may take. With `steps=None`, the report is then what
+            was seen until the limit.
+        variables: Environment variables of the script.
         quiet: Do not show what the script prints.
 
     Returns:
@@ -72,20 +83,54 @@ def run(
         SetupNeededError: The installed torch has no CUDA code.
     """
     standins.check_system()
-    session = Session(gpu, memory, ranks, devices)
+    session = Session(gpu, memory, ranks, devices, rank)
+    session.variables = variables or {}
     settings = Settings(
         "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
     )
-    with command_of(script, args, kwargs) as command:
-        report = session.start(command, settings, snapshot, timeout_seconds, quiet=quiet)
+    settings.seconds = timeout_seconds if steps is None else None
+    with (
+        command_of(script, args, kwargs) as command,
+        tempfile.TemporaryDirectory(prefix="phantomgpu-") as messages,
+    ):
+        session.messages = messages
+        start = partial(session.start, command, settings, timeout_seconds=timeout_seconds)
+        report = start(snapshot, quiet=quiet)
+        if every_stage:
+            report = fullest(session, report, lambda: start(snapshot, quiet=quiet))
         if modules and report.status in ("fits", "does not fit"):
             settings.modules, settings.snapshot = True, False
-            named = session.start(command, settings, None, timeout_seconds, quiet=True)
+            session.rank = report.rank
+            named = start(None, quiet=True)
             differs = named.peak_allocated != report.peak_allocated
             note = ("names of modules are of a second run, whose peak differed",)
             notes = report.notes + note * differs
             report = replace(report, places=named.places, notes=notes)
-    return report
+    if callable(script):
+        return report
+    how = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": rank, "steps": steps}
+    how |= {"script": command, "folder": str(Path.cwd()), "devices": devices, "cudnn": cudnn}
+    return replace(report, again=how)
+
+
+def fullest(session: Session, first: Report, start: Callable[[], Report]) -> Report:
+    """Run the ranks that a rank sends to, and theirs; return the report of the fullest."""
+    ran, note = session.others, ""
+    waiting = list(first.peers)
+    if not waiting and first.ranks > 1:
+        waiting = [first.ranks - 1 if first.rank == 0 else 0]
+        note = f"no rank sent to another: only ranks {first.rank} and {waiting[0]} were run"
+    while waiting and len(ran) < MOST_STAGES:
+        session.rank = waiting.pop(0)
+        report = ran[session.rank] if session.rank in ran else start()
+        done = {*ran, *waiting}
+        waiting += [one for one in report.peers if one not in done]
+    if waiting:
+        note = f"ranks {', '.join(map(str, waiting))} and those behind them were not run"
+    worst = ("fits", "failed", "does not fit", "cannot run")
+    report = max(ran.values(), key=lambda one: (worst.index(one.status), one.peak_reserved))
+    stages = [(rank, one.peak_allocated, one.peak_reserved) for rank, one in sorted(ran.items())]
+    return replace(report, stages=stages, notes=(*report.notes, *filter(None, [note])))
 
 
 @contextmanager
@@ -98,7 +143,8 @@ def command_of(
     if isinstance(script, str | Path):
         yield [sys.executable, str(script), *map(str, args)]
     elif not callable(script):
-        yield [*script, *map(str, args)]
+        python = [sys.executable] if script and str(script[0]).endswith(".py") else []
+        yield [*python, *script, *map(str, args)]
     else:
         import cloudpickle
 
@@ -152,31 +198,63 @@ def too_long(what: str, seconds: float | None) -> RunFailedError:
     )
 
 
+def rank_environment(rank: int, ranks: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank, on nodes of eight GPUs."""
+    local = min(ranks, LOCAL_RANKS)
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % local,
+        "GROUP_RANK": rank // local,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": min(local, ranks - rank // local * local),
+        "GROUP_WORLD_SIZE": -(-ranks // local),
+        "ROLE_WORLD_SIZE": ranks,
+        "MASTER_PORT": 29500,
+    }
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+class Started(NamedTuple):
+    """A process that plays a rank, and the folder of its report."""
+
+    process: subprocess.Popen[Any]
+    folder: Path
+
+
 class Session:
     """A kind of GPU, and how processes that see it are started."""
 
     def __init__(
-        self, gpu: str, memory: int | str | None, ranks: int = 1, devices: int | None = None
+        self,
+        gpu: str,
+        memory: int | str | None,
+        ranks: int = 1,
+        devices: int | None = None,
+        rank: int = 0,
     ) -> None:
-        kind = find_gpu(gpu)
+        self.kind = kind = find_gpu(gpu)
         if isinstance(memory, str):
             memory = parse_memory(memory)
         count = min(ranks, LOCAL_RANKS) if devices is None else devices
         for name, value, least, most in (
             ("memory", int(kind.memory * GIB) if memory is None else memory, 1 << 20, 1 << 40),
             ("ranks", ranks, 1, 1 << 20),
+            ("rank", rank, 0, max(ranks, 1) - 1),
             ("devices", count, 1, MOST_DEVICES),
         ):
             if not least <= value <= most:
                 unit = " bytes, such as '24GiB'" if name == "memory" else ""
                 raise ValueError(f"{name} is {str(value)[:40]}; write {least} to {most}{unit}")
         self.name = f"an {kind.name}" if kind.name[0] == "N" else f"a {kind.name}"
-        self.ranks = ranks
+        self.ranks, self.rank, self.messages = ranks, rank, ""
+        self.variables: dict[str, str] = {}
+        self.others: dict[int, Report] = {}
         self.memory = int(kind.memory * GIB) if memory is None else memory
         self.context = min(context_bytes(kind), self.memory)
         self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
 
-    def environment(self, settings: Settings) -> dict[str, str]:
+    def environment(self, settings: Settings, rank: int = 0) -> dict[str, str]:
         """Return the environment of a process with a phantom."""
         settings.process = os.getpid()
         settings.path = [entry for entry in sys.path if entry and entry != str(BOOT)]
@@ -185,21 +263,19 @@ class Session:
             "PHANTOMGPU_RUN": json.dumps(asdict(settings)),
             "PHANTOMGPU_FACTS": self.facts,
             "PYTHONPATH": os.pathsep.join(path),
+            "TORCH_COMPILE_CACHE_KEY_TAG": "phantomgpu",  # a real GPU must not find these kernels
             "TMPDIR": settings.folder,  # what a script that is ended leaves behind goes with it
         }
         if self.ranks > 1:
-            ours |= {
-                "RANK": "0",
-                "LOCAL_RANK": "0",
-                "GROUP_RANK": "0",
-                "WORLD_SIZE": str(self.ranks),
-                "LOCAL_WORLD_SIZE": str(min(self.ranks, LOCAL_RANKS)),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "0",
-            }
+            ours |= rank_environment(rank, self.ranks)
         hidden = ("CUDA_VISIBLE_DEVICES",)
         rest = {name: value for name, value in os.environ.items() if name not in hidden}
-        return {"TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"), **rest, **ours}
+        return {
+            "TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"),
+            **rest,
+            **self.variables,
+            **ours,
+        }
 
     def start(
         self,
@@ -210,25 +286,57 @@ class Session:
         *,
         quiet: bool,
     ) -> Report:
-        """Run a command until it ends, and return its report."""
+        """Run a command until it ends, beside the ranks whose messages it needs.
+
+        Returns:
+            The report of this rank; those of the others are in `others`.
+        """
         if shutil.which(command[0]) is None:
             raise RunFailedError(f"cannot run {command[0]!r}: no such command")
-        with (
-            ended_by_signals(),
-            tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder,
-            Path(folder, "output.log").open("wb") as output,
-        ):
-            settings.folder = folder
-            quietly = {"stdout": output, "stderr": subprocess.STDOUT} if quiet else {}
-            with started(command, env=self.environment(settings), **quietly) as process:
-                try:
-                    code = process.wait(timeout_seconds)
-                except subprocess.TimeoutExpired:
-                    raise too_long("the script", timeout_seconds) from None
+        # With a time limit of its own, the script ends itself, with a report.
+        more = 0 if settings.seconds is None else REPORT_SECONDS
+        began = time.monotonic()
+        with ended_by_signals(), ExitStack() as stack:
+            runs = {self.rank: self.launch(stack, command, settings, self.rank, quiet=quiet)}
+            while left := [one for one in runs.values() if one.process.poll() is None]:
+                with suppress(subprocess.TimeoutExpired):
+                    left[0].process.wait(0.05)
+                if timeout_seconds and time.monotonic() - began > timeout_seconds + more:
+                    raise too_long("the script", timeout_seconds)
+                for rank in self.wanted(runs):
+                    runs[rank] = self.launch(stack, command, settings, rank, quiet=True)
             if snapshot is not None:
-                for made in sorted(Path(folder).glob("*.pickle"))[:1]:
+                for made in sorted(runs[self.rank].folder.glob("*.pickle"))[:1]:
                     shutil.copyfile(made, snapshot)
-            return self.report(Path(folder), "run", code, Path(folder, "output.log"))
+            reports = {rank: self.finished(rank, one) for rank, one in runs.items()}
+        self.others |= reports
+        return reports[self.rank]
+
+    def wanted(self, runs: dict[int, Started]) -> list[int]:
+        """Say which ranks ended, and return those that others wait for."""
+        if not self.messages:
+            return []
+        for rank, one in runs.items():
+            if one.process.poll() is not None:
+                Path(self.messages, f"ended-{rank}").touch()
+        found = [int(file.name[7:]) for file in Path(self.messages).glob("wanted-*")]
+        return [rank for rank in found if rank not in runs and rank not in self.others]
+
+    def launch(
+        self, stack: ExitStack, command: list[str], settings: Settings, rank: int, *, quiet: bool
+    ) -> Started:
+        """Start a process that plays a rank; the stack ends it."""
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phantomgpu-")))
+        output = stack.enter_context((folder / "output.log").open("wb"))
+        settings.folder, settings.messages = str(folder), self.messages
+        quietly = {"stdout": output, "stderr": subprocess.STDOUT} if quiet else {}
+        process = started(command, env=self.environment(settings, rank), **quietly)
+        return Started(stack.enter_context(process), folder)
+
+    def finished(self, rank: int, one: Started) -> Report:
+        """Return the report of a rank."""
+        report = self.report(one.folder, "run", one.process.wait(), one.folder / "output.log")
+        return replace(report, rank=rank)
 
     def report(self, folder: Path, name: str, code: int, log: Path | None = None) -> Report:
         """Return the report that the processes of a run left.
@@ -253,6 +361,7 @@ class Session:
             result |= {"status": status, "problem": f"it ended with exit code {code}"}
         return build_report(
             result,
+            self.kind,
             gpu=self.name,
             memory=self.memory,
             context=self.context,

@@ -35,16 +35,6 @@ SOURCES = {
     "libnccl": ["nccl.c"],
 }
 UNSUPPORTED = {"libcudnn": 3000, "libcusolver": 9, "libcusparse": 10}
-_SIZES = (
-    "gesvd:3 sytrf:4 geqrf:5 potrf:5 getrf:5 orgqr:7 ungqr:7 syevd:7 heevd:7 syevjBatched:7 "
-    "heevjBatched:7 ormqr:11 unmqr:11 gesvdjBatched:11 gesvdj:12 gesvdaStridedBatched:16 "
-    "Xpotrf:8,9 Xgeqrf:10,11 Xsytrs:11,12 Xsyevd:11,12 XsyevBatched:11,12 Xgeev:17,18"
-)
-SOLVER_SIZES = {
-    name: [int(at) for at in ats.split(",")]
-    for name, _, ats in (one.partition(":") for one in _SIZES.split())
-}
-"""Which arguments of cuSOLVER's `_bufferSize` take the sizes of workspaces: they are not known."""
 """The number of "not supported" where it is not 801."""
 FUNCTION = re.compile(r"(?:__)?(?:cu|nccl|nvrtc|nvshmem|nvml)\w")
 DEFINED = re.compile(r"^[\w *]*?\b(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
@@ -263,15 +253,40 @@ def _default(name: str, stem: str, *, called: bool) -> str:
         arguments = "void *to, const void *from, size_t bytes"
         return f"int {name}({arguments}) {{ phantom_copy(to, from, bytes); return 0; }}"
     solver = re.fullmatch(r"cusolverDn(?:[SDCZ](?=[a-z]))?(\w+)_bufferSize", name)
-    if called and solver and solver[1] in SOLVER_SIZES:
-        at, kind = SOLVER_SIZES[solver[1]], "size_t" if solver[1][0] == "X" else "int"
-        arguments = ", ".join(f"void *a{number}" for number in range(max(at) + 1))
-        sizes = " ".join(f"*({kind} *)a{number} = 0;" for number in at)
-        return f"int {name}({arguments}) {{ {sizes} return 0; }}"
+    if called and solver and solver[1] in workspaces():
+        arguments = ", ".join(f"void *a{number}" for number in range(19))
+        given = f"double d = {int(name[10] in 'DZ')}; {workspaces()[solver[1]]}"
+        return f"int {name}({arguments}) {{ {given}return 0; }}"
+    if batched := re.fullmatch(r"cublas[SDCZ](geqrf|gels|getrs)Batched", name):
+        at = 6 if batched[1] == "geqrf" else 9  # a status on the host
+        arguments = ", ".join(f"int *a{number}" for number in range(at + 1))
+        return f"int {name}({arguments}) {{ return *a{at} = 0; }}"
     refused = not called or "bufferSize" in name or stem == "libcudnn"
     if does == "+" or name.startswith(("cudnnDestroy", "__cuda")):
         refused = False
     return f"int {name}(void) {{ return {UNSUPPORTED.get(stem, 801) if refused else 0}; }}"
+
+
+@cache
+def workspaces() -> dict[str, str]:
+    """Return the C code of cuSOLVER's functions that say how large workspaces are (solver.txt)."""
+    code = {}
+    for line in (NATIVE / "solver.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        name, sizes, numbers, formula = line.split(None, 3)
+        given = "".join(f"double {one[0]} = (int)(long)a{one[1:]}; " for one in numbers.split(","))
+        is_bytes = name.startswith("X")
+        given += "phantom_assumed |= 1; " * name.endswith("~")
+        given += f"double size = {formula}; "
+        given += "size *= t == 0 ? 4 : t == 5 ? 16 : 8; " * is_bytes  # float, complex double
+        at, *host = sizes.split(",")
+        given += "if (size >= 1u << 31) return 3; " * (
+            not is_bytes
+        )  # CUSOLVER_STATUS_INVALID_VALUE
+        given += f"*({'size_t' if is_bytes else 'int'} *)a{at} = size; "
+        code[name.rstrip("~")] = given + "".join(f"*(size_t *)a{one} = 0; " for one in host)
+    return code
 
 
 def _output(*command: str | Path) -> str:

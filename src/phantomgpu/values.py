@@ -10,16 +10,22 @@ gets a random one between 0 and 1, and the report names the place.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
+import threading
+import time
 import warnings
 import weakref
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from phantomgpu.analysis import line_of
+from phantomgpu.bound import Work, class_of
 
 MOST = 4 << 20
 """Elements, and bytes, of whole numbers that are computed. The device keeps no larger copies."""
@@ -27,6 +33,8 @@ FEW = 1 << 16
 """Elements of floating-point numbers that are computed."""
 UNKNOWN: Counter[str] = Counter()
 """The places where the script read what hangs on unknown numbers."""
+DECIDES: Counter[str] = Counter()
+"""Those of them where the numbers are whole, or the size of a tensor or a branch hangs on them."""
 _SIZED = (
     "equal nonzero masked_select _unique2 unique_consecutive unique_dim repeat_interleave bincount"
 )
@@ -36,30 +44,40 @@ _LEFT = "empty set_ resize record_stream is_set_to _assert _amp_foreach _sdp_cho
 _REFUSED = (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError)
 """The CPU has no such kernel or type, or indices that came from zeros lie outside."""
 _KEPT: list[torch.library.Library] = []
-_LOST, _DERIVED, _KNOWN = range(3)
+LOST, _DERIVED, _KNOWN = range(3)
 """What the bytes of a storage are: unknown, computed from unknown ones, or true."""
 
 
-def start(library: ctypes.CDLL) -> bool:
-    """Override the kernels; return False if this torch does not let us call its own (2.9 does)."""
+def start(
+    library: ctypes.CDLL, modes: list[tuple[int, str]], work: Work | None = None
+) -> Bytes | None:
+    """Override the kernels; return None if this torch does not let us call its own (2.9 does)."""
     if not hasattr(torch.library, "get_kernel"):
-        return False
-    bytes_of = Bytes(library)
+        return None
+    bytes_of = Bytes(library, modes)
     ours = torch.library.Library("aten", "IMPL")
     _KEPT.append(ours)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is overridden
-        for name in [*(one for one in names if has_kernel(one, "CUDA")), "aten::copy_"]:
-            base, _, overload = name.removeprefix("aten::").partition(".")
+        for name in sorted({*_names(), "copy_"}):  # twice would call itself
+            base, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, base), overload or "default")
             if base == "_local_scalar_dense":
                 ours.impl(base, bytes_of.number, "CUDA")
-            elif _makes_values(operation):
-                kernel = Kernel(operation, bytes_of)
-                ours.impl(name.removeprefix("aten::"), kernel, "CUDA", with_keyset=True)
-    return True
+            elif base == "copy_" or (
+                operation.has_kernel_for_dispatch_key("CUDA") and _makes_values(operation)
+            ):
+                ours.impl(name, Kernel(operation, bytes_of, work), "CUDA", with_keyset=True)
+    return bytes_of
+
+
+def _names() -> list[str]:
+    """Return the names of operations that may have a CUDA kernel, from torch's own table."""
+    folder = Path(torch.__file__).parents[1] / "torchgen/packaged/ATen/native"
+    table = (folder / "native_functions.yaml").read_text(encoding="utf-8")
+    entries = table.split("\n- func: ")[1:]
+    signs = ("CUDA", "structured_delegate", "_foreach")
+    return [one.partition("(")[0] for one in entries if any(sign in one for sign in signs)]
 
 
 def _makes_values(operation: Any) -> bool:
@@ -74,8 +92,8 @@ def _makes_values(operation: Any) -> bool:
 class Kernel:
     """Runs an operation on the device, and for real where it is small."""
 
-    def __init__(self, operation: Any, bytes_of: Bytes) -> None:
-        self.operation, self.bytes = operation, bytes_of
+    def __init__(self, operation: Any, bytes_of: Bytes, work: Work | None = None) -> None:
+        self.operation, self.bytes, self.work = operation, bytes_of, work
         self.boxed = torch.library.get_kernel(operation, "CUDA").call_boxed
         schema = operation._schema
         self.base = schema.name.removeprefix("aten::")
@@ -85,14 +103,38 @@ class Kernel:
             (at, one.name) for at, one in places if one.alias_info and one.alias_info.is_write
         ]
         self.is_random = torch.Tag.nondeterministic_seeded in operation.tags
-        is_out = schema.overload_name.endswith("out")
-        self.overwrites = self.is_random or is_out or self.base in ("zero_", "fill_")
+        self.names = [one.name for one in schema.arguments]
+        self.class_ = class_of(self.base)
+        self.is_out = schema.overload_name.endswith("out")
+        self.overwrites = self.is_random or self.is_out or self.base in ("zero_", "fill_")
         # How many elements a mask of tokens has: `bernoulli(full(shape, 0.15))` in scripts.
         is_mask = self.base.startswith(("bernoulli", "fill_", "masked_fill"))
         self.few = MOST // 4 if is_mask else FEW
 
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run it, and count what it does unless another kernel called it."""
+        work = self.work
+        if work is None or work.is_busy:
+            return self.run(keys, *args, **kwargs)
+        work.is_busy = True
+        try:
+            out = self.run(keys, *args, **kwargs)
+            work.add(self, args, kwargs, out)
+        finally:
+            work.is_busy = False
+        return out
+
+    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors that it writes into."""
+        return [
+            one
+            for at, name in self.written
+            for one in leaves(args[at] if at < len(args) else kwargs.get(name))
+        ]
+
+    def run(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
+        self.bytes.watch()
         numbers = int | float | complex
         if any(isinstance(args[at], numbers) for at in self.numbers if at < len(args)):
             args = tuple(
@@ -106,11 +148,7 @@ class Kernel:
             return self.copied(keys, *args, **kwargs)
         if self.base in _SIZED.split():
             return self.sized(keys, args, kwargs, tensors)
-        targets = [
-            one
-            for at, name in self.written
-            for one in leaves(args[at] if at < len(args) else kwargs.get(name))
-        ]
+        targets = self.targets(args, kwargs)
         most = max((one.numel() for one in tensors), default=0)
         host = self.on_host(args, kwargs, targets) if self.is_worth(targets, most) else None
         out = self.boxed(keys, *args, **kwargs)
@@ -120,7 +158,7 @@ class Kernel:
             host = self.on_host(args, kwargs, targets)
         if host is None or most > MOST or not self.computed(host, targets, fresh, most):
             for one in targets:
-                self.bytes.note(one, _KNOWN if self.base == "zero_" else _LOST)
+                self.bytes.note(one, _KNOWN if self.base == "zero_" else LOST)
             if self.base == "all":  # what is checked is finite
                 self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)
         elif self.base == "any" and most > self.few and not host[3]:  # and no sample is rejected
@@ -139,7 +177,7 @@ class Kernel:
         """Return the arguments on the CPU, the copies of the targets, and whether they are true."""
         read = [one for one in leaves((args, kwargs)) if not _among(one, targets)]
         read += [] if self.overwrites else targets
-        known = all(map(self.bytes.is_known, read))
+        known = self.is_finite_check(args) or all(map(self.bytes.is_known, read))
         copies = {
             id(one): (
                 host(one) if self.overwrites and one.is_cuda else self.bytes.read(one)
@@ -148,6 +186,11 @@ class Kernel:
         }
         here = self.moved(args, copies), self.moved(kwargs, copies)
         return (*here, [copies[id(one)] for one in targets], known)
+
+    def is_finite_check(self, args: tuple[Any, ...]) -> bool:
+        """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
+        same = args[1] if self.base in ("eq", "ne") and len(args) > 1 else None
+        return self.base == "isnan" or same is args[0] or same == math.inf
 
     def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
         """Return arguments with tensors on the CPU."""
@@ -174,7 +217,7 @@ class Kernel:
             pairs = [*zip(targets, copies, strict=True), *zip(fresh, new, strict=True)]
             for to, result in pairs:
                 if not to.is_cuda or (most > self.few and not _is_whole(to)):
-                    self.bytes.note(to, _LOST)
+                    self.bytes.note(to, LOST)
                 else:
                     self.bytes.write(to, result, known=known)
             return True
@@ -198,7 +241,7 @@ class Kernel:
         """Return what has a size, or is a branch, that hangs on values."""
         here, there, _, known = self.on_host(args, kwargs, [])
         if not known:
-            remember()
+            remember(decides=True)
         self.boxed(keys, *args, **kwargs)  # for what it allocates
         device = next(one for one in tensors if one.is_cuda).device
         result = _map(self.operation(*here, **there), device)
@@ -211,10 +254,11 @@ class Kernel:
     ) -> Any:
         """Copy, between the devices too."""
         known = self.bytes.is_known(source)
-        is_small = to.numel() <= (MOST if _is_whole(to) else self.few)
+        # A program on the CPU reads all of a copy: k-means must not see only zeros.
+        is_small = to.numel() <= (MOST if _is_whole(to) or not to.is_cuda else self.few)
         values = self.bytes.read(source) if is_small else source
         if not to.is_cuda and not known:
-            remember()
+            remember(decides=_is_whole(source))
         out = self.boxed(keys, to, source, *more, **kwargs)
         if is_small and to.is_cuda:
             self.bytes.write(to, values.expand(to.shape), known=known)
@@ -223,7 +267,7 @@ class Kernel:
         elif to.is_cuda:
             kept = to.dtype == source.dtype and to.nbytes <= MOST
             kept = kept and to.is_contiguous() and source.is_contiguous()
-            self.bytes.note(to, _KNOWN if known and kept else _LOST)
+            self.bytes.note(to, _KNOWN if known and kept else LOST)
         return out
 
 
@@ -263,10 +307,26 @@ def _map(value: Any, device: torch.device) -> Any:
     return value
 
 
-def remember() -> None:
+def _mode_of(frame: FrameType | None, before: str) -> str:
+    """Return what code without gradients is: evaluation of what is trained, or other.
+
+    What comes after an evaluated model, such as metrics, is evaluation, too.
+    """
+    mode = before or "no_grad"
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl":
+            module = frame.f_locals["self"]
+            weights = [] if module.training else module.parameters()
+            mode = "evaluation" if any(one.requires_grad for one in weights) else "no_grad"
+        frame = frame.f_back
+    return mode
+
+
+def remember(*, decides: bool) -> None:
     """Note the line of the script that reads an unknown number, and that of torch in it."""
     line, inner = line_of(sys._getframe())
-    UNKNOWN[f"{line} ({inner})" if inner else line] += 1
+    for counter in (UNKNOWN, DECIDES)[: 1 + decides]:
+        counter[f"{line} ({inner})" if inner else line] += 1
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
@@ -284,7 +344,7 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
 class Bytes:
     """The bytes of the device, and what is known of them; of dead storages, they are zero again."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, modes: list[tuple[int, str]]) -> None:
         self.copy, self.set = library.phantom_copy, library.phantom_set
         self.copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
         self.set.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
@@ -292,6 +352,16 @@ class Bytes:
         self.states: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.chance = torch.Generator().manual_seed(0).get_state()
         self.pool = torch.empty(0)
+        self.mode, self.modes, self.thread = "", modes, threading.get_ident()
+
+    def watch(self) -> None:
+        """Note where the script turns gradients off and on, and evaluates."""
+        if threading.get_ident() != self.thread:  # autograd's own
+            return
+        mode = "" if torch.is_grad_enabled() else _mode_of(sys._getframe(2), self.mode)
+        if mode != self.mode:
+            self.mode = mode
+            self.modes.append((time.time_ns() // 1000, mode))
 
     def state(self, tensor: torch.Tensor) -> int | None:
         """Return what its bytes are; None: nothing was noted."""
@@ -314,7 +384,7 @@ class Bytes:
         address, size = storage.data_ptr(), storage.nbytes()
         if tensor.nbytes < size and old is not None:  # a part of it
             state = _KNOWN if state == old == _KNOWN else _DERIVED
-        if old is None and state == _LOST:
+        if old is None and state == LOST:
             return
 
         def forget(dead: weakref.ref[torch.UntypedStorage]) -> None:
@@ -346,7 +416,7 @@ class Bytes:
     def number(self, tensor: torch.Tensor) -> Any:
         """Return the value of a tensor with one element."""
         if not self.is_known(tensor):
-            remember()
+            remember(decides=_is_whole(tensor))
         return self.read(tensor).item()
 
     def write(self, to: torch.Tensor, result: torch.Tensor, *, known: bool) -> None:

@@ -24,7 +24,7 @@ from torch.optim import optimizer  # noqa: E402
 
 from phantomgpu import values  # noqa: E402
 
-values.start(device)
+values.start(device, [])
 torch.backends.cudnn.enabled = False
 torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 done = 0

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from phantomgpu import GPUS, UnknownGPUError
-from phantomgpu.gpus import GIB, context_bytes, driver_facts, find_gpu, parse_memory
+from phantomgpu import GPU, GPUS, UnknownGPUError
+from phantomgpu.gpus import _LIMITS, GIB, context_bytes, driver_facts, find_gpu, parse_memory
 
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("h100", "h100"), ("H100-80GB", "h100"), ("NVIDIA RTX 4090", "rtx4090"), ("4090", "rtx4090")],
+    [
+        ("h100", "h100"),
+        ("H100-80GB", "h100"),
+        ("NVIDIA RTX 4090", "rtx4090"),
+        ("4090", "rtx4090"),
+        ("RTX 4070 Ti SUPER", "rtx4070tisuper"),
+        ("4060 Ti 16GB", "rtx4060ti"),
+        ("Tesla V100", "v100"),
+    ],
 )
 def test_a_kind_is_found_by_names_that_people_write(name: str, key: str) -> None:
     assert find_gpu(name) is GPUS[key]
@@ -48,6 +56,31 @@ def test_facts_have_the_form_that_the_stand_ins_read(key: str) -> None:
     assert gpu.key == key
 
 
-def test_a_program_sees_less_than_the_nominal_memory() -> None:
-    assert GPUS["h100"].memory < 80
-    assert all(context_bytes(gpu) < gpu.memory * GIB for gpu in GPUS.values())
+NOMINAL = (8, 10, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180, 186, 288)
+"""GB on the boxes of the kinds."""
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_every_number_of_a_kind_is_plausible(gpu: GPU) -> None:
+    box = min(size for size in NOMINAL if size >= gpu.memory * 0.99)
+    assert 0.9 * box * 10**9 < gpu.memory * GIB <= box * GIB
+    assert context_bytes(gpu) < gpu.memory * GIB / 10
+    assert gpu.source in ("message", "printed", "nominal")
+    assert gpu.capability in _LIMITS
+    assert 20 <= gpu.processors <= 200
+    assert 2 <= gpu.cache <= 192
+    assert gpu.single < gpu.half <= 40 * gpu.single
+    assert 250 <= gpu.bandwidth <= 8000
+    assert 16 <= gpu.link <= 900
+    assert gpu.network <= gpu.link or gpu.link < 50  # PCIe
+    if "GeForce" in gpu.name:  # sums of half-precision products in fp32 run at half rate
+        assert gpu.half == pytest.approx(2 * gpu.single, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("MI300X", "ROCm"), ("TPU-v5e", "CUDA"), ("M3 Max", "mps"), ("RTX 4080 Laptop", "laptop")],
+)
+def test_what_cannot_be_played_is_refused_with_a_reason(name: str, why: str) -> None:
+    with pytest.raises(UnknownGPUError, match=why):
+        find_gpu(name)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import phantomgpu
-from phantomgpu import NotSupportedError, child, standins
+from phantomgpu import GPUS, NotSupportedError, child, standins
 from phantomgpu.cli import app, exit_code, warn
 from phantomgpu.report import build_report
 from phantomgpu.running import Session
@@ -58,7 +58,9 @@ def test_more_memory_than_the_kind_has_is_a_warning(capsys: pytest.CaptureFixtur
     [("fits", 0, 0), ("does not fit", 3, 3), ("failed", 7, 7), ("failed", 0, 1)],
 )
 def test_exit_codes(status: str, code: int, expected: int) -> None:
-    report = build_report({"status": status}, gpu="", memory=1, context=0, ranks=1, exit_code=code)
+    report = build_report(
+        {"status": status}, GPUS["h100"], gpu="", memory=1, context=0, ranks=1, exit_code=code
+    )
     assert exit_code(report) == expected
 
 
@@ -118,3 +120,12 @@ def test_a_torch_for_another_cuda_names_the_setup(
     with pytest.raises(phantomgpu.SetupNeededError, match="setup") as caught:
         child._find_cuda_torch()
     assert ("12.6" in str(caught.value)) == ("12.6" in cuda)
+
+
+def test_a_kind_that_torch_has_no_code_for_is_said() -> None:
+    known = {"gpu": "a Tesla", "memory": 1, "context": 0, "ranks": 1, "exit_code": 0}
+    result = {"status": "fits", "torch": "2.13.0+cu130"}
+    assert "CUDA 12.6" in str(build_report(result, GPUS["v100"], **known))
+    assert "CUDA 12.6" not in str(build_report(result, GPUS["t4"], **known))
+    older = {**result, "torch": "2.7.1+cu126"}
+    assert "CUDA 12.6" not in str(build_report(older, GPUS["v100"], **known))

@@ -184,6 +184,57 @@ def test_a_search_where_an_import_starts_threads(ranks: int) -> None:
     assert answer.largest == 2
 
 
+def evaluated(where: str, seconds: float = 0) -> None:
+    """A run whose peak is in evaluation, generation or saving; a teacher is no evaluation."""
+    import time
+    from tempfile import TemporaryFile
+
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Dropout()).cuda()
+    teacher = torch.nn.Linear(512, 512).cuda().eval().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def generate(prompt: torch.Tensor) -> torch.Tensor:
+        return model(prompt).softmax(-1)
+
+    for _ in range(3):
+        with torch.no_grad():
+            teacher(torch.randn(1024 if where == "no_grad" else 8, 512, device="cuda"))
+        model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.inference_mode():
+            data = torch.randn(2048 if where == "evaluation" else 8, 512, device="cuda")
+            model(data).softmax(-1)
+            if where == "generation":
+                generate(torch.randn(4096, 512, device="cuda"))
+        model.train()
+        time.sleep(seconds)
+    with TemporaryFile() as file:
+        copies = 20 if where == "save" else 0
+        torch.save([{k: v.clone() for k, v in model.state_dict().items()}] * copies, file)
+
+
+@pytest.mark.parametrize("where", ["evaluation", "generation", "no_grad", "optimizer"])
+def test_the_phase_of_the_peak_of_a_whole_run(where: str) -> None:
+    report = run(evaluated, where, steps=None)
+    assert report.phase == where
+    assert {"forward", "backward", "optimizer", "evaluation"} <= set(report.peaks_by_phase)
+    assert ("generation" in report.peaks_by_phase) == (where == "generation")
+    assert report.peaks_by_phase[where] == max(report.peaks_by_phase.values())
+    assert "nothing was allocated in" in str(report)
+    assert not report.depends_on_values
+
+
+def test_a_whole_run_ends_at_its_limit_with_a_report() -> None:
+    report = run(evaluated, "optimizer", 60, steps=None, timeout_seconds=12)
+    assert report.fits, report.problem
+    assert f"ended after 12 seconds, in step {report.steps + 1}, at " in str(report)
+    assert "in the first 12 seconds" in report.lines()[0]
+
+
 def train_a_little(batch_size: int) -> None:
     import torch
 
@@ -247,6 +298,19 @@ def whole_numbers() -> None:
         assert not torch.empty(10, dtype=torch.long, device="cuda").any().item()
 
 
+def traced() -> None:
+    """Make a tensor as `torch.compile` does while it traces."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert torch.tensor(2.0, device="cuda").is_cuda
+
+
+def test_tracing_copies_to_the_device() -> None:
+    assert run(traced).status == "fits"
+
+
 def test_whole_numbers_are_computed() -> None:
     assert run(whole_numbers).fits
 
@@ -289,6 +353,7 @@ def floats() -> None:
     assert loss.item() == loss.item() > 0
     kept = large > 0.5
     assert 0.4 < kept.nonzero().shape[0] / kept.numel() < 0.6
+    assert 0.2 < large.cpu().std() < 0.4  # what runs on the CPU gets random numbers, too
 
 
 def test_floats_that_decide_are_computed_or_named() -> None:
@@ -301,6 +366,45 @@ def test_floats_that_decide_are_computed_or_named() -> None:
         place.partition(" ")[0] for place in report.unknown
     }
     assert "test_runs.py" in str(report)
+
+
+def decomposed() -> None:
+    """Sizes of workspaces in elements, as cuSOLVER 12.0.4's own functions return them."""
+    import ctypes
+
+    import torch
+
+    torch.linalg.svd(torch.randn(100, 100, device="cuda"))
+    library, size = ctypes.CDLL("libcusolver.so.12"), ctypes.c_int()
+    for name, arguments, at, elements in (
+        ("Sgesvd", {1: 4096, 2: 1024}, 3, 16_850_176),
+        ("Dgesvdj", {2: 1, 3: 3072, 4: 3072}, 12, 19_112_032),
+        ("Sgesvdj", {2: 1, 3: 8192, 4: 3072}, 12, 38_344_960),
+        ("Sgeqrf", {1: 4096, 2: 1024}, 5, 1_572_864),
+        ("Sorgqr", {1: 8192, 2: 3072, 3: 3072}, 7, 1_851_648),
+        ("Sormqr", {3: 4096, 4: 1024, 5: 1024}, 11, 6_882_560),
+        ("Ssyevd", {3: 2048}, 7, 17_070_275),
+        ("CheevjBatched", {3: 4, 9: 512}, 7, 538_116),  # measured: github.com/cupy/cupy#7261
+    ):
+        words = [ctypes.c_void_p(arguments.get(one, 0)) for one in range(18)]
+        words[at] = ctypes.cast(ctypes.byref(size), ctypes.c_void_p)
+        assert getattr(library, f"cusolverDn{name}_bufferSize")(*words) == 0
+        assert abs(size.value / elements - 1) < 0.01, (name, size.value)
+    for shape in ((64, 8, 8), (4, 512, 512), (1500, 1000)):
+        matrices = torch.randn(*shape, device="cuda")
+        q, r = torch.linalg.qr(matrices)
+        _, values, _ = torch.linalg.svd(matrices, full_matrices=False)
+        assert (q @ r).shape == matrices.shape
+        assert values.shape == (*shape[:-2], min(shape[-2:]))
+    torch.linalg.eigh(torch.eye(600, device="cuda"))
+    torch.linalg.eig(torch.eye(600, device="cuda"))
+
+
+def test_workspaces_of_decompositions() -> None:
+    report = run(decomposed)
+    assert report.fits, report.problem
+    assert "Xgeev (assumed" in str(report)
+    assert report.peak_allocated > 4 * 8_000_000
 
 
 def fits_line(size: int) -> None:
@@ -650,3 +754,45 @@ def test_the_trainer_on_a_mesh_of_64() -> None:
         assert report.ranks == 64
         assert report.categories["optimizer"] == pytest.approx(2 * whole / parts, rel=0.1)
     assert both.peak_allocated < fsdp.peak_allocated  # FSDP2 alone gathers whole layers
+
+
+def multiply(size: int) -> None:
+    import torch
+
+    table = torch.nn.Embedding(4096, 1024).cuda().bfloat16()
+    model = torch.nn.Linear(1024, 4096, bias=False).cuda().bfloat16()
+    optimizer = torch.optim.SGD([*table.parameters(), *model.parameters()])
+    for _ in range(9):
+        model(table(torch.zeros(2, size, dtype=torch.long, device="cuda"))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_bound_counts_the_last_step() -> None:
+    bound = run(multiply, 8192).bound
+    assert bound["tokens"] == 2 * 8192
+    assert bound["flops"] == 3 * 2 * 2 * 8192 * 1024 * 4096  # forward, and two products backward
+    assert bound["seconds"] >= bound["flops"] / 989.4e12
+    assert next(iter(bound["classes"])) == "matrix products"
+
+
+def gather_weights() -> None:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("nccl")
+    model = torch.nn.Linear(4096, 4096, bias=False, device="cuda")
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(9):
+        model(torch.ones(8, 4096, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_bound_counts_what_crosses_links() -> None:
+    size = 4 * 4096**2
+    inside = run(gather_weights, ranks=8).bound["links"]
+    assert inside == pytest.approx(2 * size * 7 / 8 / 450e9)  # gathered, and gradients scattered
+    between = run(gather_weights, ranks=64).bound["links"]
+    assert between == pytest.approx(2 * size * 56 / 64 / 8 / 50e9)

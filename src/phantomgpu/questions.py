@@ -1,0 +1,209 @@
+"""The next questions: which GPU, how large, what to do about it, and whether it grew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from phantomgpu.errors import PhantomError
+from phantomgpu.gpus import GIB, GPUS, context_bytes, find_gpu
+from phantomgpu.report import Report
+from phantomgpu.running import run
+from phantomgpu.searching import search
+
+GREW = 5
+"""The exit code of `check` if the peak grew by more than the tolerance."""
+MOST_KINDS = 3
+ALLOCATOR = {
+    "expandable_segments:True": "segments that grow leave fewer fragments",
+    "max_split_size_mb:256": "larger blocks are not split",
+    "roundup_power2_divisions:8": "sizes are rounded, so that blocks are used again",
+}
+"""Settings of torch's allocator that need no change of a script, and why they help."""
+
+
+class Advice(NamedTuple):
+    """What would save memory.
+
+    Attributes:
+        saves: Bytes of the peak; of what was tried, of reserved bytes.
+        how: "tried" or "computed"; what is computed is the most that it can save.
+        text: What to do.
+    """
+
+    saves: int
+    how: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.how:<8}  {self.saves / GIB:>6.2f} GiB  {self.text}"
+
+
+def table(
+    command: Sequence[str],
+    *,
+    gpus: Sequence[str],
+    argument: str,
+    ranks: Sequence[int] = (1,),
+    **how: Any,
+) -> list[dict[str, Any]]:
+    """Find the largest number that fits on each kind of GPU, with each number of ranks.
+
+    Args:
+        command: The command, which takes the number.
+        gpus: Kinds of GPU.
+        argument: The option of the command that takes it.
+        ranks: Numbers of ranks.
+        how: What else `phantomgpu.search` takes.
+    """
+    kinds = [find_gpu(name).key for name in gpus]  # before any of them takes time
+    rows = []
+    for gpu, shared in product(kinds, ranks):
+        answer = search(command, gpu=gpu, argument=argument, ranks=shared, details=False, **how)
+        row = {"gpu": gpu, "ranks": shared, "largest": answer.largest}
+        rows.append({**row, "reserved_bytes": answer.report.peak_reserved, "then": answer.bound})
+    return rows
+
+
+def cheapest(
+    command: Sequence[str], *, gpus: Sequence[str] = tuple(GPUS), **how: Any
+) -> list[dict[str, Any]]:
+    """Return the smallest kinds of GPU that a command fits; each of them was run.
+
+    The kind with the most memory says what is needed; kinds that have less are not run.
+
+    Args:
+        command: The command.
+        gpus: The kinds to choose from.
+        how: What else `phantomgpu.run` takes.
+    """
+    kinds = sorted({find_gpu(name) for name in gpus}, key=lambda kind: kind.memory)
+    last = run(command, gpu=kinds[-1].key, **how)
+    if last.status == "failed":
+        raise PhantomError(f"the script failed on {last.gpu}: {last.problem}")
+    rows: list[dict[str, Any]] = []
+    for kind in kinds:
+        room = kind.memory * GIB - context_bytes(kind) - last.nccl
+        if not last.fits or room < last.peak_allocated or len(rows) == MOST_KINDS:
+            continue
+        report = last if kind is kinds[-1] else run(command, gpu=kind.key, **how)
+        if report.fits:
+            row = {"gpu": kind.key, "memory_bytes": report.memory, "peak": report.peak_allocated}
+            rows.append({**row, "reserved_bytes": report.peak_reserved, "lacks": _lacks(kind)})
+    return rows
+
+
+def _lacks(kind: Any) -> str:
+    missing = [(8, 0), "bfloat16 units, flash attention"], [(8, 9), "FP8 units"]
+    return ", ".join(str(text) for least, text in missing if kind.capability < least)
+
+
+def why(report: dict[str, Any]) -> list[Advice]:
+    """Return what would save memory, the most first.
+
+    What the allocator can do is tried: the command of the report runs again. The rest is computed
+    from the report: the most of the peak that it can save.
+
+    Args:
+        report: What `phantomgpu run --json` wrote.
+
+    Raises:
+        PhantomError: It is no report with the bytes of a peak.
+    """
+    has = report.get("categories")
+    if not has:
+        raise PhantomError("the report has no bytes at a peak; write it by phantomgpu run --json")
+    states = sum(has.get(one, 0) for one in ("parameters", "gradients", "optimizer"))
+    parts = {
+        "activation checkpointing: activations": has.get("activations", 0),
+        "half the micro-batch, accumulated twice: activations and logits": (
+            (has.get("activations", 0) + has.get("logits", 0)) // 2
+        ),
+        "a loss in 8 chunks: logits": has.get("logits", 0) * 7 // 8,
+        "FSDP2 over 8 ranks: parameters, gradients and optimizer": (
+            states * 7 // 8 if report.get("ranks") == 1 else 0
+        ),
+        "8-bit Adam: optimizer state, if it is fp32 now": has.get("optimizer", 0) * 3 // 4,
+        "bf16 optimizer state, if it is fp32 now": has.get("optimizer", 0) // 2,
+        "the optimizer's step inside backward: gradients": has.get("gradients", 0),
+    }
+    advice = [*_tried(report), *(Advice(size, "computed", text) for text, size in parts.items())]
+    return sorted(one for one in advice if one.saves >= GIB // 200 or "it fits" in one.text)[::-1]
+
+
+def _tried(report: dict[str, Any]) -> Iterator[Advice]:
+    """Run the command of a report with other settings of the allocator."""
+    how = dict(report.get("again") or {})
+    folder = how.pop("folder", str(Path.cwd()))
+    if folder != str(Path.cwd()):
+        raise PhantomError(f"the report is of a command in another folder: cd {folder}")
+    for setting, text in ALLOCATOR.items() if how else ():  # none of a function
+        now = run(**how, variables={"PYTORCH_CUDA_ALLOC_CONF": setting})
+        fits = "; it fits" if now.fits and not report["fits"] else ""
+        if now.status in ("fits", "does not fit"):
+            saves = report["peak_reserved"] - now.peak_reserved
+            yield Advice(saves, "tried", f"PYTORCH_CUDA_ALLOC_CONF={setting}: {text}{fits}")
+
+
+class Checked(NamedTuple):
+    """What `check` found."""
+
+    report: Report
+    grew: int | None
+    """Allocated bytes of the peak, more than in the baseline; None: there was none."""
+    notes: tuple[str, ...]
+
+    def line(self) -> str:
+        """Return it in one line."""
+        first = self.report.lines()[0]
+        size = f"{abs(self.grew or 0) / GIB:.2f} GiB since the baseline"
+        change = ["the baseline was written"] if self.grew is None else [f"peak grew by {size}"]
+        if self.grew is not None and self.grew <= 0:
+            change = [f"peak shrank by {size}" if self.grew else "peak as in the baseline"]
+        return "; ".join([first, *change, *self.notes])
+
+
+def check(
+    command: Sequence[str], *, baseline: Path | None = None, update: bool = False, **how: Any
+) -> Checked:
+    """Run a command and hold its peak against that of a baseline, which is written if absent.
+
+    Args:
+        command: The command.
+        baseline: A file with the peak of an earlier check.
+        update: Write it again.
+        how: What else `phantomgpu.run` takes.
+
+    Raises:
+        PhantomError: The baseline is of another GPU or number of ranks, or no baseline.
+    """
+    before = None if baseline is None or update or not baseline.exists() else _read(baseline)
+    report = run(command, **how)
+    kept = ("gpu", "memory", "ranks", "rank", "torch", "peak_allocated", "peak_reserved")
+    now = {name: getattr(report, name) for name in kept}
+    notes = ("it depends on values: see phantomgpu run",) * bool(report.unknown)
+    if before is None:
+        if baseline is not None and report.fits:
+            baseline.write_text(json.dumps(now, indent=2))
+        return Checked(report, None, notes)
+    for name in kept[:4]:
+        if before.get(name) != now[name]:
+            raise PhantomError(
+                f"cannot compare: {name} is {now[name]}, and {before.get(name)} in {baseline}; "
+                "write --update for a new baseline"
+            )
+    if before.get("torch") != now["torch"]:
+        notes += (f"torch is {now['torch']} and was {before['torch']}",)
+    return Checked(report, report.peak_allocated - before["peak_allocated"], notes)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+        int(found["peak_allocated"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise PhantomError(f"{file} is no baseline: {error!r}; write --update") from None
+    return found

@@ -1,0 +1,159 @@
+"""Which GPU, what to do, and whether it grew."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import phantomgpu
+from phantomgpu import GPUS, Answer, Report
+from phantomgpu.cli import app
+from phantomgpu.gpus import GIB, find_gpu
+from phantomgpu.questions import GREW, cheapest, check, table, why
+from stretto.memory import phantom
+
+NEEDS = 30 * GIB
+
+
+def made(gpu: str = "h100", peak: int = NEEDS, **more: Any) -> Report:
+    memory = int(find_gpu(gpu).memory * GIB)
+    known: dict[str, Any] = {"status": "fits" if peak < memory else "does not fit", "torch": "2.13"}
+    known |= {"gpu": gpu, "memory": memory, "context": 0, "peak_allocated": peak}
+    return Report(**{**known, "peak_reserved": peak, **more})
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Each run needs as much; those with other settings of the allocator a GiB less."""
+    seen: list[dict[str, Any]] = []
+
+    def run(
+        script: Any, *, gpu: str, variables: dict[str, str] | None = None, **how: Any
+    ) -> Report:
+        seen.append({"script": script, "gpu": gpu, "variables": variables, **how})
+        return made(gpu, peak_reserved=NEEDS - GIB * (variables is not None))
+
+    monkeypatch.setattr("phantomgpu.questions.run", run)
+    return seen
+
+
+def ask(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def test_a_row_for_each_kind_and_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(command: Any, *, gpu: str, ranks: int, argument: str, **how: Any) -> Answer:
+        assert (command, argument) == (["train.py", "--lr", "1"], "--size")
+        del how
+        return Answer(8 * ranks, {8 * ranks: made(gpu)})
+
+    monkeypatch.setattr("phantomgpu.questions.search", search)
+    command = ["train.py", "--lr", "1"]
+    rows = table(command, gpus=["L4", "h100"], argument="--size", ranks=(1, 8))
+    found = [(row["gpu"], row["ranks"], row["largest"]) for row in rows]
+    assert found == [("l4", 1, 8), ("l4", 8, 64), ("h100", 1, 8), ("h100", 8, 64)]
+    asked = ("--gpu", "l4,h100", "--argument", "--size", "--ranks", "1,8")
+    said = ask("table", *command, *asked).output
+    assert "h100      8       64" in said
+    assert ask("table", *asked, "--", *command).output == said
+    assert json.loads(ask("table", *command, *asked, "--json").output) == rows
+    with pytest.raises(phantomgpu.UnknownGPUError):
+        table(command, gpus=["l4", "abacus"], argument="--size")
+
+
+def test_the_smallest_kinds_that_fit(runs: list[dict[str, Any]]) -> None:
+    rows = cheapest(["train.py"], ranks=1)
+    names = [row["gpu"] for row in rows]
+    fitting = sorted((one.memory, name) for name, one in GPUS.items() if one.memory > 31)
+    assert len(rows) == 3
+    assert [GPUS[name].memory for name in names] == [memory for memory, _ in fitting[:3]]
+    assert len(runs) <= 5  # kinds without room for the allocated bytes are not run
+    said = ask("cheapest", "train.py", "--lr", "1", "--gpu", "t4,a100,h100")
+    assert said.exit_code == 0
+    assert runs[-1]["script"] == ["train.py", "--lr", "1"]
+    assert "t4" not in said.output
+    assert "FP8" in said.output  # an A100 has none
+    none = ask("cheapest", "train.py", "--gpu", "t4,l4")
+    assert (none.exit_code, "fits no kind" in none.output) == (3, True)
+
+
+def test_advice_is_tried_or_computed(runs: list[dict[str, Any]], tmp_path: Path) -> None:
+    sizes = {"activations": 8 * GIB, "optimizer": 4 * GIB, "parameters": 2 * GIB}
+    again = {"script": ["python", "x.py"], "gpu": "h100", "folder": str(Path.cwd())}
+    report = asdict(made(categories=sizes, again=again)) | {"fits": True}
+    advice = why(report)
+    assert [one.saves for one in advice] == sorted((one.saves for one in advice), reverse=True)
+    assert {one.how for one in advice} == {"tried", "computed"}
+    tried = [one for one in advice if one.how == "tried"]
+    assert len(tried) == len(runs) == 3
+    assert {one.saves for one in tried} == {GIB}
+    assert any("expandable_segments" in run["variables"]["PYTORCH_CUDA_ALLOC_CONF"] for run in runs)
+    computed = {one.text.partition(":")[0]: one.saves / GIB for one in advice}
+    assert computed["activation checkpointing"] == 8
+    assert computed["8-bit Adam"] == 3
+    assert computed["FSDP2 over 8 ranks"] == 6 * 7 / 8
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report))
+    assert "computed    8.00 GiB  activation checkpointing" in ask("why", file).output
+    assert json.loads(ask("why", file, "--json").output)[0]["saves"] == 8 * GIB
+
+
+def test_a_report_that_why_cannot_use(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    for text, word in (("{", "no report"), ("{}", "no bytes")):
+        file.write_text(text)
+        assert word in str(ask("why", file).exception)
+    report = asdict(made(categories={"activations": 1}, again={"folder": "/elsewhere"}))
+    with pytest.raises(phantomgpu.PhantomError, match="/elsewhere"):
+        why(report)
+
+
+def test_a_peak_is_held_against_its_baseline(
+    runs: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "peak.json"
+    asked = ("check", "--gpu", "h100", "--baseline", file, "train.py")
+    first = ask(*asked)
+    assert (first.exit_code, "baseline was written" in first.output) == (0, True)
+    assert "peak as in the baseline" in ask(*asked).output
+    now = json.loads(file.read_text())
+    file.write_text(json.dumps({**now, "peak_allocated": NEEDS - 3 * GIB, "torch": "2.12"}))
+    grown = ask(*asked)
+    assert grown.exit_code == GREW
+    assert "peak grew by 3.00 GiB since the baseline; torch is 2.13 and was 2.12" in grown.output
+    assert ask(*asked, "--tolerance", "4GiB").exit_code == 0
+    assert json.loads(ask(*asked, "--json").output)["grew"] == 3 * GIB
+    assert ask(*asked, "--update").exit_code == 0
+    assert json.loads(file.read_text()) == now
+    assert len(runs) == 6
+    with pytest.raises(phantomgpu.PhantomError, match="cannot compare: gpu"):
+        check(["train.py"], gpu="a100", baseline=file)
+    file.write_text("[]")
+    with pytest.raises(phantomgpu.PhantomError, match="no baseline"):
+        check(["train.py"], gpu="h100", baseline=file)
+    report = made(unknown=("train.py:3",))
+    monkeypatch.setattr("phantomgpu.questions.run", lambda *_, **__: report)
+    assert "depends on values" in check(["train.py"], gpu="h100").line()
+
+
+@pytest.mark.long
+def test_a_command_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = phantom.setup_problem()
+    if missing is not None:
+        pytest.skip(missing)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import torch\nm = torch.nn.Linear(4096, 4096).cuda()\n"
+        "o = torch.optim.AdamW(m.parameters())\n"
+        "for _ in range(4):\n"
+        "    m(torch.randn(1024, 4096, device='cuda')).sum().backward()\n    o.step()\n"
+    )
+    done = ask("run", "--gpu", "l4", "--json", "r.json", "--quiet", "train.py")
+    assert done.exit_code == 0, done.output
+    assert "tried" in ask("why", "r.json").output
+    assert ask("check", "--gpu", "l4", "train.py").exit_code == 0
