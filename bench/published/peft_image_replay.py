@@ -7,19 +7,28 @@ go, and their free memory is given back only before the first step.
 
 from __future__ import annotations
 
-import json
+import importlib
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from transformers import Dinov2Config, Dinov2Model, Qwen3Config, Qwen3ForCausalLM
+
+from published.worker import serve
+
+# diffusers asks when it is imported, and after that no process could be forked.
+with patch.object(torch.cuda, "is_available", return_value=True):
+    from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+    from diffusers import Flux2KleinPipeline as Pipeline
+    from peft import get_peft_config, get_peft_model
 
 IMAGES, BATCH, WORDS, SIDE = 14, 2, 512, 512
-"""20 images, of which two are for validation and four for the test; 512 tokens; 512 x 512 pixels."""
-VALIDATION = 2
-STEPS_OF_IMAGE = 20
+"""20 images, less two for validation and four for the test; 512 tokens; 512 x 512 pixels."""
 FLUX = {
     "patch_size": 1,
     "in_channels": 128,
@@ -87,35 +96,22 @@ class Log:
 
     def __init__(self) -> None:
         torch.cuda.init()
-        torch.cuda.memory._record_memory_history(enabled=None)  # of no use here, and half of the time
+        torch.cuda.memory._record_memory_history(enabled=None)  # half of the time, of no use here
         torch.cuda.reset_peak_memory_stats()
         nn.Linear(1, 1).to("cuda")
         torch.cuda.reset_peak_memory_stats()
         self.start = torch.cuda.max_memory_reserved()
-        self.most = 0
-        self.segments: list[list[tuple[int, int]]] = [[]]
+        self.allocated: list[int] = []
+        self.reserved: list[int] = []
 
     def step(self) -> None:
         """Note what is allocated and reserved after a step."""
-        now = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
-        self.segments[-1].append((now[0] - self.start, now[1] - self.start))
-
-    def end(self) -> None:
-        """End a segment of steps; an evaluation follows, and is not counted."""
-        self.most = max(self.most, torch.cuda.max_memory_reserved() - self.start)
-
-    def reset(self) -> None:
-        """Begin a segment of steps."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        self.segments.append([])
+        self.allocated.append(torch.cuda.memory_allocated() - self.start)
+        self.reserved.append(torch.cuda.memory_reserved() - self.start)
 
 
 def pipeline_parts(adapter: dict[str, Any] | None) -> tuple[Any, nn.Module, nn.Module]:
     """Return transformer, text encoder and VAE, on the CPU."""
-    from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     transformer = built(lambda config: Flux2Transformer2DModel(**config), FLUX)
     text_encoder = built(Qwen3ForCausalLM, Qwen3Config(**QWEN)).eval()
     vae = built(lambda config: AutoencoderKLFlux2(**config), {}).eval()
@@ -126,37 +122,31 @@ def pipeline_parts(adapter: dict[str, Any] | None) -> tuple[Any, nn.Module, nn.M
     if adapter is None:
         transformer.requires_grad_(requires_grad=True)
     else:
-        from peft import get_peft_config, get_peft_model
-
         transformer = get_peft_model(transformer, get_peft_config(dict(adapter)))
     leave(transformer)
     torch.cuda.empty_cache()
     return transformer.train(), text_encoder, vae
 
 
-def encode(text_encoder: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cached embeddings, ids and one embedding for evaluation, which lies on the CPU."""
-    from diffusers import Flux2KleinPipeline as Pipeline
-
+def encode(text_encoder: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the cached embeddings and ids of the prompts."""
     embeddings, ids = [], []
     ids_of_text = torch.full((1, WORDS), 7)
     mask = torch.ones_like(ids_of_text)
     with torch.no_grad(), visiting(text_encoder):
         for index in range(IMAGES):
-            if index < 2:  # the other prompts are as long, and take the same memory
+            if index == 0:  # the other prompts are as long, and take the same memory
                 given = {"input_ids": ids_of_text.to("cuda"), "attention_mask": mask.to("cuda")}
                 output = text_encoder(**given, output_hidden_states=True, use_cache=False)
                 found = torch.stack([output.hidden_states[k] for k in (10, 20, 30)], dim=1)
                 found = found.permute(0, 2, 1, 3).reshape(1, WORDS, -1)
             embeddings.append(found.repeat(1, 1, 1).view(1, WORDS, -1))
             ids.append(Pipeline._prepare_text_ids(found).to("cuda"))
-    return torch.cat(embeddings), torch.cat(ids), torch.empty(1, WORDS, 7680, dtype=torch.bfloat16)
+    return torch.cat(embeddings), torch.cat(ids)
 
 
 def encode_images(vae: Any) -> Tensor:
     """Return the cached latents."""
-    from diffusers import Flux2KleinPipeline as Pipeline
-
     cached = []
     pixels = [torch.zeros(3, SIDE, SIDE) for _ in range(IMAGES)]
     mean = vae.bn.running_mean.view(1, -1, 1, 1)
@@ -165,108 +155,76 @@ def encode_images(vae: Any) -> Tensor:
         mean, deviation = mean.to("cuda"), deviation.to("cuda")
         for first in range(0, IMAGES, BATCH):
             batch = torch.stack(pixels[first : first + BATCH]).to("cuda", torch.bfloat16)
-            latents = Pipeline._patchify_latents(vae.encode(batch).latent_dist.mode())
+            if first == 0:  # the other images take the same memory
+                latents = Pipeline._patchify_latents(vae.encode(batch).latent_dist.mode())
             cached.append((latents - mean) / deviation)
     return torch.cat(cached)
 
 
-@torch.inference_mode()
-def evaluate(transformer: Any, vae: Any, dino: Any, embedding: Tensor) -> None:
-    """Make the validation images, and compare them."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline
-
-    transformer.eval()
-    pipeline = Flux2KleinPipeline(
-        FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae,
-        None,
-        None,
-        transformer,
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    with visiting(vae):
-        generator = torch.Generator(device="cuda").manual_seed(100_000)
-        for _ in range(VALIDATION):
-            given = embedding.to("cuda")
-            pipeline(
-                prompt_embeds=given,
-                negative_prompt_embeds=embedding.to("cuda").expand(1, -1, -1),
-                num_inference_steps=STEPS_OF_IMAGE,
-                guidance_scale=3.5,
-                height=SIDE,
-                width=SIDE,
-                generator=generator,
-                output_type="np",
-            )
-        found = []
-        for _ in range(2 * VALIDATION):
-            state = dino(pixel_values=torch.zeros(1, 3, 224, 224).to("cuda")).last_hidden_state
-            found.append(nn.functional.normalize(state[:, 0], dim=-1))
-    transformer.train()
-
-
-def train(
-    out: str, adapter: dict[str, Any] | None, optimizer: dict[str, Any], segments: list[int]
-) -> None:
-    """Train so many steps between evaluations, and write what the memory was."""
-    from diffusers import Flux2KleinPipeline as Pipeline
-    from transformers import Dinov2Config, Dinov2Model
-
+def replay(settings: dict[str, Any]) -> dict[str, Any]:
+    """Train so many steps, and return what the memory was after each."""
+    adapter = settings["adapter"]
     torch.manual_seed(0)
     log = Log()
     transformer, text_encoder, vae = pipeline_parts(adapter)
     indices = torch.arange(IMAGES).repeat(1000).to("cuda")
-    dino = built(Dinov2Model, Dinov2Config(), torch.float32).to("cuda").eval()
-    trained = torch.optim.AdamW(transformer.parameters(), **optimizer)
-    embeddings, text_ids, embedding = encode(text_encoder)
+    dino = built(Dinov2Model, Dinov2Config(), torch.float32).to("cuda").eval()  # noqa: F841 - stays
+    trained = torch.optim.AdamW(transformer.parameters(), **settings["optimizer"])
+    embeddings, text_ids = encode(text_encoder)
     cached = (encode_images(vae), embeddings, text_ids)
     del text_encoder, embeddings, text_ids
     transformer.to("cuda")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    losses, step = [], 0
-    for number, count in enumerate(segments):
-        if number:
-            evaluate(transformer, vae, dino, embedding)
-            log.reset()
-        for _ in range(count):
-            # One function, as it is published: what it names lives until the next step.
-            index = indices[BATCH * step : BATCH * (step + 1)].to(dtype=torch.long)
-            step += 1
-            latents, embeds, ids = (one.index_select(0, index) for one in cached)
-            image_ids = Pipeline._prepare_latent_ids(latents).to("cuda")
-            noise = torch.randn_like(latents)
-            timesteps = torch.full((BATCH,), 500.0).to("cuda")
-            sigmas = torch.full((BATCH, 1, 1, 1), 0.5, dtype=latents.dtype).to("cuda")
-            noisy = (1.0 - sigmas) * latents + sigmas * noise
-            packed = Pipeline._pack_latents(noisy)
-            trained.zero_grad(set_to_none=True)
-            predicted = transformer(
-                hidden_states=packed,
-                timestep=timesteps / 1000,
-                guidance=None,
-                encoder_hidden_states=embeds,
-                txt_ids=ids,
-                img_ids=image_ids,
-                return_dict=False,
-            )[0]
-            predicted = predicted[:, : packed.size(1)]
-            predicted = Pipeline._unpack_latents_with_ids(predicted, image_ids)
-            weighting = torch.ones_like(sigmas)
-            target = noise - latents
-            squares = weighting.float() * (predicted.float() - target.float()) ** 2
-            loss = torch.mean(squares.reshape(BATCH, -1), 1)
-            del squares
-            loss = loss.mean()
-            loss.backward()
-            nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
-            trained.step()
-            if adapter and adapter["peft_type"] == "ADALORA":
-                transformer.base_model.update_and_allocate(step)
-            loss = loss.detach()
-            losses.append(loss)
-            log.step()
-        log.end()
-    counts = [p.numel() for p in transformer.parameters() if p.requires_grad]
-    result = {"segments": log.segments, "most": log.most, "trainable": sum(counts)}
-    Path(out).write_text(json.dumps(result), encoding="utf-8")
+    losses = []
+    for step in range(settings["steps"]):
+        # One function, as it is published: what it names lives until the next step.
+        index = indices[BATCH * step : BATCH * (step + 1)].to(dtype=torch.long)
+        latents, embeds, ids = (one.index_select(0, index) for one in cached)
+        image_ids = Pipeline._prepare_latent_ids(latents).to("cuda")
+        noise = torch.randn_like(latents)
+        timesteps = torch.full((BATCH,), 500.0).to("cuda")
+        sigmas = torch.full((BATCH, 1, 1, 1), 0.5, dtype=latents.dtype).to("cuda")
+        noisy = (1.0 - sigmas) * latents + sigmas * noise
+        packed = Pipeline._pack_latents(noisy)
+        trained.zero_grad(set_to_none=True)
+        predicted = transformer(
+            hidden_states=packed,
+            timestep=timesteps / 1000,
+            guidance=None,
+            encoder_hidden_states=embeds,
+            txt_ids=ids,
+            img_ids=image_ids,
+            return_dict=False,
+        )[0]
+        predicted = predicted[:, : packed.size(1)]
+        predicted = Pipeline._unpack_latents_with_ids(predicted, image_ids)
+        weighting = torch.ones_like(sigmas)
+        target = noise - latents
+        squares = weighting.float() * (predicted.float() - target.float()) ** 2
+        loss = torch.mean(squares.reshape(BATCH, -1), 1)
+        del squares
+        loss = loss.mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
+        trained.step()
+        if adapter and adapter["peft_type"] == "ADALORA":
+            transformer.base_model.update_and_allocate(step + 1)
+        loss = loss.detach()
+        losses.append(loss)
+        log.step()
+    counts = [one.numel() for one in transformer.parameters() if one.requires_grad]
+    return {"allocated": log.allocated, "reserved": log.reserved, "trainable": sum(counts)}
+
+
+def main() -> None:
+    """Import what all rows need, and answer."""
+    # BOFT tries to build an extension, and waits for a lock that a killed build left.
+    os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()
+    importlib.import_module("torch._dynamo")  # the first optimizer step does
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    serve(replay)
+
+
+if __name__ == "__main__":
+    main()
