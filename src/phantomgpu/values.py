@@ -262,7 +262,8 @@ class Kernel:
     def is_finite_check(self, args: tuple[Any, ...]) -> bool:
         """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
         if self.base in ("eq", "ne") and len(args) > 1:
-            return args[1] is args[0] or (isinstance(args[1], float) and args[1] == math.inf)
+            is_inf = isinstance(args[1], float) and args[1] == math.inf
+            return is_inf or args[1] is args[0]
         return self.base == "isnan"
 
     def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
@@ -514,8 +515,8 @@ class Bytes:
             draw = torch.randn if state == _NORMAL else torch.rand
             return draw(FEW, generator=self.generator).to(tensor.dtype)
         at = torch.randint(shape.numel(), (FEW,), generator=self.generator)
-        at = torch.unravel_index(at, shape)
-        return (host(tensor) if tensor.is_cuda else tensor).expand(shape)[at]
+        values = (host(tensor) if tensor.is_cuda else tensor).expand(shape)
+        return values[torch.unravel_index(at, shape)]
 
     def write(self, to: torch.Tensor, result: torch.Tensor, *, known: bool) -> None:
         """Write values to the device, which then knows that these bytes are not zero."""
