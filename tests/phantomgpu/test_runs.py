@@ -319,8 +319,30 @@ def traced() -> None:
     assert total.tolist() == [0.75, 0.75]
 
 
+def gathered() -> None:
+    """Gather in a frame that `torch.compile` leaves alone."""
+    import torch
+    from torch import distributed
+
+    distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    whole = torch.zeros(8, device="cuda")
+
+    @torch.compile(backend="eager")
+    def step(whole: torch.Tensor) -> None:
+        for _ in range(2):
+            part = whole[:4].add(1)
+            distributed.all_gather_into_tensor(whole, part, async_op=True).get_future().wait()
+
+    step(whole)
+    assert whole.tolist() == [2.0] * 8
+
+
 def test_what_torch_compile_does_is_not_disturbed() -> None:
     assert run(traced).status == "fits"
+
+
+def test_collectives_in_a_compiled_step() -> None:
+    assert run(gathered, ranks=2).status == "fits"
 
 
 def test_whole_numbers_are_computed() -> None:
