@@ -65,7 +65,7 @@ EDITS = {
         "and steps of 393,216 tokens", r"^TOTAL_BATCH_SIZE = 2\*\*19", "TOTAL_BATCH_SIZE = 393_216"
     ),
     "eager step": Edit(
-        "Adam's step not compiled: torch 2.13 refuses to, and it broke in a loop, so it ran eagerly",
+        "Adam's step not compiled: it breaks in a loop, so it ran eagerly; torch 2.13 refuses it",
         r"^    @torch\.compile\n(?=    @torch\.no_grad\(\)\n    def step\()",
         "",
     ),
