@@ -262,7 +262,7 @@ class Kernel:
         """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
         if self.base in ("eq", "ne") and len(args) > 1:
             is_inf: bool = isinstance(args[1], float) and args[1] == math.inf
-            return is_inf or args[1] is args[0]
+            return bool(is_inf or args[1] is args[0])
         return self.base == "isnan"
 
     def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
