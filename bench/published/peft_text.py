@@ -111,8 +111,9 @@ commits of July 2026, 0.19.2.dev0) and the published build of torch. No weights 
 model from its configuration, loaded as transformers does, a batch of the evaluation before
 training, then batches of 500, 400; 187, 86; 700, 400 tokens. The cache is emptied after each group,
 as the script does. Fitted on `lora/llama-3.2-3B-rank32`: the longest batch (700 tokens) and the
-mean one (215.6). The other 62 rows are predictions. Changed: SHiRA's mask is made on the CPU. The
-number of trained parameters is the published one in every row, or the row fails.
+mean one (215.6). The other 62 rows are predictions. Changed: SHiRA's mask is made on the CPU, and
+FRoD's decomposition, which runs on the CPU, is left out. The number of trained parameters is the
+published one in every row, or the row fails.
 """,
     rows=rows(),
     measure=measure,

@@ -22,6 +22,7 @@ import torch
 import transformers
 from peft import optimizers as of_peft
 from peft.tuners.boft import layer as boft
+from peft.tuners.frod import model as frod
 
 BATCH, TEXT, VOCABULARY = 4, 768, 128256
 WEIGHTS = 3_212_749_824
@@ -74,6 +75,7 @@ def adapted(model: torch.nn.Module, settings: dict[str, Any]) -> torch.nn.Module
     config = peft.PeftConfig.from_peft_type(**settings["adapter"])
     if settings["adapter"]["peft_type"] == "SHIRA":
         config.mask_fn = first_weights
+    frod._projection_from_weights = no_projection
     boft.get_fbd_cuda = lambda: None  # what PEFT gets where its CUDA code cannot be built
     to_float = settings["train"].get("autocast_adapter_dtype", True)
     return peft.get_peft_model(model, config, autocast_adapter_dtype=to_float)
@@ -85,6 +87,12 @@ def first_weights(layer: torch.nn.Module, r: int, **options: Any) -> torch.Tenso
     mask = torch.zeros(layer.weight.shape, dtype=layer.weight.dtype)
     mask.view(-1)[: r * sum(mask.shape)] = 1
     return mask
+
+
+def no_projection(matrices: list[torch.Tensor], regularization_alpha: float) -> torch.Tensor:
+    """Return what FRoD decomposes all weights for, on the CPU and for minutes, without doing so."""
+    del regularization_alpha
+    return torch.eye(matrices[0].shape[1], dtype=matrices[0].dtype)
 
 
 def optimizer_of(model: torch.nn.Module, train: dict[str, Any]) -> torch.optim.Optimizer:
