@@ -17,7 +17,9 @@ import time
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -65,7 +67,19 @@ def start(library: ctypes.CDLL, modes: list[tuple[int, str]]) -> Bytes | None:
                 operation.has_kernel_for_dispatch_key("CUDA") and _makes_values(operation)
             ):
                 ours.impl(name, Kernel(operation, bytes_of), "CUDA", with_keyset=True)
+        real = torch.library.get_kernel("aten::_coalesce", "SparseCUDA").call_boxed
+        ours.impl("_coalesce", partial(_coalesced, real), "SparseCUDA", with_keyset=True)
     return bytes_of
+
+
+def _coalesced(real: Callable[..., torch.Tensor], keys: Any, sparse: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor with each index once: torch's kernel, which does not run, counts."""
+    real(keys, sparse)  # for what it allocates
+    indices, values = sparse._indices().unique(dim=1), sparse._values()
+    sums = values.new_empty((indices.shape[1], *values.shape[1:]))
+    return torch.sparse_coo_tensor(
+        indices, sums, sparse.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def _names() -> list[str]:
