@@ -14,17 +14,17 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from phantomgpu import standins
+from phantomgpu import bound, standins
 from phantomgpu.analysis import History, addresses, analyse, is_distributed, line_of
 from phantomgpu.errors import PhantomError, SetupNeededError
-from phantomgpu.kernels import KnobsLoader
+from phantomgpu.kernels import set_hook
 
 WATCHDOG_SECONDS = 0.25
 """NCCL's watchdog frees tensors of collectives every 0.1 seconds; steps here are shorter."""
@@ -50,6 +50,8 @@ class Settings:
     details: bool = True
     seconds: float | None = None
     """After how many seconds the script ends, with a report of what was seen until then."""
+    longest: bool = False
+    """Let loaders give their longest samples first."""
     path: list[str] = field(default_factory=list)
 
 
@@ -79,10 +81,10 @@ class _TorchFinder(MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         del target
-        if name == "triton.knobs":
+        if name in THEN and name not in sys.modules:
             spec = importlib.machinery.PathFinder.find_spec(name, path)
             if spec is not None and spec.loader is not None:
-                spec.loader = KnobsLoader(spec.loader)
+                spec.loader = _After(spec.loader, THEN[name])
             return spec
         if name != "torch" or name in sys.modules:
             return None
@@ -123,6 +125,30 @@ def _versions(folder: Path) -> tuple[str, str]:
     if "__version__" not in found:
         raise PhantomError(f"cannot find the version of the torch in {folder}")
     return found["__version__"].partition("+")[0], found.get("cuda", "")
+
+
+class _After(Loader):
+    """Runs a module as its own loader does, and something behind it."""
+
+    def __init__(self, loader: Loader, then: Callable[[ModuleType], None]) -> None:
+        self.loader, self.then = loader, then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        self.then(module)
+
+
+def _hide_values(dynamo: ModuleType) -> None:
+    del dynamo
+    if "phantomgpu.values" in sys.modules:
+        sys.modules["phantomgpu.values"].hide()
+
+
+THEN = {"triton.knobs": set_hook, "torch._dynamo": _hide_values}
+"""What follows the import of a module."""
 
 
 class _Then(Loader):
@@ -166,6 +192,7 @@ class Run:
         self.problem: dict[str, Any] = {}
         self.finished = self.computes = False
         self.stopped = ""
+        self.work: bound.Work | None = None
         self.process = os.getpid()
         self.began = time.perf_counter()
 
@@ -185,6 +212,10 @@ class Run:
             from phantomgpu import names
 
             names.follow(self.seen.spans)
+        if self.settings.longest:
+            from phantomgpu import longest
+
+            longest.start()
         self.join()
         if self.settings.seconds is not None:
             timer = threading.Timer(self.settings.seconds, self.interrupt)
@@ -210,7 +241,8 @@ class Run:
         if self.settings.values:
             from phantomgpu import values
 
-            bytes_of = values.start(self.library, self.seen.modes)
+            self.work = bound.Work(self.library) if self.settings.details else None
+            bytes_of = values.start(self.library, self.seen.modes, self.work)
             self.computes = bytes_of is not None
             if bytes_of is not None and torch.distributed.is_available():
                 from phantomgpu import ranks
@@ -232,6 +264,10 @@ class Run:
         del args, kwargs
         done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         self.seen.phases.append((_now(), "step", done + 1))
+        if self.work and list(self.steps.values()).count(done) == 1 == (
+            done == max(self.steps.values())
+        ):  # of several optimizers, the first to end a step
+            self.work.end()
         if is_distributed():
             time.sleep(WATCHDOG_SECONDS)
         most = self.settings.steps
@@ -301,6 +337,7 @@ class Run:
             with Path(self.settings.folder, f"{self.process}.pickle").open("wb") as file:
                 pickle.dump(snapshot, file)
         values = sys.modules.get("phantomgpu.values")
+        longest = sys.modules.get("phantomgpu.longest")
         ranks = sys.modules.get("phantomgpu.ranks")
         host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
         return {
@@ -313,6 +350,7 @@ class Run:
             "stopped": self.stopped,
             "unknown": [line for line, _ in values.UNKNOWN.most_common()] if values else [],
             "decides": [line for line, _ in values.DECIDES.most_common()] if values else [],
+            "longest": longest.NOTES if longest else [],
             "compiled": "torch._inductor.compile_fx" in sys.modules,
             "cudnn": torch.backends.cudnn.enabled,
             "distributed": is_distributed(),
@@ -320,6 +358,7 @@ class Run:
             "seconds": round(seconds, 2),
             "limit": self.settings.seconds if self.stopped else None,
             "assumed": ctypes.c_size_t.in_dll(self.library, "phantom_assumed").value,
+            "work": self.work.last if self.work else {},
             "nccl": ctypes.c_size_t.in_dll(self.library, "phantom_nccl").value,
         }
 
@@ -331,6 +370,8 @@ def start_trial(name: str, *, details: bool) -> None:
     end_with_parent()
     run.join()
     run.settings.details = details
+    if run.work:
+        run.work.is_busy = not details  # then it counts nothing
     run.process, run.name, run.began = os.getpid(), name, time.perf_counter()
 
 

@@ -302,15 +302,27 @@ def whole_numbers() -> None:
 
 
 def traced() -> None:
-    """Make a tensor as `torch.compile` does while it traces."""
+    """Run operations while `torch.compile` traces, and in a frame that it leaves alone."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    total = torch.zeros(2, device="cuda")
     with FakeTensorMode():
         assert torch.tensor(2.0, device="cuda").is_cuda
 
+    @torch.compile(backend="eager")
+    def step(total: torch.Tensor) -> None:
+        for _ in range(2):
+            torch._dynamo.graph_break()  # in a loop: the frame is not compiled
+            count = torch.tensor(0, device="cuda")
+            count += 1
+            total.add_(1).mul_(1 - 0.5**count)
 
-def test_tracing_copies_to_the_device() -> None:
+    step(total)
+    assert total.tolist() == [0.75, 0.75]
+
+
+def test_what_torch_compile_does_is_not_disturbed() -> None:
     assert run(traced).status == "fits"
 
 
@@ -355,20 +367,67 @@ def floats() -> None:
     assert math.log10(1 / loss.item()) >= 0
     assert loss.item() == loss.item() > 0
     kept = large > 0.5
-    assert 0.4 < kept.nonzero().shape[0] / kept.numel() < 0.6
-    assert 0.2 < large.cpu().std() < 0.4  # what runs on the CPU gets random numbers, too
+    assert 0.25 < kept.nonzero().shape[0] / kept.numel() < 0.36  # as of normal numbers
+    assert 0.9 < large.cpu().std() < 1.1  # what runs on the CPU gets random numbers, too
 
 
 def test_floats_that_decide_are_computed_or_named() -> None:
     report = run(floats)
     assert report.fits, report.problem
     lines, first = inspect.getsourcelines(floats)
-    begin = next(number for number, line in enumerate(lines) if "isfinite" in line)
+    begin = next(number for number, line in enumerate(lines) if "trunc_normal_" in line)
     read = {first + at for at, line in enumerate(lines) if at >= begin and "assert" in line}
     assert {f"test_runs.py:{number}" for number in read} == {
         place.partition(" ")[0] for place in report.unknown
     }
     assert "test_runs.py" in str(report)
+
+
+def masks() -> None:
+    """Masks above the sizes that are computed select as many elements as on a GPU."""
+    import torch
+
+    big = (3000, 3000)
+    numbers = torch.randn(big, device="cuda")
+    chosen = torch.rand(big, device="cuda") < 0.15
+    count = numbers.numel()
+    assert abs(chosen.nonzero().shape[0] / count - 0.15) < 0.01
+    assert abs(torch.masked_select(numbers, chosen & (numbers > 0)).shape[0] / count - 0.075) < 0.01
+    assert abs(chosen.sum().item() / count - 0.15) < 0.01
+    chances = torch.full(big, 0.15, device="cuda").masked_fill_(torch.zeros_like(chosen), 0.0)
+    assert abs(numbers[torch.bernoulli(chances).bool()].shape[0] / count - 0.15) < 0.01
+    for shape in ((512, 512), big):  # SHiRA of PEFT
+        mask = torch.zeros(shape, device="cuda").reshape(1, -1)
+        places = torch.randperm(mask.numel())[:5000].unsqueeze(0).cuda()
+        mask = mask.scatter_(1, places, torch.ones(1, 5000, device="cuda")).reshape(shape)
+        assert torch.where(mask == 1.0)[0].shape == (5000,)
+    train(8)
+
+
+def logged() -> None:
+    import torch
+
+    model = torch.nn.Linear(2048, 2048).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        loss = model(torch.randn(64, 2048, device="cuda")).square().mean()
+        assert torch.isfinite(loss)
+        loss.backward()
+        print(loss.item())
+        optimizer.step()
+
+
+def test_masks_have_their_expected_size() -> None:
+    report = run(masks)
+    assert report.fits, report.problem
+    assert report.depends_on_values
+    assert "(depends on values)" in report.lines()[0]
+
+
+def test_a_loss_that_is_logged_decides_nothing() -> None:
+    report = run(logged)
+    assert report.unknown
+    assert not report.depends_on_values, report.decides
 
 
 def decomposed() -> None:
@@ -757,3 +816,45 @@ def test_the_trainer_on_a_mesh_of_64() -> None:
         assert report.ranks == 64
         assert report.categories["optimizer"] == pytest.approx(2 * whole / parts, rel=0.1)
     assert both.peak_allocated < fsdp.peak_allocated  # FSDP2 alone gathers whole layers
+
+
+def multiply(size: int) -> None:
+    import torch
+
+    table = torch.nn.Embedding(4096, 1024).cuda().bfloat16()
+    model = torch.nn.Linear(1024, 4096, bias=False).cuda().bfloat16()
+    optimizer = torch.optim.SGD([*table.parameters(), *model.parameters()])
+    for _ in range(9):
+        model(table(torch.zeros(2, size, dtype=torch.long, device="cuda"))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_bound_counts_the_last_step() -> None:
+    bound = run(multiply, 8192).bound
+    assert bound["tokens"] == 2 * 8192
+    assert bound["flops"] == 3 * 2 * 2 * 8192 * 1024 * 4096  # forward, and two products backward
+    assert bound["seconds"] >= bound["flops"] / 989.4e12
+    assert next(iter(bound["classes"])) == "matrix products"
+
+
+def gather_weights() -> None:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("nccl")
+    model = torch.nn.Linear(4096, 4096, bias=False, device="cuda")
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(9):
+        model(torch.ones(8, 4096, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_bound_counts_what_crosses_links() -> None:
+    size = 4 * 4096**2
+    inside = run(gather_weights, ranks=8).bound["links"]
+    assert inside == pytest.approx(2 * size * 7 / 8 / 450e9)  # gathered, and gradients scattered
+    between = run(gather_weights, ranks=64).bound["links"]
+    assert between == pytest.approx(2 * size * 56 / 64 / 8 / 50e9)

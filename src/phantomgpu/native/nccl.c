@@ -80,8 +80,20 @@ int ncclCommGetAsyncError(void *from, int *error) { return *error = 0; }
 
 int ncclCommMemStats(void *from, int which, unsigned long *value) { return *value = 0; }
 
-int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, void *among,
-                  void *stream) {
+#define SERVER 8 /* GPUs that NVLink joins */
+
+/* Counts what a rank must receive of `total` bytes, if ranks of a group are neighbours: all that it
+   does not have, and its share of what its server does not have. It holds for rings and trees, and
+   is half of what they move in an all-reduce, which switches may add up. */
+static void count_crossing(struct communicator *among, double total) {
+  double ranks = among->ranks;
+  phantom_inside += total * (ranks - 1) / ranks;
+  if (ranks > SERVER) phantom_between += total * (ranks - SERVER) / ranks / SERVER;
+}
+
+int ncclBroadcast(const void *from, void *to, size_t count, int type, int root,
+                  struct communicator *among, void *stream) {
+  count_crossing(among, count * BYTES[type]);
   if (from && to) phantom_copy(to, from, count * BYTES[type]);
   return 0;
 }
@@ -89,6 +101,7 @@ int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, 
 int ncclAllGather(const void *from, char *to, size_t count, int type, struct communicator *among,
                   void *stream) {
   size_t bytes = count * BYTES[type];
+  count_crossing(among, bytes * among->ranks);
   if (bytes > (1 << 20)) { /* the bytes of large tensors are not worth keeping for each rank */
     phantom_set(to, 0, 1, bytes * among->ranks);
     return 0;
@@ -103,12 +116,14 @@ int ncclAllGather(const void *from, char *to, size_t count, int type, struct com
 int ncclReduceScatter(const char *from, void *to, size_t count, int type, int operation,
                       struct communicator *among, void *stream) {
   size_t bytes = count * BYTES[type];
+  count_crossing(among, bytes * among->ranks);
   phantom_copy(to, from + among->rank * bytes, bytes);
   return 0;
 }
 
 int ncclAlltoAll(const void *from, void *to, size_t count, int type, struct communicator *among,
                  void *stream) {
+  count_crossing(among, count * BYTES[type] * among->ranks);
   phantom_copy(to, from, count * BYTES[type] * among->ranks);
   return 0;
 }
@@ -125,6 +140,7 @@ int ncclSend(const void *from, size_t count, int type, int peer, void *among, vo
 
 int ncclRecv(void *to, size_t count, int type, int peer, void *among, void *stream) {
   size_t bytes = count * BYTES[type];
+  phantom_inside += bytes;
   if (last_sent) phantom_copy(to, last_sent, bytes < last_bytes ? bytes : last_bytes);
   return 0;
 }
