@@ -97,7 +97,9 @@ def line_of(frame: FrameType | None) -> tuple[str, str]:
         line = f"{Path(file).name}:{frame.f_lineno}"
         if "/torch/" not in file and not file.startswith((str(Path(__file__).parent), "<")):
             return line, inner
-        if "/torch/" in file and not file.endswith(("/_ops.py", "/_tensor.py", "_contextlib.py")):
+        if "/torch/" in file and not file.endswith(
+            ("/_ops.py", "/_tensor.py", "_contextlib.py", "/eval_frame.py")
+        ):
             inner = inner or line
         frame = frame.f_back
     return "backward", inner  # autograd's thread has no frame of the script
@@ -250,10 +252,12 @@ def tensors_now() -> list[tuple[str, set[int]]]:
             found["gradients"] |= addresses(p.grad for p in parameters)
             found["buffers"] |= addresses(torch.nn.Module.buffers(one, recurse=False))
         elif torch.optim.Optimizer in bases:
-            parameters = [p for group in one.param_groups for p in group["params"]]
+            groups = getattr(one, "param_groups", ())  # wrappers of optimizers may have none
+            parameters = [p for group in groups for p in group["params"]]
             found["parameters"] |= addresses(parameters)
             found["gradients"] |= addresses(p.grad for p in parameters)
-            states = [state for state in one.state.values() if isinstance(state, dict)]
+            states = getattr(one, "state", {}).values()
+            states = [state for state in states if isinstance(state, dict)]
             found["optimizer"] |= addresses(t for state in states for t in state.values())
     return list(found.items())
 
