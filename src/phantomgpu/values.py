@@ -323,6 +323,8 @@ class Bytes:
 
     def __init__(self, library: ctypes.CDLL, modes: list[tuple[int, str]]) -> None:
         self.copy, self.set = library.phantom_copy, library.phantom_set
+        self.connect = library.phantom_connect
+        self.connect.argtypes = [ctypes.c_int, ctypes.c_long]
         self.copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
         self.set.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
         self.copy.restype = self.set.restype = None
