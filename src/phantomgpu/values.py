@@ -232,7 +232,8 @@ class Kernel:
     ) -> Any:
         """Copy, between the devices too."""
         known = self.bytes.is_known(source)
-        is_small = to.numel() <= (MOST if _is_whole(to) else self.few)
+        # A program on the CPU reads all of a copy: k-means must not see only zeros.
+        is_small = to.numel() <= (MOST if _is_whole(to) or not to.is_cuda else self.few)
         values = self.bytes.read(source) if is_small else source
         if not to.is_cuda and not known:
             remember(decides=_is_whole(source))
