@@ -24,6 +24,8 @@ _SAVES = re.compile(r"save(_pretrained|_model|_checkpoint|_state|_adapter)?|(?!.
 _EVALUATES = {"evaluate", "evaluation_loop", "prediction_step", "validation_step", "test_step"}
 """Names of functions; most evaluations are known by the mode of gradients instead."""
 _LARGE = 1 << 20
+MOST_STEPS, MOST_PLACES = 8, 8
+"""Of the steps that the timeline has beside that of the peak, and of what is largest in one."""
 _WORKSPACES = (32 << 20, 8_519_680)
 """Of cuBLAS, on Hopper and on others: torch allocates them once and never frees them."""
 
@@ -172,40 +174,62 @@ def lives(trace: list[Event]) -> dict[int, int]:
 def timeline(
     seen: History, trace: list[Event], at: int, named: dict[int, str], most: int = 2000
 ) -> dict[str, Any]:
-    """Return the bytes of each category over the step of the peak (docs/phantomgpu/report.md).
+    """Return bytes over the step of the peak, and over others (docs/phantomgpu/report.md).
 
     Of events that share a point, the one with the most bytes is kept.
     """
-    step = phase_of(seen, trace[at])[1]
-    began = min((time for time, _, number in seen.phases if number == step), default=0)
-    over = min((time for time, _, number in seen.phases if number > step > 0), default=1 << 62)
-    inside = [i for i, event in enumerate(trace) if began <= event["time_us"] <= over]
-    first, width = inside[0], 1 + (inside[-1] - inside[0]) // most
+    phases = [(0, "", 0), *seen.phases]
+    steps = [phases[bisect(phases, one["time_us"], key=itemgetter(0)) - 1][2] for one in trace]
+    sizes, main = Counter(steps), steps[at]
+    shown = {main, *list(sizes)[:: -(-len(sizes) // MOST_STEPS)]}
+    widths = {step: 1 + sizes[step] // (most if step == main else -(-most // 8)) for step in shown}
+    points: dict[int, dict[int, tuple[Counter[str], Counter[str]]]] = defaultdict(dict)
+    marks: dict[int, dict[str, int]] = defaultdict(dict)
     ends = lives(trace)
     freed = {end: index for index, end in ends.items()}
-    now: Counter[str] = Counter()
-    points: dict[int, Counter[str]] = {}
-    marks = {"peak": at}
-    for index, event in enumerate(trace[: inside[-1] + 1]):
-        if index in ends:
-            now[named[index]] += event["size"]
-        elif index in freed:
-            now[named[freed[index]]] -= trace[freed[index]]["size"]
-        if index >= first:
+    where: dict[int, str] = {}
+    now, large, first = Counter[str](), Counter[str](), {step: steps.index(step) for step in shown}
+    marks[main]["peak"] = at - first[main]
+    for index, (event, step) in enumerate(zip(trace, steps, strict=True)):
+        block = index if index in ends else freed.get(index)
+        if block is not None:
+            size = trace[block]["size"] * (1 if block == index else -1)
+            now[named[block]] += size
+            if abs(size) >= _LARGE and named[block] not in _OWNED:
+                if block not in where:
+                    where[block] = place(seen, event)
+                large[where[block]] += size
+        if step in shown:
             if event["action"] == "alloc":
-                marks.setdefault(phase_of(seen, event)[0], index)
-            point = (index - first) // width
-            if point not in points or now.total() > points[point].total():
-                points[point] = now.copy()
-    names = sorted(now, key=lambda name: min(counts[name] for counts in points.values()))[::-1]
+                marks[step].setdefault(phase_of(seen, event)[0], index - first[step])
+            point = (index - first[step]) // widths[step]
+            if point not in points[step] or now.total() > points[step][point][0].total():
+                points[step][point] = now.copy(), large.copy()
+    made = {one: _drawn(one, widths[one], points[one], marks[one]) for one in sorted(shown)}
+    return {**made.pop(main), "others": list(made.values())}
+
+
+def _drawn(
+    step: int,
+    width: int,
+    points: dict[int, tuple[Counter[str], Counter[str]]],
+    marks: dict[str, int],
+) -> dict[str, Any]:
+    """Return a step as plain values: categories from below, and what is largest at some time."""
+    categories, places = (list(both) for both in zip(*points.values(), strict=True))
+    names = sorted(categories[-1], key=lambda one: min(counts[one] for counts in categories))[::-1]
+    most = Counter[str]()
+    for counts in places:
+        most |= counts
+    largest = [name for name, _ in most.most_common(MOST_PLACES)]
     texts = {"peak": "peak", "backward": "backward", "optimizer": "optimizer step"}
     return {
+        "step": step,
         "times": [point * width for point in points],
-        "categories": [
-            {"name": name, "bytes": [counts[name] for counts in points.values()]} for name in names
-        ],
+        "categories": [{"name": one, "bytes": [n[one] for n in categories]} for one in names],
+        "places": [{"name": one, "bytes": [n[one] for n in places]} for one in largest],
         "marks": [
-            {"at": (marks[name] - first) // width, "text": text}
+            {"at": marks[name] // width, "text": text}
             for name, text in texts.items()
             if name in marks
         ],

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from phantomgpu import standins
+from phantomgpu import bound, standins
 from phantomgpu.analysis import History, addresses, analyse, is_distributed, line_of
 from phantomgpu.errors import PhantomError, SetupNeededError
 from phantomgpu.kernels import KnobsLoader
@@ -182,6 +182,7 @@ class Run:
         self.problem: dict[str, Any] = {}
         self.finished = self.computes = False
         self.stopped = ""
+        self.work: bound.Work | None = None
         self.process = os.getpid()
         self.began = time.perf_counter()
 
@@ -226,7 +227,8 @@ class Run:
         if self.settings.values:
             from phantomgpu import values
 
-            bytes_of = values.start(self.library, self.seen.modes)
+            self.work = bound.Work(self.library) if self.settings.details else None
+            bytes_of = values.start(self.library, self.seen.modes, self.work)
             self.computes = bytes_of is not None
             if bytes_of is not None and torch.distributed.is_available():
                 from phantomgpu import ranks
@@ -248,6 +250,10 @@ class Run:
         del args, kwargs
         done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         self.seen.phases.append((_now(), "step", done + 1))
+        if self.work and list(self.steps.values()).count(done) == 1 == (
+            done == max(self.steps.values())
+        ):  # of several optimizers, the first to end a step
+            self.work.end()
         if is_distributed():
             time.sleep(WATCHDOG_SECONDS)
         most = self.settings.steps
@@ -336,6 +342,7 @@ class Run:
             "seconds": round(seconds, 2),
             "limit": self.settings.seconds if self.stopped else None,
             "assumed": ctypes.c_size_t.in_dll(self.library, "phantom_assumed").value,
+            "work": self.work.last if self.work else {},
             "nccl": ctypes.c_size_t.in_dll(self.library, "phantom_nccl").value,
         }
 

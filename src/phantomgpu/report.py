@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, final
 
+from phantomgpu.bound import bound_of, line_of
 from phantomgpu.gpus import GIB, GPU, OLDEST
 
 UNTRAINED = {"evaluation", "generation", "save", "no_grad"}
@@ -42,6 +43,8 @@ class Report:
         peers: The ranks that it sent to or received from: its neighbours in a pipeline.
         stages: Of each rank that ran: its number, and the peaks of allocated and reserved bytes.
         timeline: Bytes of each category over the step of the peak: see docs/phantomgpu/report.md.
+        bound: The least seconds of the last step on that kind of GPU, with what they are made of:
+            see docs/phantomgpu/time.md.
         unknown: The lines of the script that read what hangs on floating-point numbers that were
             not computed.
         decides: Those of them where a branch or the size of a tensor hangs on these numbers, as far
@@ -80,6 +83,7 @@ class Report:
     notes: tuple[str, ...] = ()
     torch: str = ""
     seconds: float = 0.0
+    bound: dict[str, Any] = field(default_factory=dict)
     exit_code: int = 0
     timeline: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -150,6 +154,8 @@ class Report:
             f"  rank {rank}: peak {_gib(allocated)} GiB (reserved {_gib(reserved)})"
             for rank, allocated, reserved in self.stages
         ]
+        if self.bound and self.status in ("fits", "does not fit"):
+            lines.append(f"  {line_of(self.bound)}")
         lines += [f"  {name}{table}" for name, sizes in tables.items() if (table := _table(sizes))]
         if self.problem:
             lines.append(f"  {self.problem.splitlines()[0][:400]}")
@@ -160,6 +166,8 @@ def build_report(result: dict[str, Any], kind: GPU, **known: Any) -> Report:
     """Return the report of what a process wrote."""
     names = set(Report.__dataclass_fields__) - set(known)
     values = {name: value for name, value in result.items() if name in names}
+    if work := result.get("work"):
+        values["bound"] = bound_of(work, kind)
     return Report(**values, **known, notes=tuple(_notes(result, kind, known)))
 
 

@@ -110,7 +110,13 @@ def run(
             report = replace(report, places=named.places, notes=notes)
     if callable(script):
         return report
-    how = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": rank, "steps": steps}
+    how: dict[str, Any] = {
+        "gpu": gpu,
+        "memory": memory,
+        "ranks": ranks,
+        "rank": rank,
+        "steps": steps,
+    }
     how |= {"script": command, "folder": str(Path.cwd()), "devices": devices, "cudnn": cudnn}
     return replace(report, again=how)
 
@@ -295,11 +301,11 @@ class Session:
         """
         if shutil.which(command[0]) is None:
             raise RunFailedError(f"cannot run {command[0]!r}: no such command")
-        nodes = [one for one in command if re.match("--(nnodes|num_machines|num_nodes)", one)]
+        nodes = re.search(r"--(nnodes|num_machines|num_nodes)[= ](?!1\b)\d+", " ".join(command))
         if nodes and self.messages:
             raise RunFailedError(
-                f"cannot run {nodes[0]}: the launcher waits for other machines; leave the launcher "
-                "and its options out: --ranks 16 -- python train.py"
+                f"cannot run {nodes[0]!r}: the launcher waits for other machines; leave it and "
+                "its options out: --ranks 16 -- python train.py"
             )
         # With a time limit of its own, the script ends itself, with a report.
         more = 0 if settings.seconds is None else REPORT_SECONDS

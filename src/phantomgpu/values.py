@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from phantomgpu.analysis import line_of
+from phantomgpu.bound import Work, class_of
 
 MOST = 4 << 20
 """Elements, and bytes, of whole numbers that are computed. The device keeps no larger copies."""
@@ -47,7 +48,9 @@ LOST, _DERIVED, _KNOWN = range(3)
 """What the bytes of a storage are: unknown, computed from unknown ones, or true."""
 
 
-def start(library: ctypes.CDLL, modes: list[tuple[int, str]]) -> Bytes | None:
+def start(
+    library: ctypes.CDLL, modes: list[tuple[int, str]], work: Work | None = None
+) -> Bytes | None:
     """Override the kernels; return None if this torch does not let us call its own (2.9 does)."""
     if not hasattr(torch.library, "get_kernel"):
         return None
@@ -64,7 +67,7 @@ def start(library: ctypes.CDLL, modes: list[tuple[int, str]]) -> Bytes | None:
             elif base == "copy_" or (
                 operation.has_kernel_for_dispatch_key("CUDA") and _makes_values(operation)
             ):
-                ours.impl(name, Kernel(operation, bytes_of), "CUDA", with_keyset=True)
+                ours.impl(name, Kernel(operation, bytes_of, work), "CUDA", with_keyset=True)
     return bytes_of
 
 
@@ -89,8 +92,8 @@ def _makes_values(operation: Any) -> bool:
 class Kernel:
     """Runs an operation on the device, and for real where it is small."""
 
-    def __init__(self, operation: Any, bytes_of: Bytes) -> None:
-        self.operation, self.bytes = operation, bytes_of
+    def __init__(self, operation: Any, bytes_of: Bytes, work: Work | None = None) -> None:
+        self.operation, self.bytes, self.work = operation, bytes_of, work
         self.boxed = torch.library.get_kernel(operation, "CUDA").call_boxed
         schema = operation._schema
         self.base = schema.name.removeprefix("aten::")
@@ -100,13 +103,36 @@ class Kernel:
             (at, one.name) for at, one in places if one.alias_info and one.alias_info.is_write
         ]
         self.is_random = torch.Tag.nondeterministic_seeded in operation.tags
-        is_out = schema.overload_name.endswith("out")
-        self.overwrites = self.is_random or is_out or self.base in ("zero_", "fill_")
+        self.names = [one.name for one in schema.arguments]
+        self.class_ = class_of(self.base)
+        self.is_out = schema.overload_name.endswith("out")
+        self.overwrites = self.is_random or self.is_out or self.base in ("zero_", "fill_")
         # How many elements a mask of tokens has: `bernoulli(full(shape, 0.15))` in scripts.
         is_mask = self.base.startswith(("bernoulli", "fill_", "masked_fill"))
         self.few = MOST // 4 if is_mask else FEW
 
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run it, and count what it does unless another kernel called it."""
+        work = self.work
+        if work is None or work.is_busy:
+            return self.run(keys, *args, **kwargs)
+        work.is_busy = True
+        try:
+            out = self.run(keys, *args, **kwargs)
+            work.add(self, args, kwargs, out)
+        finally:
+            work.is_busy = False
+        return out
+
+    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors that it writes into."""
+        return [
+            one
+            for at, name in self.written
+            for one in leaves(args[at] if at < len(args) else kwargs.get(name))
+        ]
+
+    def run(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
         self.bytes.watch()
         numbers = int | float | complex
@@ -122,11 +148,7 @@ class Kernel:
             return self.copied(keys, *args, **kwargs)
         if self.base in _SIZED.split():
             return self.sized(keys, args, kwargs, tensors)
-        targets = [
-            one
-            for at, name in self.written
-            for one in leaves(args[at] if at < len(args) else kwargs.get(name))
-        ]
+        targets = self.targets(args, kwargs)
         most = max((one.numel() for one in tensors), default=0)
         host = self.on_host(args, kwargs, targets) if self.is_worth(targets, most) else None
         out = self.boxed(keys, *args, **kwargs)

@@ -111,6 +111,13 @@ def test_a_timeline_is_one_step_with_its_peak(run: History, most: int) -> None:
     assert totals[marks["peak"]] == max(totals) == 18 * MIB
     assert set(marks) == {"peak", "backward", "optimizer step"}
     assert columns["parameters"] == [4 * MIB] * len(totals)
+    largest = {one["name"]: max(one["bytes"]) for one in made["places"]}
+    expected = {"model.py:7 forward": 2, "train.py:7 main": 8, "torch": 1}
+    assert largest == {name: size * MIB for name, size in expected.items()}
+    before, after = made["others"]
+    assert (made["step"], before["step"]) == (1, 0)
+    assert after["step"] == 2
+    assert [sum(one["bytes"]) for one in after["places"]] == [2 * MIB, MIB]
 
 
 def report(**values: Any) -> Report:

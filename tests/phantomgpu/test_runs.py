@@ -754,3 +754,45 @@ def test_the_trainer_on_a_mesh_of_64() -> None:
         assert report.ranks == 64
         assert report.categories["optimizer"] == pytest.approx(2 * whole / parts, rel=0.1)
     assert both.peak_allocated < fsdp.peak_allocated  # FSDP2 alone gathers whole layers
+
+
+def multiply(size: int) -> None:
+    import torch
+
+    table = torch.nn.Embedding(4096, 1024).cuda().bfloat16()
+    model = torch.nn.Linear(1024, 4096, bias=False).cuda().bfloat16()
+    optimizer = torch.optim.SGD([*table.parameters(), *model.parameters()])
+    for _ in range(9):
+        model(table(torch.zeros(2, size, dtype=torch.long, device="cuda"))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_bound_counts_the_last_step() -> None:
+    bound = run(multiply, 8192).bound
+    assert bound["tokens"] == 2 * 8192
+    assert bound["flops"] == 3 * 2 * 2 * 8192 * 1024 * 4096  # forward, and two products backward
+    assert bound["seconds"] >= bound["flops"] / 989.4e12
+    assert next(iter(bound["classes"])) == "matrix products"
+
+
+def gather_weights() -> None:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("nccl")
+    model = torch.nn.Linear(4096, 4096, bias=False, device="cuda")
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(9):
+        model(torch.ones(8, 4096, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_bound_counts_what_crosses_links() -> None:
+    size = 4 * 4096**2
+    inside = run(gather_weights, ranks=8).bound["links"]
+    assert inside == pytest.approx(2 * size * 7 / 8 / 450e9)  # gathered, and gradients scattered
+    between = run(gather_weights, ranks=64).bound["links"]
+    assert between == pytest.approx(2 * size * 56 / 64 / 8 / 50e9)

@@ -31,6 +31,7 @@ struct facts {
 extern struct facts facts;
 extern _Thread_local int current_device;
 extern size_t phantom_most_managed; /* most bytes of managed memory, which lie on the host */
+extern double phantom_inside, phantom_between; /* bytes that NCCL moved, see nccl.c */
 extern size_t phantom_nccl;         /* most bytes of NCCL's own buffers */
 extern size_t phantom_assumed;      /* whose workspaces are not known: 1 Xgeev, 2 cuFFT, 4 cuSPARSE */
 

@@ -88,8 +88,20 @@ int ncclCommGetAsyncError(void *from, int *error) { return *error = 0; }
 
 int ncclCommMemStats(void *from, int which, unsigned long *value) { return *value = 0; }
 
-int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, void *among,
-                  void *stream) {
+#define SERVER 8 /* GPUs that NVLink joins */
+
+/* Counts what a rank must receive of `total` bytes, if ranks of a group are neighbours: all that it
+   does not have, and its share of what its server does not have. It holds for rings and trees, and
+   is half of what they move in an all-reduce, which switches may add up. */
+static void count_crossing(struct communicator *among, double total) {
+  double ranks = among->ranks;
+  phantom_inside += total * (ranks - 1) / ranks;
+  if (ranks > SERVER) phantom_between += total * (ranks - SERVER) / ranks / SERVER;
+}
+
+int ncclBroadcast(const void *from, void *to, size_t count, int type, int root,
+                  struct communicator *among, void *stream) {
+  count_crossing(among, count * BYTES[type]);
   if (from && to) phantom_copy(to, from, count * BYTES[type]);
   return 0;
 }
@@ -97,6 +109,7 @@ int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, 
 int ncclAllGather(const void *from, char *to, size_t count, int type, struct communicator *among,
                   void *stream) {
   size_t bytes = count * BYTES[type];
+  count_crossing(among, bytes * among->ranks);
   if (bytes > (1 << 20)) { /* the bytes of large tensors are not worth keeping for each rank */
     phantom_set(to, 0, 1, bytes * among->ranks);
     return 0;
@@ -105,5 +118,22 @@ int ncclAllGather(const void *from, char *to, size_t count, int type, struct com
   phantom_copy(own, from, bytes);
   for (int rank = 0; rank < among->ranks; rank++) phantom_copy(to + rank * bytes, own, bytes);
   free(own);
+  return 0;
+}
+
+int ncclReduceScatter(const void *from, void *to, size_t count, int type, int operation,
+                      struct communicator *among, void *stream) {
+  count_crossing(among, count * BYTES[type] * among->ranks);
+  return 0;
+}
+
+int ncclAlltoAll(const void *from, void *to, size_t count, int type, struct communicator *among,
+                 void *stream) {
+  count_crossing(among, count * BYTES[type] * among->ranks);
+  return 0;
+}
+
+int ncclRecv(void *to, size_t count, int type, int peer, void *among, void *stream) {
+  phantom_inside += count * BYTES[type];
   return 0;
 }
