@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
 
@@ -21,8 +22,10 @@ from phantomgpu.running import Session, command_of, ended_by_signals, started, t
 Trial = Callable[[int], Report]
 TRIAL_SECONDS = 600.0
 """How long a trial may take."""
-MOST_BEYOND = 16
-"""Indices that are tried above the first that does not fit."""
+MOST_BEYOND = 1
+"""Indices that are tried above the first that does not fit, by what they leave in fragments."""
+MOST_GUESSES = 8
+"""From then on, a search halves what is left."""
 
 
 @final
@@ -242,8 +245,9 @@ def bisect(
     """Return the largest index that was tried and fits, or None. The next one does not fit.
 
     Peaks are nearly a line of the index. So two small indices say where to look. Fitting is not
-    monotone: the allocator may find room for 32 samples and none for 21. So indices above the first
-    that does not fit are tried, up to where the line of the allocated bytes reaches the limit.
+    monotone: the allocator may find room for 32 samples and none for 21. So one index above the
+    first that does not fit is tried, below where the line of the allocated bytes reaches the limit:
+    the one that powers of two divide best, whose blocks leave the fewest fragments.
 
     >>> bisect(lambda n: n <= 37, lambda n: (10 + n, 10 + n), 47, first=1, last=1000)
     37
@@ -265,7 +269,10 @@ def bisect(
         high = min((index for index in bad if index > good[-1]), default=last + 1)
         while high - good[-1] > max(1, within * good[-1]):
             most = min(high - 1, farthest(good[-1]))
-            guess = _guess(good, most, used, available, is_open=high > last)
+            tries = len(good) + len(bad)
+            guess = _guess(
+                good, most, used, available, high=high if high <= last else None, tries=tries
+            )
             if fits(guess):
                 good.append(guess)
             else:
@@ -314,36 +321,43 @@ def _guess(
     used: Callable[[int], tuple[int, int]],
     available: int,
     *,
-    is_open: bool,
+    high: int | None,
+    tries: int,
 ) -> int:
     """Return an index above the largest that fits, up to `most`.
 
-    The allocator frees what it caches before it runs out of memory. So an index whose reserved
-    bytes would reach the limit usually fits, and one whose allocated bytes would does not.
+    It is where the line of the reserved bytes reaches the limit: near it is the last that fits.
+    Over more than twice as far, a line of two is not exact; a nearer index makes it so.
 
     Args:
         good: The indices that fit, ascending.
         most: The largest index that may be returned.
         used: Returns the peaks of an index that fits.
         available: The most that can be reserved.
-        is_open: Whether none was tried that does not fit.
+        high: The smallest above that does not fit, if one was tried.
+        tries: How many indices were tried.
     """
-    low = good[-1]
-    if 2 * good[0] > low:
-        return min(2 * low, most) if is_open else (low + most + 1) // 2
-    allocated, reserved = (
-        most if line is None else line
-        for line in (_line(good, used, available, which) for which in (0, 1))
-    )
-    if is_open and reserved > low + low // 50:
-        return min(reserved, most)
-    if not is_open and most >= 4 * low:
-        return math.isqrt(low * most)
-    if allocated <= low and low - good[-2] > 1:
+    low, middle = good[-1], (good[-1] + most + 1) // 2
+    full, line = (_line(good, used, available, which) for which in (0, 1))
+    if high and (tries > MOST_GUESSES or line is None or not low // 8 > high - low):
+        near = line is not None and low < line < high and tries <= MOST_GUESSES
+        return line if near else middle
+    if line is None:  # as far from what is known as from where memory ends if nothing is constant
+        reserved = used(low)[1]
+        if not reserved and 2 * good[0] <= low:
+            return most
+        return min(max(2 * low, math.isqrt(low * low * available // max(reserved, 1))), most)
+    if line > most:
+        return most - (most - low) // 8 if high else most
+    if line > low:  # over more than twice as far, a line of two is not exact
+        return line if high or line <= 2 * low else line - line // 5
+    step = low - good[-2]
+    if 1 < step <= low // 16 or 1 not in (after - before for before, after in pairwise(good)):
         return low + 1
-    # If the next one did fit and yet there is no room, the line is wrong.
-    top = allocated if allocated > low else 2 * low if is_open else most
-    return (low + min(top, most) + 1) // 2
+    # What is cached and freed again reaches the limit first; the allocated bytes say more.
+    if full is not None and low < full <= most:
+        return full
+    return middle if high else min(low + 1 + tries // 8 * low // 50, most)
 
 
 @contextmanager
