@@ -99,10 +99,13 @@ def language(folder: Path) -> None:
 TRL = "--model_name_or_path {data}/model --output_dir {data}/out --report_to none"
 SCRIPTS = (
     Script(
-        "nanoGPT, eager", "nanoGPT", ".", "train.py --dataset=made --compile=False", "3adf61e1",
+        "nanoGPT, eager", "nanoGPT", ".", "train.py --dataset=made --eval_iters=20 --compile=False",
+        "3adf61e1", tokens,
+    ),
+    Script(
+        "nanoGPT, compiled", "nanoGPT", ".", "train.py --dataset=made --eval_iters=20", "3adf61e1",
         tokens,
     ),
-    Script("nanoGPT, compiled", "nanoGPT", ".", "train.py --dataset=made", "3adf61e1", tokens),
     Script("minGPT adder", "minGPT", "projects/adder", "adder.py", "37baab7", path="."),
     Script("minGPT chargpt", "minGPT", "projects/chargpt", "chargpt.py", "37baab7", text, path="."),
     Script(
