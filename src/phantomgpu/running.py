@@ -367,7 +367,9 @@ class Session:
                 f"or it was killed\n{text}".rstrip()
             )
         order = ("cannot run", "does not fit", "failed", "fits")
-        result = min(results, key=lambda one: (order.index(one["status"]), -one.get("steps", 0)))
+        result = min(
+            results, key=lambda one: (order.index(one["status"]), -one.get("peak_allocated", 0))
+        )
         if result["status"] == "cannot run":
             raise SetupNeededError(result["problem"])
         if result["status"] == "fits" and code:

@@ -190,7 +190,7 @@ class Kernel:
     def is_finite_check(self, args: tuple[Any, ...]) -> bool:
         """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
         same = args[1] if self.base in ("eq", "ne") and len(args) > 1 else None
-        return self.base == "isnan" or same is args[0] or same == math.inf
+        return self.base == "isnan" or same is args[0] or (type(same) is float and same == math.inf)
 
     def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
         """Return arguments with tensors on the CPU."""

@@ -35,6 +35,8 @@ def member(rank: int, world: int) -> None:
     objects: list[Any] = [None] * world
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": rank}] * world
+    numbers = torch.arange(3, device="cuda")
+    assert (numbers == numbers.clone()).tolist() == [True] * 3
     group = mesh["pp"].get_group()
     peers = dist.get_process_group_ranks(group)
     x = torch.ones(64, device="cuda")
