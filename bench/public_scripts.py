@@ -71,21 +71,36 @@ def images(folder: Path) -> None:
 def language(folder: Path) -> None:
     """Make a small Llama, its tokenizer, and data for TRL."""
     import torch
+    from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     words = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", *set(TEXT.split())])}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    (folder / "model").mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
     template = "{% for m in messages %}{{ m['content'] }} </s>{% endfor %}"
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template, **named)
-    tokenizer.save_pretrained(folder / "model")
-    config = LlamaConfig(
-        vocab_size=32000, hidden_size=512, intermediate_size=1376, num_hidden_layers=8,
-        num_attention_heads=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
+    named |= {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(named))
+    width, inner, vocabulary, layers = 512, 1376, 32000, 8
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens": (vocabulary, width), "lm_head": (vocabulary, width)}
+    shapes["model.norm"] = (width,)
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{one}_proj": (width, width) for one in "qkvo"}
+        shapes |= {f"{at}.mlp.{one}_proj": (inner, width) for one in ("gate", "up")}
+        shapes |= {f"{at}.mlp.down_proj": (width, inner), f"{at}.input_layernorm": (width,)}
+        shapes[f"{at}.post_attention_layernorm"] = (width,)
+    weights = {f"{name}.weight": torch.ones(shape).bfloat16() for name, shape in shapes.items()}
+    save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
     for name, row in {
         "sft": {"text": TEXT * 20},
         "dpo": {"prompt": TEXT, "chosen": TEXT * 5, "rejected": TEXT * 4},
@@ -131,12 +146,12 @@ SCRIPTS = (
     ),
     Script(
         "timm: ResNet-50", "pytorch-image-models", ".",
-        "train.py --data-dir {data} --model resnet50 -b 32 -j 0 --num-classes 2 --output {data}",
+        "train.py --data-dir {data} --model resnet50 -b 32 -j 1 --num-classes 2 --output {data}",
         "aa4b5850", images,
     ),
     Script(
         "timm: ViT-B/16, AMP", "pytorch-image-models", ".",
-        "train.py --data-dir {data} --model vit_base_patch16_224 -b 32 -j 0 --num-classes 2 --amp "
+        "train.py --data-dir {data} --model vit_base_patch16_224 -b 32 -j 1 --num-classes 2 --amp "
         "--amp-dtype bfloat16 --opt adamw --output {data}",
         "aa4b5850", images,
     ),
@@ -175,10 +190,6 @@ SCRIPTS = (
         "--pipeline-model-parallel-size 2 --no-masked-softmax-fusion --no-persist-layer-norm "
         "--no-gradient-accumulation-fusion --eval-iters 0",
         "d98e8a64", options="--ranks 8 --every-stage",
-    ),
-    Script(
-        "DeepSpeedExamples: CIFAR-10, ZeRO", "DeepSpeedExamples", "training/cifar",
-        "cifar10_deepspeed.py --deepspeed", "45b4b715", options="--ranks 2",
     ),
 )  # fmt: skip
 
