@@ -29,7 +29,7 @@ PEERS: dict[int, None] = {}
 _SENT: dict[str, list[list[int]]] = {}
 _READ: dict[str, int] = {}
 _MOST_KEPT = 256
-LOCAL_RANKS = 8
+_CONNECTED: set[tuple[int, ...]] = set()
 PAIR = 447 << 20
 """What an all-to-all adds for each other rank of a node: 3.28 GB among 8 H100, with NCCL of 2025
 (github.com/NVIDIA/nccl/issues/1685). Those of other nodes share buffers and are not counted."""
@@ -147,9 +147,10 @@ def _answer(operation: Any, bytes_of: Bytes | None) -> Callable[..., Any]:
 def _connect(group: Any, bytes_of: Bytes) -> None:
     """Count the buffers of an all-to-all's connections within a node, once for each group."""
     members = distributed.get_process_group_ranks(distributed.ProcessGroup.unbox(group))
-    near = sum(one // LOCAL_RANKS == distributed.get_rank() // LOCAL_RANKS for one in members) - 1
-    if (key := f"{members}") not in _SENT:
-        _SENT[key] = []
+    local, me = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), distributed.get_rank()
+    near = sum(one // local == me // local for one in members) - 1
+    if tuple(members) not in _CONNECTED:
+        _CONNECTED.add(tuple(members))
         if not bytes_of.connect(torch.cuda.current_device(), near * PAIR):
             raise RuntimeError("no room for NCCL's buffers")
 
