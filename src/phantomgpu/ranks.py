@@ -147,7 +147,7 @@ def _answer(operation: Any, bytes_of: Bytes | None) -> Callable[..., Any]:
 def _connect(group: Any, bytes_of: Bytes) -> None:
     """Count the buffers of an all-to-all's connections within a node, once for each group."""
     members = distributed.get_process_group_ranks(distributed.ProcessGroup.unbox(group))
-    local, me = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), distributed.get_rank()
+    local, me = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), distributed.get_rank()
     near = sum(one // local == me // local for one in members) - 1
     if tuple(members) not in _CONNECTED:
         _CONNECTED.add(tuple(members))
