@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import warnings
 import zlib
@@ -168,8 +167,6 @@ def _post(name: str, tensor: torch.Tensor, args: Any, bytes_of: Bytes | None) ->
     peer, me = members[args[2]], distributed.get_rank()
     if name != "broadcast_":
         PEERS[peer] = None
-    elif tensor.numel() > 1 and not _is_of_objects():
-        return
     if tensor.dtype.is_floating_point or tensor.numel() > FEW or not _MESSAGES:
         return
     box = f"{members}" if name == "broadcast_" else f"{peer if name == 'send' else me}"
@@ -198,10 +195,3 @@ def _received(file: Path, at: int, sender: int) -> list[int]:
             raise RuntimeError(f"no message of rank {sender}: its run ended without sending it")
         (file.parent / f"wanted-{sender}").touch()
         time.sleep(0.05)
-
-
-def _is_of_objects() -> bool:
-    frame: Any = sys._getframe()
-    while frame is not None and "object_list" not in frame.f_code.co_name:
-        frame = frame.f_back
-    return frame is not None
