@@ -205,6 +205,7 @@ def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str
         notes.append("no values are computed: torch before 2.10 does not allow it; all are zero")
     if result.get("compiled"):
         notes.append("whole numbers that compiled code computes are zero, like other results")
+    notes += [f"longest samples first: {one}" for one in result.get("longest", [])]
     notes += _unseen(result)
     if not result.get("steps"):
         notes.append("no optimizer step ended")
