@@ -91,7 +91,8 @@ def language(folder: Path) -> None:
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
     }  # fmt: skip
     (folder / "model" / "config.json").write_text(json.dumps(config))
-    shapes = {"model.embed_tokens": (vocabulary, width), "lm_head": (vocabulary, width)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocabulary, width)}
+    shapes["lm_head"] = (vocabulary, width)
     shapes["model.norm"] = (width,)
     for layer in range(layers):
         at = f"model.layers.{layer}"

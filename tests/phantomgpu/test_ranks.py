@@ -84,7 +84,7 @@ def staged() -> None:
     optimizer = torch.optim.AdamW(part.parameters())
     x, y = torch.ones(64, 256, device=device), torch.ones(64, 256 << rank, device=device)
     for _ in range(9):
-        schedule.step(*([] if rank else [x]), **({"target": y} if is_last else {}))
+        schedule.step(*([] if rank else [x]), target=y if is_last else None)
         optimizer.step()
         optimizer.zero_grad()
 
