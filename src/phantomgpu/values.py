@@ -261,7 +261,8 @@ class Kernel:
     def is_finite_check(self, args: tuple[Any, ...]) -> bool:
         """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
         if self.base in ("eq", "ne") and len(args) > 1:
-            return args[1] is args[0] or (isinstance(args[1], float) and args[1] == math.inf)
+            is_inf = isinstance(args[1], float) and args[1] == math.inf
+            return is_inf or args[1] is args[0]
         return self.base == "isnan"
 
     def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
@@ -422,6 +423,8 @@ class Bytes:
 
     def __init__(self, library: ctypes.CDLL, modes: list[tuple[int, str]]) -> None:
         self.copy, self.set = library.phantom_copy, library.phantom_set
+        self.connect = library.phantom_connect
+        self.connect.argtypes = [ctypes.c_int, ctypes.c_long]
         self.copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
         self.set.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
         self.copy.restype = self.set.restype = None
@@ -519,8 +522,8 @@ class Bytes:
             draw = torch.randn if state == _NORMAL else torch.rand
             return draw(FEW, generator=self.generator).to(tensor.dtype)
         at = torch.randint(shape.numel(), (FEW,), generator=self.generator)
-        at = torch.unravel_index(at, shape)
-        return (host(tensor) if tensor.is_cuda else tensor).expand(shape)[at]
+        values = (host(tensor) if tensor.is_cuda else tensor).expand(shape)
+        return values[torch.unravel_index(at, shape)]
 
     def write(self, to: torch.Tensor, result: torch.Tensor, *, known: bool) -> None:
         """Write values to the device, which then knows that these bytes are not zero."""
