@@ -79,7 +79,7 @@ def test_the_optimizer_has_the_weights_that_are_trained(name: str, tmp_path: Pat
     causal = Model(tmp_path, name)
     model = causal.build(checkpointing=False).to_empty(device="cpu")
     model.lm_head.requires_grad_(requires_grad=False)
-    (group,) = causal.optimizer_of(model).param_groups
+    (group,) = causal.optimizer_of(list(model.parameters())).param_groups
     assert len(group["params"]) == len(list(model.parameters())) - 1
 
 
