@@ -19,7 +19,9 @@ FOLDER = "records/track_1_short"
 MODULES = Path(__file__).parent / "nanogpt_modules"
 RULE = re.compile(r"^={100}\n", re.MULTILINE)
 PEAK = re.compile(
-    r"^peak memory (?:allocated|consumption): (\d+) MiB(?: reserved: (\d+) MiB)?$", re.MULTILINE
+    r"^peak(?: memory (?:allocated|consumption)|_vram_mb): +([\d.]+)(?: MiB)?"
+    r"(?: reserved: (\d+) MiB)?$",
+    re.MULTILINE,
 )
 SECONDS = 3000
 WITHOUT_CHECKS = {"TORCHINDUCTOR_SIZE_ASSERTS": "0"}
@@ -58,6 +60,10 @@ EDITS = {
         r"^( +ws_(?:validate|final|long)\w*: int = )\d+",
         r"\g<1>11",
     ),
+    "batch 96": Edit("batches of 96 rows", r"^DEVICE_BATCH_SIZE = 128", "DEVICE_BATCH_SIZE = 96"),
+    "393,216 tokens": Edit(
+        "and steps of 393,216 tokens", r"^TOTAL_BATCH_SIZE = 2\*\*19", "TOTAL_BATCH_SIZE = 393_216"
+    ),
     "tuning": Edit(
         "Inductor's coordinate descent tuning off",
         r"^((?:torch\._inductor\.)?config)\.coordinate_descent_tuning = True",
@@ -89,7 +95,7 @@ def peak_of(log: str) -> dict[str, float]:
     if not found:
         raise ValueError("cannot read the log: no line 'peak memory allocated: ... MiB'")
     return {
-        what: int(size) * MIB
+        what: float(size) * MIB
         for what, size in zip(("allocated", "reserved"), found[-1], strict=True)
         if size
     }
@@ -129,16 +135,21 @@ def measure(row: Row) -> dict[str, float]:
     Raises:
         ValueError: The log is not that of the row, an edit matches nothing, or the script failed.
     """
-    log = (source() / FOLDER / row.settings["log"]).read_text("utf-8")
-    if peak_of(log) != row.published:
-        raise ValueError(f"the log says {peak_of(log)}, not {row.published}")
-    script = edited(script_of(log), row.settings["edits"])
+    settings = row.settings
+    if "log" in settings:
+        log = (source() / FOLDER / settings["log"]).read_text("utf-8")
+        if peak_of(log) != row.published:
+            raise ValueError(f"the log says {peak_of(log)}, not {row.published}")
+        script = script_of(log)
+    else:
+        script = (source() / settings["script"]).read_text("utf-8")
     with tempfile.TemporaryDirectory(prefix="nanogpt-") as name:
-        return peak_of(_run(script, Path(name)))
+        ranks = settings.get("ranks", 8)
+        return peak_of(_run(edited(script, settings["edits"]), Path(name), ranks))
 
 
-def _run(script: str, folder: Path) -> str:
-    """Return the log of a script that ran in a folder."""
+def _run(script: str, folder: Path, ranks: int) -> str:
+    """Return what a script printed and logged that ran in a folder."""
     (folder / "train_gpt.py").write_text(script, "utf-8")
     write_tokens(folder / "data/fineweb10B")
     tool = folder / "bin/nvidia-smi"
@@ -150,7 +161,7 @@ def _run(script: str, folder: Path) -> str:
         name: os.pathsep.join(filter(None, (own, os.environ.get(name))))
         for name, own in first.items()
     }
-    options = ("--gpu", "h100", "--ranks", "8", "--whole", "--timeout", str(SECONDS))
+    options = ("--gpu", "h100", "--ranks", str(ranks), "--whole", "--timeout", str(SECONDS))
     ended = subprocess.run(
         [sys.executable, "-m", "phantomgpu", "run", *options, "--", sys.executable, "train_gpt.py"],
         cwd=folder,
@@ -160,10 +171,11 @@ def _run(script: str, folder: Path) -> str:
         text=True,
         check=False,
     )
-    logs = sorted(folder.glob("logs/*.txt"))
-    if ended.returncode or not logs:
+    if ended.returncode:
+        print(ended.stdout, file=sys.stderr)
         raise ValueError(f"exit code {ended.returncode}: {ended.stdout[-500:]}")
-    return logs[0].read_text("utf-8")
+    logs = [file.read_text("utf-8") for file in sorted(folder.glob("logs/*.txt"))]
+    return "\n".join([ended.stdout, *logs])
 
 
 def row_of(line: str, edits: tuple[str, ...] = ()) -> Row:
@@ -172,7 +184,7 @@ def row_of(line: str, edits: tuple[str, ...] = ()) -> Row:
     peaks = dict(zip(("allocated", "reserved"), sizes, strict=False))
     return Row(
         name,
-        {what: int(size) * MIB for what, size in peaks.items()},
+        {what: float(size) * MIB for what, size in peaks.items()},
         {"log": f"{name}/{log}", "edits": ["steps", *edits]},
         KNOWN.get(name, ""),
     )
@@ -218,18 +230,40 @@ YARN = """\
 2025-11-10_CautiousWD 1aac0132-a891-4ed9-b358-0fd2abd1b019.txt 29248 50528
 2025-11-18_RefineSkip 00f4e1e6-0044-4a08-b88a-3b7ec0624081.txt 29250 47336
 """
+AUTO = {"script": "train.py", "ranks": 1}
 ROWS = (
     *(row_of(line, ("tuning",)) for line in TUNED.splitlines()),
     *(row_of(line) for line in FLEX.splitlines()),
     *(row_of(line, ("warm-up", "windows")) for line in FLASH.splitlines()),
     *(row_of(line, ("warm-up", "windows", "last windows")) for line in YARN.splitlines()),
+    Row("autoresearch, 128 rows", {"allocated": 45060.2 * MIB}, {**AUTO, "edits": []}),
+    Row(
+        "autoresearch, 96 rows",
+        {"allocated": 33958.2 * MIB},
+        {**AUTO, "edits": ["batch 96", "393,216 tokens"]},
+    ),
 )
+
+SOME = "; ".join(edit.text for name, edit in EDITS.items() if name != "steps")
+TEXT = f"""\
+Each log holds its script and the peaks that it printed on 8 H100 80GB, with nightly builds of
+torch 2.6 to 2.10. Here the script runs as rank 0 of 8 (`--gpu h100 --ranks 8 --whole`), compiled,
+with made-up tokens. Nothing was fitted. Give a clone with `--source`; the record with
+MuonWithAuxAdam also needs `muon.py` of KellerJordan/Muon on `PYTHONPATH`.
+
+- Changed in all scripts: {EDITS["steps"].text}.
+- Changed in some: {SOME}.
+- Inductor's check of strides is off. Newer torch refuses the FP8 matmul of the first records with
+  it, because the strides of its fake kernel are wrong.
+- FlashAttention 3, from September 2025 on, is a stand-in that computes nothing and allocates what
+  its source allocates.
+"""
 
 FAMILY = Family(
     "nanogpt",
     "Records of modded-nanogpt",
     "https://github.com/KellerJordan/modded-nanogpt/tree/master/records/track_1_short",
-    "Rank 0 of 8 H100, compiled.",
+    TEXT,
     ROWS,
     measure,
 )

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from phantomgpu import bound, standins
 from phantomgpu.analysis import History, addresses, analyse, is_distributed, line_of
 from phantomgpu.errors import PhantomError, SetupNeededError
-from phantomgpu.kernels import KnobsLoader
+from phantomgpu.kernels import set_hook
 
 WATCHDOG_SECONDS = 0.25
 """NCCL's watchdog frees tensors of collectives every 0.1 seconds; steps here are shorter."""
@@ -79,10 +79,10 @@ class _TorchFinder(MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         del target
-        if name == "triton.knobs":
+        if name in THEN and name not in sys.modules:
             spec = importlib.machinery.PathFinder.find_spec(name, path)
             if spec is not None and spec.loader is not None:
-                spec.loader = KnobsLoader(spec.loader)
+                spec.loader = _After(spec.loader, THEN[name])
             return spec
         if name != "torch" or name in sys.modules:
             return None
@@ -123,6 +123,30 @@ def _versions(folder: Path) -> tuple[str, str]:
     if "__version__" not in found:
         raise PhantomError(f"cannot find the version of the torch in {folder}")
     return found["__version__"].partition("+")[0], found.get("cuda", "")
+
+
+class _After(Loader):
+    """Runs a module as its own loader does, and something behind it."""
+
+    def __init__(self, loader: Loader, then: Callable[[ModuleType], None]) -> None:
+        self.loader, self.then = loader, then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        self.then(module)
+
+
+def _hide_values(dynamo: ModuleType) -> None:
+    del dynamo
+    if "phantomgpu.values" in sys.modules:
+        sys.modules["phantomgpu.values"].hide()
+
+
+THEN = {"triton.knobs": set_hook, "torch._dynamo": _hide_values}
+"""What follows the import of a module."""
 
 
 class _Then(Loader):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -14,20 +12,9 @@ TAKES_MEMORY = "tt.make_tensor_descriptor"
 """Descriptors that a kernel makes lie in memory, and its machine code says in how much."""
 
 
-class KnobsLoader(Loader):
-    """Loads `triton.knobs`, and sets Triton's own hook for the stages of a compilation."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Do as the other loader does."""
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module, and set the hook."""
-        self.loader.exec_module(module)
-        module.runtime.add_stages_inspection_hook = shorten
+def set_hook(knobs: ModuleType) -> None:
+    """Set Triton's own hook for the stages of a compilation, in `triton.knobs`."""
+    knobs.runtime.add_stages_inspection_hook = shorten
 
 
 def shorten(backend: Any = None, stages: Any = None, *rest: Any) -> tuple[str, str] | None:

@@ -63,12 +63,21 @@ def start(
             base, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, base), overload or "default")
             if base == "_local_scalar_dense":
-                ours.impl(base, bytes_of.number, "CUDA")
+                ours.impl(base, Number(bytes_of), "CUDA")
             elif base == "copy_" or (
                 operation.has_kernel_for_dispatch_key("CUDA") and _makes_values(operation)
             ):
                 ours.impl(name, Kernel(operation, bytes_of, work), "CUDA", with_keyset=True)
+    if "torch._dynamo" in sys.modules:
+        hide()
     return bytes_of
+
+
+def hide() -> None:
+    """Keep `torch.compile` from tracing what runs below torch's operations."""
+    name = "__call__"
+    for kind in (Kernel, Number):
+        setattr(kind, name, torch.compiler.disable(getattr(kind, name)))
 
 
 def _names() -> list[str]:
@@ -87,6 +96,19 @@ def _makes_values(operation: Any) -> bool:
     # `2.0 ** x` calls it with a number on the device, which torch cannot give to Python.
     is_odd = is_odd or schema.overload_name == "Tensor_Tensor_out"
     return not is_view and not is_odd and not any(part in schema.name for part in _LEFT.split())
+
+
+class Number:
+    """Returns the value of a tensor with one element."""
+
+    def __init__(self, bytes_of: Bytes) -> None:
+        self.bytes = bytes_of
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        """Read it, and note the line if it is unknown."""
+        if not self.bytes.is_known(tensor):
+            remember(decides=_is_whole(tensor))
+        return self.bytes.read(tensor).item()
 
 
 class Kernel:
@@ -412,12 +434,6 @@ class Bytes:
         if count <= FEW and tensor.nbytes == tensor.untyped_storage().nbytes():
             self.write(tensor, values, known=False)  # the same when it is read again
         return values
-
-    def number(self, tensor: torch.Tensor) -> Any:
-        """Return the value of a tensor with one element."""
-        if not self.is_known(tensor):
-            remember(decides=_is_whole(tensor))
-        return self.read(tensor).item()
 
     def write(self, to: torch.Tensor, result: torch.Tensor, *, known: bool) -> None:
         """Write values to the device, which then knows that these bytes are not zero."""

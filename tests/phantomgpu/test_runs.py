@@ -299,15 +299,27 @@ def whole_numbers() -> None:
 
 
 def traced() -> None:
-    """Make a tensor as `torch.compile` does while it traces."""
+    """Run operations while `torch.compile` traces, and in a frame that it leaves alone."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    total = torch.zeros(2, device="cuda")
     with FakeTensorMode():
         assert torch.tensor(2.0, device="cuda").is_cuda
 
+    @torch.compile(backend="eager")
+    def step(total: torch.Tensor) -> None:
+        for _ in range(2):
+            torch._dynamo.graph_break()  # in a loop: the frame is not compiled
+            count = torch.tensor(0, device="cuda")
+            count += 1
+            total.add_(1).mul_(1 - 0.5**count)
 
-def test_tracing_copies_to_the_device() -> None:
+    step(total)
+    assert total.tolist() == [0.75, 0.75]
+
+
+def test_what_torch_compile_does_is_not_disturbed() -> None:
     assert run(traced).status == "fits"
 
 

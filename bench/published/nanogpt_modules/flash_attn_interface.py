@@ -1,8 +1,8 @@
 """FlashAttention 3 that computes nothing: it allocates what `hopper/flash_api.cpp` allocates.
 
-Only what the records of modded-nanogpt use: heads of at most 128, as many of keys as of queries,
-causal or in a window, one split, sequences one behind another. The sizes are those of the source
-of August to December 2025 on Hopper, where a block has 64 rows of queries for such attention.
+Only what the scripts here use: heads of at most 128, as many of keys as of queries, causal or in
+a window, one split. The sizes are those of the source of August to December 2025 on Hopper, where
+a block has 64 rows of queries for such attention.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ HEAD = 128
 
 @torch.library.custom_op("attention_stand_in::forward", mutates_args=(), device_types="cuda")
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     del k, longest
     found = _results(q, v)
-    sequences = starts.numel() - 1
-    q.new_empty(1 + 4 * (-(-sequences // 4) * 4), dtype=torch.int32)  # of the scheduler
+    sequences = q.shape[0] if starts is None else starts.numel() - 1
+    q.new_empty(1 + 4 * _whole(sequences, 4), dtype=torch.int32)  # of the scheduler
     return found
 
 
@@ -34,9 +34,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
 
 
 def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens, heads = q.shape[:2]
-    out = q.new_empty(tokens, heads, v.shape[-1])
-    log_sum = q.new_empty(heads, tokens, dtype=torch.float32)
+    *batch, tokens, heads = q.shape[:-1]
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    log_sum = q.new_empty(*batch, heads, tokens, dtype=torch.float32)
     return out, log_sum, out.new_empty(0), out.new_empty(0)
 
 
@@ -50,7 +50,7 @@ def _backward(  # noqa: PLR0917 - tensors of an operator must be positional
     v: Tensor,
     out: Tensor,
     log_sum: Tensor,
-    starts: Tensor,
+    starts: Tensor | None,
     longest: int,
     dq: Tensor,
     dk: Tensor,
@@ -61,8 +61,10 @@ def _backward(  # noqa: PLR0917 - tensors of an operator must be positional
     sums = _sums(q, starts)
     logs = torch.empty_like(sums)
     total = q.new_empty(*sums.shape, HEAD, dtype=torch.float32)
-    blocks = -(-longest // BLOCK) * (starts.numel() - 1) * q.shape[1]
-    locks = q.new_empty(blocks, dtype=torch.int32)
+    sequences = q.shape[0] if starts is None else starts.numel() - 1
+    locks = q.new_empty(
+        _whole(longest, BLOCK) // BLOCK * sequences * q.shape[-2], dtype=torch.int32
+    )
     del rows, logs, total, locks
     return sums
 
@@ -73,10 +75,15 @@ def _(grad: Tensor, q: Tensor, *rest: Any) -> Tensor:
     return _sums(q, rest[4])
 
 
-def _sums(q: Tensor, starts: Tensor) -> Tensor:
-    tokens = q.shape[0] + (starts.shape[0] - 1) * BLOCK
-    rows = (tokens + BLOCK - 1) // BLOCK * BLOCK
-    return q.new_empty(q.shape[1], rows, dtype=torch.float32)
+def _sums(q: Tensor, starts: Tensor | None) -> Tensor:
+    """Return a number for each row of each head; sequences one behind another are padded."""
+    *batch, tokens, heads = q.shape[:-1]
+    padded = tokens if starts is None else tokens + (starts.shape[0] - 1) * BLOCK
+    return q.new_empty(*batch, heads, _whole(padded, BLOCK), dtype=torch.float32)
+
+
+def _whole(number: int, unit: int) -> int:
+    return (number + unit - 1) // unit * unit
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -106,9 +113,21 @@ def flash_attn_varlen_func(
     causal: bool,
     **rest: Any,
 ) -> Tensor:
-    """Return an output whose values are unknown."""
+    """Return the output for sequences one behind another; its values are unknown."""
     del rest
-    if not causal or q.shape[1] != k.shape[1] or q.shape[-1] > HEAD:
-        raise NotImplementedError(f"the stand-in is for causal heads of at most {HEAD}")
+    _check(q, k, causal=causal)
     out: Tensor = _forward(q, k, v, cu_seqlens_q, max_seqlen_q)[0]
     return out
+
+
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **rest: Any) -> Tensor:
+    """Return the output for sequences of one length; its values are unknown."""
+    del rest
+    _check(q, k, causal=causal)
+    out: Tensor = _forward(q, k, v, None, q.shape[1])[0]
+    return out
+
+
+def _check(q: Tensor, k: Tensor, *, causal: bool) -> None:
+    if not causal or q.shape[-2] != k.shape[-2] or q.shape[-1] > HEAD:
+        raise NotImplementedError(f"the stand-in is for causal heads of at most {HEAD}")
