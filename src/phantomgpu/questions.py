@@ -184,7 +184,7 @@ def check(
     report = run(command, **how)
     kept = ("gpu", "memory", "ranks", "rank", "torch", "peak_allocated", "peak_reserved")
     now = {name: getattr(report, name) for name in kept}
-    notes = ("it depends on values: see phantomgpu run",) * bool(report.unknown)
+    notes = ("it depends on values: see phantomgpu run",) * report.depends_on_values
     if before is None:
         if baseline is not None and report.fits:
             baseline.write_text(json.dumps(now, indent=2))

@@ -136,7 +136,7 @@ def test_a_peak_is_held_against_its_baseline(
     file.write_text("[]")
     with pytest.raises(phantomgpu.PhantomError, match="no baseline"):
         check(["train.py"], gpu="h100", baseline=file)
-    report = made(unknown=("train.py:3",))
+    report = made(decides=("train.py:3",))
     monkeypatch.setattr("phantomgpu.questions.run", lambda *_, **__: report)
     assert "depends on values" in check(["train.py"], gpu="h100").line()
 
