@@ -11,7 +11,7 @@ __all__ = ["FAMILIES", "Family", "Row", "load", "source"]
 
 FAMILIES = tuple(
     name
-    for name in ("peft_image", "peft_text", "nanogpt", "titan", "others")
+    for name in ("peft_image", "peft_text", "nanogpt", "titan", "xmem", "others")
     if find_spec(f"published.{name}")
 )
 """The modules of this package that have a `FAMILY`, in the order of the page."""

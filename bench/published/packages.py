@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / ".venvs"
@@ -35,7 +37,21 @@ def installed(
             "--target",
             str(made),
         ]
-        subprocess.run([*pip, *requirements], check=True)
-        subprocess.run([*pip, "--no-deps", *alone], check=True)
+        for wanted in (requirements, ("--no-deps", *alone) if alone else ()):
+            if wanted:
+                subprocess.run([*pip, *wanted], check=True)
         done.write_text(content, "utf-8")  # last: a folder without it is not complete
     return made
+
+
+@contextmanager
+def first(folder: Path) -> Iterator[None]:
+    """Let the processes that are started meanwhile find the packages of a folder first."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before

@@ -18,7 +18,7 @@ from phantomgpu.gpus import GPU
 if TYPE_CHECKING:
     import torch
 
-PUBLISHED = (0.2, 0.6)
+PUBLISHED = (0.24, 0.77)
 """The shares of this bound that published runs reached (docs/phantomgpu/time.md)."""
 BOOST = 1.2
 """GeForce cards clock higher than their data sheet says: up to about 3 of 2.5 GHz."""

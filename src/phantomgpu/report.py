@@ -108,6 +108,7 @@ class Report:
             "title": self.lines()[0],
             "limit_bytes": self.available,
             "peak_bytes": self.peak_allocated,
+            "time": line_of(self.bound) if self.bound else "",
         }
         return json.dumps(
             {

@@ -346,7 +346,63 @@ def test_memory_is_stacked_below_the_limit(seen: Seen, tmp_path: Path) -> None:
     tops = page.evaluate("strettoPage.panels[0].traces.map(t => t.s.values[100] / 2 ** 30)")
     assert tops == pytest.approx([3, 3, 7, 7 + 5.5 * 100 / 180, 7 + 5.5 * 100 / 180])
     assert page.evaluate("strettoPage.panels[0].y[1] / 2 ** 30") > 16
-    assert "12.9 GiB" in (page.locator("#facts").text_content() or "")
+    facts = page.locator("#facts").text_content() or ""
+    assert "12.9 GiB" in facts
+    assert "at least 0.2 s" in facts
+
+
+def test_memory_without_a_cursor_is_that_of_the_peak(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.memory(), tmp_path)
+    assert "activations 5.5 GiB" in (page.locator(".values").text_content() or "")
+    assert page.locator("#stages h2").text_content() == "Largest at the peak"
+    rows = page.locator(".largest").all_text_contents()
+    assert rows == ["model.py:9 forward4.125 GiB", "model.py:7 forward1.375 GiB"]
+    over = page.locator(".u-over").bounding_box()
+    assert over
+    page.mouse.move(over["x"] + over["width"] / 4, over["y"] + 20)
+    seen.frames()
+    assert "Largest at event" in (page.locator("#stages h2").text_content() or "")
+    assert page.locator(".largest").all_text_contents() != rows
+
+
+def test_a_slider_shows_another_step(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.memory(), tmp_path)
+    slider = page.locator(".steps input")
+    assert page.locator(".steps output").text_content() == "2 (peak)"
+    top = "strettoPage.panels[0].traces.at(-1).s.values[100] / 2 ** 30"
+    before = page.evaluate(top)
+    slider.fill("0")
+    seen.frames()
+    assert page.locator(".steps output").text_content() == "1"
+    assert page.evaluate(top) == pytest.approx(before - 4)
+    assert seen.complaints == []
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_labels_of_memory_do_not_overlap(seen: Seen, tmp_path: Path, width: int) -> None:
+    # What the page writes is recorded: the place and the width of each text.
+    seen.page.add_init_script(
+        """globalThis.texts = new Map();
+        const write = CanvasRenderingContext2D.prototype.fillText;
+        CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+          if (this.textAlign === "left" && /[a-z]{4}/.test(text))
+            texts.set(text, [x, y, this.measureText(text).width]);
+          return write.call(this, text, x, y);
+        };"""
+    )
+    seen.page.set_viewport_size({"width": width, "height": 800})
+    page = seen.show(payloads.memory(), tmp_path)
+    seen.frames()
+    found = page.evaluate("[...texts]")
+    assert {text for text, _ in found} >= {"peak", "backward", "optimizer step"}
+    edge = page.evaluate("innerWidth")
+    for one, (x, y, length) in found:
+        assert x >= 0
+        assert x + length <= edge
+        for other, (x2, y2, length2) in found:
+            apart = abs(y - y2) >= 12 or x + length <= x2 or x2 + length2 <= x
+            assert one == other or apart, (one, other)
+    assert page.evaluate("document.documentElement.scrollWidth") <= edge
 
 
 def test_a_million_batches_switch_their_axis_in_a_fifth_of_a_second(

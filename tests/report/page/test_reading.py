@@ -235,12 +235,17 @@ def test_the_memory_of_a_step(tmp_path: Path) -> None:
     timeline = {
         "title": "a step", "limit_bytes": 1 << 40, "peak_bytes": 12, "times": [0, 1, 2],
         "categories": [{"name": "weights", "bytes": [1, 1 << 40, 3]}],
-        "marks": [{"at": 1, "text": "backward"}],
+        "marks": [{"at": 1, "text": "backward"}], "step": 2,
+        "places": [{"name": "model.py:7", "bytes": [1, 2, 3]}],
+        "others": [{"step": 1, "times": [0], "categories": [], "marks": []}],
     }  # fmt: skip
     (tmp_path / "report.json").write_text(json.dumps({"timeline": timeline}))
     found = page.memory_payload(tmp_path / "report.json")
     assert found["kind"] == "memory"
-    assert array(found["memory"]["categories"][0]["bytes"]).tolist() == [1, 1 << 40, 3]
+    first, second = found["memory"]["steps"]
+    assert (first["step"], second["step"], found["memory"]["step"]) == (1, 2, 2)
+    assert array(second["categories"][0]["bytes"]).tolist() == [1, 1 << 40, 3]
+    assert array(second["places"][0]["bytes"]).tolist() == [1, 2, 3]
     assert "backward" in page.build(found)
 
 

@@ -74,12 +74,9 @@ def memory_payload(path: Path) -> dict[str, Any]:
             "title": str(timeline["title"]),
             "limit_bytes": timeline["limit_bytes"],
             "peak_bytes": timeline["peak_bytes"],
-            "times": base64_of(timeline["times"]),
-            "categories": [
-                {"name": str(one["name"]), "bytes": base64_of(one["bytes"])}
-                for one in timeline["categories"]
-            ],
-            "marks": list(timeline["marks"]),
+            "time": str(timeline.get("time", "")),
+            "steps": sorted(map(_step, [timeline, *timeline.get("others", [])]), key=_number),
+            "step": timeline.get("step", 1),
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError.cannot(
@@ -88,6 +85,23 @@ def memory_payload(path: Path) -> dict[str, Any]:
             instead="write it with 'phantomgpu run --json FILE'",
         ) from None
     return {"version": VERSION, "live": False, "kind": "memory", "runs": [], "memory": memory}
+
+
+def _step(timeline: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the memory of one step as the page reads it."""
+    stacks = {
+        name: [
+            {"name": str(one["name"]), "bytes": base64_of(one["bytes"])}
+            for one in timeline.get(name, ())
+        ]
+        for name in ("categories", "places")
+    }
+    times, marks = base64_of(timeline["times"]), list(timeline["marks"])
+    return {"step": int(timeline.get("step", 1)), "times": times, "marks": marks, **stacks}
+
+
+def _number(step: Mapping[str, Any]) -> int:
+    return int(step["step"])
 
 
 def build(payload: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ const TITLES = new Map([["loss", "loss"], ["batch_size", "batch size"], ["accumu
 const DOUBLING = new Set(["batch_size", "accumulation", "noise_scale"]);  // logarithmic, with powers of two on the axis
 const FROM_ZERO = new Set(["lr", "memory", "throughput", "step_memory"]);
 const DASHES = [[], [9, 4], [2, 3], [12, 4, 2, 4], [5, 2]];  // 5 dashes and 7 colours: 35 runs that differ
-const COLOURS = 7;
+const COLOURS = 7, STACK = 9;
 // What happened, by weight: the first kind is what a crowded mark shows, and "grave" ones cross every panel.
 const EVENTS = {out_of_memory: ["✕", "out of memory"], checkpoint_failed: ["!", "checkpoint failed"], resume: ["↻", "resume"],
   skipped_step: ["∅", "skipped step"], stop: ["■", "stop"], start: ["▶", "start"], decided_size: ["◆", "size decided"],
@@ -55,18 +55,21 @@ function readRun(raw) {
   return {...raw, n, clock, smooth: {}, series: (raw.series ?? []).map(readSeries), events: raw.events ?? [], shown: true};
 }
 
-function readMemory(raw) {  // a step on the phantom as a run whose clock counts events, its categories one above the other
-  const clock = {ev: decode(raw.times, Float64Array)}, n = clock.ev.length, rows = Uint32Array.from({length: n}, (_, i) => i);
+function readMemory(raw, number = raw.step) {  // a step on the phantom as a run whose clock counts events, its categories one above the other
+  const one = raw.steps.find(other => other.step === number), clock = {ev: decode(one.times, Float64Array)}, n = clock.ev.length;
+  const rows = Uint32Array.from({length: n}, (_, i) => i);
   let low = new Float64Array(n);
-  const series = raw.categories.map((category, i) => {
+  const series = one.categories.map((category, i) => {
     const own = decode(category.bytes, Float64Array), high = low.map((v, k) => v + own[k]);
-    const made = {name: category.name, label: category.name, panel: "step_memory", step: true, unit: "bytes", rows, values: high, own, low, high, colour: i % COLOURS};
+    const made = {name: category.name, label: category.name, panel: "step_memory", step: true, unit: "bytes", rows, values: high, own, low, high, colour: i % STACK};
     low = high;
     return made;
   });
-  const facts = [["peak", quantity(raw.peak_bytes, "bytes")]].concat(raw.limit_bytes == null ? [] : [["memory of the card", quantity(raw.limit_bytes, "bytes")]]);
-  return {name: raw.title, kind: "memory", n, clock, smooth: {}, series, events: (raw.marks ?? []).map(mark => ({row: mark.at, kind: "mark", text: mark.text})),
-    facts, limit: raw.limit_bytes, shown: true};
+  const facts = [["peak", quantity(raw.peak_bytes, "bytes")]].concat(raw.limit_bytes == null ? [] : [["memory of the card", quantity(raw.limit_bytes, "bytes")]],
+    raw.time ? [["time", raw.time.replace(/^time: /, "")]] : []);
+  const top = low.reduce((best, v, i) => v > low[best] ? i : best, 0);
+  return {name: raw.title, kind: "memory", n, clock, smooth: {}, series, events: (one.marks ?? []).map(mark => ({row: mark.at, kind: "mark", text: mark.text})),
+    facts, limit: raw.limit_bytes, shown: true, raw, top, number, places: one.places.map(place => ({name: place.name, bytes: decode(place.bytes, Float64Array)}))};
 }
 
 // ---- rows and units: the view is kept in rows of one run, so that no switch of the axis changes it
@@ -376,8 +379,9 @@ function stroke(ctx, shape, colour, width, dash = [], alpha = 1) {
   ctx.setLineDash([]);
   ctx.globalAlpha = 1;
 }
-function write(ctx, text, x, y, colour, weight = 400) {
-  Object.assign(ctx, {fillStyle: colour, font: `${weight} 12px system-ui, sans-serif`, textAlign: "left", textBaseline: "alphabetic"});
+function write(ctx, text, x, y, colour, weight = 400) {  // with a rim, so that it can be read on any stack
+  Object.assign(ctx, {fillStyle: colour, strokeStyle: colours.raised, lineWidth: 4, font: `${weight} 12px system-ui, sans-serif`, textAlign: "left", textBaseline: "alphabetic"});
+  ctx.strokeText(text, x, y);
   ctx.fillText(text, x, y);
 }
 
@@ -430,14 +434,20 @@ function paintTrace(ctx, t, box, X, Y) {
 }
 
 function paintEvents(ctx, box, X) {
-  const bottom = box.top + box.height;
-  for (const run of shown()) for (const event of run.events) {
+  const bottom = box.top + box.height, ends = [];  // where the last text of each line of texts ends
+  for (const run of shown()) for (const event of [...run.events].sort((p, q) => p.row - q.row)) {
     const x = X(run.clock[state.axis]?.[event.row]), mark = event.kind === "mark", grave = mark || GRAVE.has(event.kind);
     if (!(x >= box.left && x <= box.left + box.width)) continue;
     const colour = event.kind === "out_of_memory" ? colours.warn : mark ? colours.soft : colours[`c${colourOf(run)}`];
     const dash = !grave ? [] : event.kind === "resume" ? [2, 3] : [5, 3];
     stroke(ctx, trail([[x, grave ? box.top : bottom - 5], [x, bottom]]), colour, 1.1, dash, grave ? 0.9 : 0.6);
-    if (mark) write(ctx, event.text, x + 5, bottom - 8, colours.ink);
+    if (!mark) continue;
+    ctx.font = "400 12px system-ui, sans-serif";
+    const width = ctx.measureText(event.text).width, left = x + 5 + width > box.left + box.width ? x - 5 - width : x + 5;
+    let line = ends.findIndex(end => end + 6 < left);
+    if (line < 0) line = ends.length;
+    ends[line] = left + width;
+    write(ctx, event.text, left, bottom - 8 - 16 * line, colours.ink);
   }
 }
 
@@ -620,11 +630,36 @@ function showCursor(source = null) {
     if (panel !== source) panel.u.setCursor({left, top: 0}, false);
     panel.values.replaceChildren(...readouts(panel, x));
   }
+  if (payload.kind === "memory") layLargest(x);
   byId("reading").textContent = run ? AXES.filter(([unit]) => run.clock[unit]).map(([unit]) => reading(unit, at(run, unit, state.cursor.row))).filter(Boolean).join("  ·  ") : "";
   if (!source) return;
   const near = x == null ? [] : nearEvents(x, 4 * (range[1] - range[0]) / source.u.over.clientWidth);
   const box = source.u.over.getBoundingClientRect();
   tip(near.length ? describe(near) : "", {left: box.left + source.u.cursor.left, width: 0, top: box.top, bottom: box.top});
+}
+
+function layLargest(x) {  // what no parameter, gradient or optimizer owns, by the line or module that allocated it
+  const run = runs[0], i = x == null ? run.top : Math.max(0, above(run.clock.ev, x) - 1), most = Math.max(...run.places.map(place => place.bytes[i]), 1);
+  const rows = run.places.filter(place => place.bytes[i] > 0).sort((p, q) => q.bytes[i] - p.bytes[i]);
+  byId("stages").replaceChildren(...(rows.length ? [make("h2", {}, x == null ? "Largest at the peak" : `Largest at event ${Math.round(run.clock.ev[i])}`)] : []), ...rows.map(place => {
+    const bar = make("span", {class: "length"});
+    bar.style.width = `${100 * place.bytes[i] / most}%`;
+    return make("div", {class: "largest"}, make("span", {}, place.name), make("b", {}, quantity(place.bytes[i], "bytes")), bar);
+  }));
+}
+
+function laySteps() {  // a slider over the steps of the report
+  const [run] = runs, steps = run.raw.steps;
+  if (steps.length < 2) return [];
+  const said = make("output", {}, `${run.number} (peak)`);
+  const slider = make("input", {type: "range", min: 0, max: steps.length - 1, value: steps.findIndex(one => one.step === run.number), "aria-label": "step", input: () => {
+    const {step} = steps[Number(slider.value)];
+    Object.assign(run, readMemory(run.raw, step));
+    said.textContent = step === run.raw.step ? `${step} (peak)` : String(step);
+    Object.assign(state, {cursor: null, zoom: null});
+    renew(schedule);
+  }});
+  return [make("label", {class: "steps"}, "step", slider, said)];
 }
 
 function nearEvents(x, reach) {
@@ -647,6 +682,7 @@ function wordsOf(trace, x) {
 
 function readouts(panel, x) {
   return shown().flatMap(run => {
+    if (x == null && run.kind === "memory") x = run.clock.ev[run.top];
     const own = panel.traces.filter(t => t.run === run && wordsOf(t, x) != null);
     const parts = own.map(t => make("span", {}, ...(t.s.own ? [swatch(t.s.colour, [], true), " "] : []), own.length > 1 ? `${labelOf(t)} ` : "", make("b", {}, wordsOf(t, x))));
     return parts.length ? [make("span", {title: run.name}, ...(run.kind === "memory" ? [] : [swatch(colourOf(run), dashOf(run), true)]), ...parts)] : [];
@@ -700,14 +736,14 @@ function layAxis() {
 }
 
 function layLegend() {
-  byId("legend").replaceChildren(...(payload.kind === "memory" ? [] : runs).map(run => {
+  byId("legend").replaceChildren(...(payload.kind === "memory" ? laySteps() : runs.map(run => {
     const button = make("button", {type: "button", "aria-pressed": String(run.shown), title: "press to hide or show", click: () => {
       run.shown = !run.shown;
       button.setAttribute("aria-pressed", String(run.shown));
       renew(schedule);
     }}, swatch(colourOf(run), dashOf(run)), run.name, ...(run.kind === "plan" ? [make("small", {}, "plan")] : []));
     return button;
-  }));
+  })));
 }
 
 function table(columns, rows, numbers) {
@@ -720,10 +756,10 @@ function layText() {
   const described = runs.filter(run => run.facts?.length), names = [...new Set(described.flatMap(run => run.facts.map(([name]) => name)))];
   const rows = names.map(name => [name, ...described.map(run => String(run.facts.find(([other]) => other === name)?.[1] ?? "–"))]);
   const differ = rows.filter(([, first, ...rest]) => rest.some(text => text !== first)), same = rows.filter(row => !differ.includes(row));
-  byId("facts").replaceChildren(make("dl", {}, ...same.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text)))),
+  byId("facts").replaceChildren(make("dl", {}, ...same.map(([name, text]) => make("div", {class: text.length > 60 ? "long" : null}, make("dt", {}, name), make("dd", {}, text)))),
     ...(differ.length ? [table(["", ...described.map(run => run.name)], differ)] : []));
   const staged = runs.filter(run => run.stages?.rows?.length);
-  byId("stages").replaceChildren(...(staged.length ? [make("h2", {}, "Stages")] : []), ...staged.flatMap(run => {
+  if (payload.kind !== "memory") byId("stages").replaceChildren(...(staged.length ? [make("h2", {}, "Stages")] : []), ...staged.flatMap(run => {
     const numbers = run.stages.columns.map((_, i) => run.stages.rows.every(row => /^[-–\d]/.test(row[i])));
     return [make("h3", {}, run.name), table(run.stages.columns, run.stages.rows, numbers)];
   }));
@@ -747,7 +783,7 @@ function layChooser() {
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["ink", "soft", "line", "grid", "warn", "raised", ...Array.from({length: COLOURS}, (_, i) => `c${i}`)]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+  for (const name of ["ink", "soft", "line", "grid", "warn", "raised", ...Array.from({length: STACK}, (_, i) => `c${i}`)]) colours[name] = style.getPropertyValue(`--${name}`).trim();
 }
 const system = matchMedia("(prefers-color-scheme: dark)");
 function setTheme() {
