@@ -250,10 +250,12 @@ def tensors_now() -> list[tuple[str, set[int]]]:
             found["gradients"] |= addresses(p.grad for p in parameters)
             found["buffers"] |= addresses(torch.nn.Module.buffers(one, recurse=False))
         elif torch.optim.Optimizer in bases:
-            parameters = [p for group in one.param_groups for p in group["params"]]
+            groups = getattr(one, "param_groups", ())  # wrappers of optimizers may have none
+            parameters = [p for group in groups for p in group["params"]]
             found["parameters"] |= addresses(parameters)
             found["gradients"] |= addresses(p.grad for p in parameters)
-            states = [state for state in one.state.values() if isinstance(state, dict)]
+            states = getattr(one, "state", {}).values()
+            states = [state for state in states if isinstance(state, dict)]
             found["optimizer"] |= addresses(t for state in states for t in state.values())
     return list(found.items())
 

@@ -50,6 +50,8 @@ class Settings:
     details: bool = True
     seconds: float | None = None
     """After how many seconds the script ends, with a report of what was seen until then."""
+    longest: bool = False
+    """Let loaders give their longest samples first."""
     path: list[str] = field(default_factory=list)
 
 
@@ -210,6 +212,10 @@ class Run:
             from phantomgpu import names
 
             names.follow(self.seen.spans)
+        if self.settings.longest:
+            from phantomgpu import longest
+
+            longest.start()
         self.join()
         if self.settings.seconds is not None:
             timer = threading.Timer(self.settings.seconds, self.interrupt)
@@ -331,6 +337,7 @@ class Run:
             with Path(self.settings.folder, f"{self.process}.pickle").open("wb") as file:
                 pickle.dump(snapshot, file)
         values = sys.modules.get("phantomgpu.values")
+        longest = sys.modules.get("phantomgpu.longest")
         ranks = sys.modules.get("phantomgpu.ranks")
         host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
         return {
@@ -343,6 +350,7 @@ class Run:
             "stopped": self.stopped,
             "unknown": [line for line, _ in values.UNKNOWN.most_common()] if values else [],
             "decides": [line for line, _ in values.DECIDES.most_common()] if values else [],
+            "longest": longest.NOTES if longest else [],
             "compiled": "torch._inductor.compile_fx" in sys.modules,
             "cudnn": torch.backends.cudnn.enabled,
             "distributed": is_distributed(),

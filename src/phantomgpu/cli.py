@@ -63,6 +63,9 @@ def run(
         bool, typer.Option("--modules", help="Run a second time for the names of modules.")
     ] = False,
     cudnn: Annotated[bool, typer.Option("--cudnn", help="Leave cuDNN on.")] = False,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="Let loaders give their longest samples first.")
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write the report as JSON, with memory over time; - prints.")
     ] = None,
@@ -88,6 +91,7 @@ def run(
         devices=devices,
         modules=modules,
         cudnn=cudnn,
+        longest=longest,
         snapshot=snapshot,
         quiet=quiet or prints,
     )

@@ -203,6 +203,7 @@ def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str
         notes.append(f"workspaces are not known, and assumed, of {', '.join(seen)}")
     if result.get("compiled"):
         notes.append("whole numbers that compiled code computes are zero, like other results")
+    notes += [f"longest samples first: {one}" for one in result.get("longest", [])]
     notes += _unseen(result)
     if not result.get("steps"):
         notes.append("no optimizer step ended")

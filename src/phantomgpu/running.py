@@ -46,6 +46,7 @@ def run(
     kwargs: dict[str, Any] | None = None,
     modules: bool = False,
     cudnn: bool = False,
+    longest: bool = False,
     values: bool = True,
     snapshot: str | Path | None = None,
     timeout_seconds: float | None = None,
@@ -68,6 +69,7 @@ def run(
         kwargs: Keyword arguments of the function.
         modules: Run a second time, with hooks, for the names of modules.
         cudnn: Leave cuDNN on; what needs it is then refused.
+        longest: Let every DataLoader that knows its samples give the longest first.
         values: Compute small whole numbers for real.
         snapshot: A file for torch's memory snapshot.
         timeout_seconds: How long the script may take. With `steps=None`, the report is then what
@@ -88,6 +90,7 @@ def run(
     settings = Settings(
         "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
     )
+    settings.longest = longest
     settings.seconds = timeout_seconds if steps is None else None
     with (
         command_of(script, args, kwargs) as command,

@@ -44,8 +44,23 @@ _LEFT = "empty set_ resize record_stream is_set_to _assert _amp_foreach _sdp_cho
 _REFUSED = (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError)
 """The CPU has no such kernel or type, or indices that came from zeros lie outside."""
 _KEPT: list[torch.library.Library] = []
-LOST, _DERIVED, _KNOWN = range(3)
-"""What the bytes of a storage are: unknown, computed from unknown ones, or true."""
+LOST, _DERIVED, _KNOWN, _NORMAL = range(4)
+"""What the bytes of a storage are: unknown, computed from unknown ones, true, or lost `randn`."""
+
+
+class Share(float):
+    """State of a large mask: what part of the elements are not zero, at unknown places."""
+
+    def mask(self, like: torch.Tensor) -> torch.Tensor:
+        """Return such a mask, with its elements spread evenly."""
+        values = torch.zeros(like.numel(), dtype=like.dtype)
+        count = round(self * like.numel())
+        values[(torch.arange(count) / max(self, 1e-30)).long().clamp(max=like.numel() - 1)] = 1
+        return values.view(like.shape)
+
+
+class Same(float):
+    """State of a large tensor, all of whose elements are this number."""
 
 
 def start(
@@ -179,13 +194,47 @@ class Kernel:
         if host is None and not targets and self.is_worth(fresh, most):
             host = self.on_host(args, kwargs, targets)
         if host is None or most > MOST or not self.computed(host, targets, fresh, most):
-            for one in targets:
-                self.bytes.note(one, _KNOWN if self.base == "zero_" else LOST)
+            for one in targets or [one for one in fresh if most > self.few]:
+                self.bytes.note(one, self.share(one, args, kwargs, tensors))
             if self.base == "all":  # what is checked is finite
                 self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)
+        elif (
+            self.base == "all" and not host[3] and "distribution.py" in line_of(sys._getframe())[1]
+        ):
+            self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)  # valid, too
         elif self.base == "any" and most > self.few and not host[3]:  # and no sample is rejected
             self.bytes.write(out, torch.zeros_like(out, device="cpu"), known=False)
         return out
+
+    def share(self, out: torch.Tensor, args: Any, kwargs: Any, read: list[torch.Tensor]) -> float:
+        """Return what is known of a large result: for masks, how much of it is not zero."""
+        if self.base in ("zero_", "normal_"):
+            return _KNOWN if self.base == "zero_" else _NORMAL
+        state = self.bytes.state(read[0]) if read else None
+        if self.base == "fill_":
+            number = self.bytes.read(torch.as_tensor(args[1])).item()
+            return Same(number) if number else _KNOWN
+        if self.base == "masked_fill_" and isinstance(state, Same) and 0 < state < 1:
+            return state  # chances of tokens, but for a few
+        if self.base in ("sum", "mean", "count_nonzero") and isinstance(state, Share):
+            total = state * (1 if self.base == "mean" else read[0].numel())
+            if out.numel() == 1:
+                self.bytes.write(out, torch.tensor(total).view(out.shape), known=False)
+                return _DERIVED
+        if self.base.startswith(("scatter", "index_put", "_index_put")) and state == _KNOWN:
+            places = [one.numel() for one in leaves(args) if one.dtype == torch.int64]
+            return Share(min(1.0, max(places, default=0) / out.numel()))
+        if out.dtype is not torch.bool and not self.base.startswith("bernoulli"):
+            return LOST
+        first = state if len(read) == 1 else None
+        both = isinstance(first, Share)
+        with suppress(*_REFUSED):
+            drawn = {id(one): self.bytes.sample(one, out.shape, both=both) for one in read}
+            result = leaves(self.called(self.moved(args, drawn), self.moved(kwargs, drawn)))[0]
+            parts = result.bool().float().expand(2 if both else FEW)
+            part = parts[0].lerp(parts[1], first) if isinstance(first, Share) else parts.mean()
+            return Share(part)
+        return LOST
 
     def is_worth(self, outputs: list[torch.Tensor], most: int) -> bool:
         """Return whether outputs are computed, if tensors have so many elements."""
@@ -211,8 +260,9 @@ class Kernel:
 
     def is_finite_check(self, args: tuple[Any, ...]) -> bool:
         """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
-        same = args[1] if self.base in ("eq", "ne") and len(args) > 1 else None
-        return self.base == "isnan" or same is args[0] or same == math.inf
+        if self.base in ("eq", "ne") and len(args) > 1:
+            return args[1] is args[0] or (isinstance(args[1], float) and args[1] == math.inf)
+        return self.base == "isnan"
 
     def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
         """Return arguments with tensors on the CPU."""
@@ -276,8 +326,11 @@ class Kernel:
     ) -> Any:
         """Copy, between the devices too."""
         known = self.bytes.is_known(source)
+        state = self.bytes.state(source)
         # A program on the CPU reads all of a copy: k-means must not see only zeros.
         is_small = to.numel() <= (MOST if _is_whole(to) or not to.is_cuda else self.few)
+        if isinstance(state, Share):
+            is_small = not to.is_cuda
         values = self.bytes.read(source) if is_small else source
         if not to.is_cuda and not known:
             remember(decides=_is_whole(source))
@@ -289,7 +342,8 @@ class Kernel:
         elif to.is_cuda:
             kept = to.dtype == source.dtype and to.nbytes <= MOST
             kept = kept and to.is_contiguous() and source.is_contiguous()
-            self.bytes.note(to, _KNOWN if known and kept else LOST)
+            lost = state if isinstance(state, Share) and to.numel() == source.numel() else LOST
+            self.bytes.note(to, _KNOWN if known and kept else lost)
         return out
 
 
@@ -371,8 +425,9 @@ class Bytes:
         self.copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
         self.set.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
         self.copy.restype = self.set.restype = None
-        self.states: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.states: dict[int, tuple[weakref.ref[torch.UntypedStorage], float]] = {}
         self.chance = torch.Generator().manual_seed(0).get_state()
+        self.generator = torch.Generator().manual_seed(0)  # chance here is not the script's
         self.pool = torch.empty(0)
         self.mode, self.modes, self.thread = "", modes, threading.get_ident()
 
@@ -385,7 +440,7 @@ class Bytes:
             self.mode = mode
             self.modes.append((time.time_ns() // 1000, mode))
 
-    def state(self, tensor: torch.Tensor) -> int | None:
+    def state(self, tensor: torch.Tensor) -> float | None:
         """Return what its bytes are; None: nothing was noted."""
         storage = tensor.untyped_storage()
         known = self.states.get(storage.data_ptr())
@@ -393,9 +448,12 @@ class Bytes:
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has its true values."""
-        return not tensor.is_cuda or not tensor.numel() or self.state(tensor) == _KNOWN
+        if not tensor.is_cuda or not tensor.numel():
+            return True
+        state = self.state(tensor)
+        return isinstance(state, Same) or (state == _KNOWN and not isinstance(state, Share))
 
-    def note(self, tensor: torch.Tensor, state: int) -> None:
+    def note(self, tensor: torch.Tensor, state: float) -> None:
         """Note what the bytes of a tensor are, until its storage dies.
 
         What an older block left behind must not be read from a new one.
@@ -421,19 +479,42 @@ class Bytes:
         """Return its values on the CPU: the true ones, or random ones between 0 and 1."""
         if not tensor.is_cuda:
             return tensor
-        count, is_noted = tensor.numel(), bool(self.state(tensor))
-        if is_noted or (_is_whole(tensor) and count <= 4 * MOST):
+        if not tensor.numel():
+            return host(tensor)
+        count, state = tensor.numel(), self.state(tensor)
+        if isinstance(state, Share):
+            return state.mask(tensor)
+        if isinstance(state, Same):
+            return torch.full((), state, dtype=tensor.dtype).expand(tensor.shape)
+        if state in (_DERIVED, _KNOWN) or (_is_whole(tensor) and count <= 4 * MOST):
             return host(tensor)
         if count > MOST:
             return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         if len(self.pool) < 2 * count:
             generator = torch.Generator().manual_seed(0)
-            self.pool = 1 - torch.rand(max(2 * count, FEW), generator=generator)
+            self.pool = 1 - torch.rand(max(2 * count, 4 * FEW), generator=generator)
         offset = tensor.data_ptr() // 512 * 997 % (len(self.pool) - count)  # equal to itself
-        values = self.pool[offset : offset + count].view(tensor.shape).to(tensor.dtype)
+        values = self.pool[offset : offset + count].view(tensor.shape)
+        values = (torch.special.ndtri(values) if state == _NORMAL else values).to(tensor.dtype)
         if count <= FEW and tensor.nbytes == tensor.untyped_storage().nbytes():
             self.write(tensor, values, known=False)  # the same when it is read again
         return values
+
+    def sample(self, tensor: torch.Tensor, shape: torch.Size, *, both: bool) -> torch.Tensor:
+        """Return some elements of a tensor for some of a larger one of that shape, or 0 and 1."""
+        state = self.state(tensor)
+        if both:
+            return torch.tensor([0, 1]).to(tensor.dtype)
+        if isinstance(state, Share):
+            return (torch.rand(FEW, generator=self.generator) < state).to(tensor.dtype)
+        if isinstance(state, Same):
+            return torch.full((FEW,), state, dtype=tensor.dtype)
+        if tensor.dtype.is_floating_point and tensor.numel() > 1 and state in (None, LOST, _NORMAL):
+            draw = torch.randn if state == _NORMAL else torch.rand
+            return draw(FEW, generator=self.generator).to(tensor.dtype)
+        at = torch.randint(shape.numel(), (FEW,), generator=self.generator)
+        at = torch.unravel_index(at, shape)
+        return (host(tensor) if tensor.is_cuda else tensor).expand(shape)[at]
 
     def write(self, to: torch.Tensor, result: torch.Tensor, *, known: bool) -> None:
         """Write values to the device, which then knows that these bytes are not zero."""
