@@ -113,7 +113,7 @@ svg { font: 13px system-ui, sans-serif }
   text { fill: #e4e4e4 }
 }
 """
-WIDTH, LEFT, TOP, SIDE = 720, 64, 40, 420
+WIDTH, LEFT, TOP, SIDE = 780, 64, 40, 420
 BELOW, LOW = TOP + SIDE + 60, 150
 MOST_PERCENT = 6.0
 
@@ -146,7 +146,7 @@ def picture(given: Iterable[tuple[Family, Mapping[str, Result]]]) -> str:
             x = LEFT + place(one.published)
             both = (TOP + SIDE - place(one.ours or 0), height(one.percent))
             lines += [f'<circle cx="{x:.1f}" cy="{at:.1f}" {dot}/>' for at in both]
-    high = BELOW + LOW + 50
+    high = BELOW + LOW + 54
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {high}" width="{WIDTH}">'
     paper = f'<rect class="paper" width="{WIDTH}" height="{high}"/>'
     return "\n".join([head, f"<style>{STYLE}</style>", paper, *lines, "</svg>", ""])
@@ -169,7 +169,10 @@ def _axes(ends: tuple[float, float], height: Callable[[float], float]) -> Iterat
     for percent in (-5, -1, 0, 1, 5):
         y, kind = height(percent), "line" if percent else "axis"
         yield f'<path class="{kind}" d="M{LEFT} {y:.1f}H{right}"/>'
-        yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{percent:+d}</text>'
+        if percent:  # 0 would lie on 1
+            yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{percent:+d}</text>'
+    note = f"a point on an edge differs by {MOST_PERCENT:g} percent or more"
+    yield f'<text x="{LEFT}" y="{BELOW + LOW + 38}">{note}</text>'
 
 
 def write(given: Sequence[tuple[Family, Mapping[str, Result]]]) -> None:

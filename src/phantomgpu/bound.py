@@ -183,7 +183,7 @@ def line_of(bound: dict[str, Any]) -> str:
     seconds, tokens = bound["seconds"], bound["tokens"]
     parts = {**bound["classes"], "links between GPUs": bound["links"]}
     shown = ", ".join(f"{name} {one:.2g}" for name, one in parts.items() if one > seconds / 100)
-    rate = f"{tokens / seconds:,.0f} tokens/s" if tokens else f"{1 / seconds:.3g} steps/s"
+    rate = f"{tokens / seconds:,.0f} tokens/s" if tokens else f"{1 / seconds:,.2f} steps/s"
     low, high = (f"{100 * share:.0f}" for share in PUBLISHED)
     return (
         f"time: a step takes at least {seconds:.3g} s ({shown}), so at most {rate} of this rank; "

@@ -370,6 +370,8 @@ def start_trial(name: str, *, details: bool) -> None:
     end_with_parent()
     run.join()
     run.settings.details = details
+    if run.work:
+        run.work.is_busy = not details  # then it counts nothing
     run.process, run.name, run.began = os.getpid(), name, time.perf_counter()
 
 

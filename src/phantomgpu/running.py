@@ -111,7 +111,13 @@ def run(
             report = replace(report, places=named.places, notes=notes)
     if callable(script):
         return report
-    how = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": rank, "steps": steps}
+    how: dict[str, Any] = {
+        "gpu": gpu,
+        "memory": memory,
+        "ranks": ranks,
+        "rank": rank,
+        "steps": steps,
+    }
     how |= {"script": command, "folder": str(Path.cwd()), "devices": devices, "cudnn": cudnn}
     return replace(report, again=how)
 

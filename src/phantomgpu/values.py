@@ -156,7 +156,8 @@ class Kernel:
         work.is_busy = True
         try:
             out = self.run(keys, *args, **kwargs)
-            work.add(self, args, kwargs, out)
+            with suppress(*_REFUSED):  # of what is odd, such as a sparse tensor, nothing is counted
+                work.add(self, args, kwargs, out)
         finally:
             work.is_busy = False
         return out

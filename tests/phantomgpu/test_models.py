@@ -278,7 +278,8 @@ def feed(model: Model, length: int | None) -> None:
 def test_what_cannot_be_fed_is_refused(
     name: str, config: dict[str, Any], length: int | None, word: str, tmp_path: Path
 ) -> None:
-    model = written(tmp_path, *name.split(), config)
+    kind, _, named = name.partition(" ")
+    model = written(tmp_path, kind, named, config)
     with pytest.raises(phantomgpu.PhantomError, match=word):
         feed(model, length)
 

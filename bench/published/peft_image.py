@@ -1,0 +1,91 @@
+"""PEFT's comparison of image generation: 31 ways to fine-tune FLUX.2-klein-base-4B on an L40S."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from published.rows import Family, Row
+from published.worker import Worker
+
+LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"]
+LAYERS += ["to_add_out", "linear_in", "linear_out", "to_qkv_mlp_proj"]
+"""What most adapters are added to."""
+STEPS = 3
+"""Steps that are replayed; the other ones of 100 are taken as the last of them."""
+CAUSES: dict[str, str] = {}
+"""Why a row is more than 1 percent apart, shown by an experiment."""
+
+
+def adapter(kind: str | None, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the configuration of an adapter; None: all parameters are trained."""
+    if kind is None:
+        return None
+    layers = ["norm_q", "norm_k"] if kind == "LN_TUNING" else LAYERS
+    more = {"feedforward_modules": LAYERS} if kind == "IA3" else {}
+    return {"peft_type": kind, "target_modules": layers, **more, **settings}
+
+
+def rows() -> tuple[Row, ...]:
+    """Return the published rows: bytes after a step, in the mean of the first 100 steps."""
+    text = Path(__file__).with_suffix(".json").read_text("utf-8")
+    given: list[dict[str, Any]] = json.loads(text)
+    return tuple(
+        Row(
+            one["name"],
+            {what: one[what] for what in ("mean allocated", "mean reserved")},
+            {
+                "adapter": adapter(one["kind"], one["settings"]),
+                "optimizer": one["optimizer"],
+                "trainable": one["trainable"],
+            },
+            CAUSES.get(one["name"], ""),
+        )
+        for one in given
+    )
+
+
+WORKER = Worker(
+    Path(__file__).parent / "peft_image_replay.py",
+    "peft_image",
+    requirements=("diffusers==0.38.0", "transformers==5.13.1"),
+    alone=("peft==0.20.0", "accelerate==1.15.0"),
+    gpu="l40s",
+)
+
+
+def measure(row: Row) -> dict[str, float]:
+    """Replay a row.
+
+    Raises:
+        RuntimeError: It failed, or trains another number of parameters than published.
+    """
+    found = WORKER.ask({**row.settings, "steps": STEPS})
+    if found["trainable"] != row.settings["trainable"]:
+        raise RuntimeError(f"{found['trainable']} parameters are trained")
+    return {f"mean {what}": mean(found[what]) for what in ("allocated", "reserved")}
+
+
+def mean(steps: list[int]) -> float:
+    """Return the mean over 100 steps, of which the first are given."""
+    return (sum(steps) + (100 - len(steps)) * steps[-1]) / 100
+
+
+FAMILY = Family(
+    key="peft_image",
+    title="PEFT, images",
+    source="https://github.com/huggingface/peft/tree/main/method_comparison/image-gen",
+    text="""\
+FLUX.2-klein-base-4B in bf16, 512 x 512 pixels, batch 2, gradient checkpointing, on an L40S;
+diffusers 0.38.0 as published, transformers 5.13.1 (published: 5.10.2 to 5.15.0), PEFT 0.20.0
+(published: three commits of June to August 2026). No weights and no data. What the script holds is
+held here in its order: the model visits the GPU for `get_peft_model`, DINO's encoder stays there,
+text encoder and VAE come and go, 14 images are cached, and the cache is emptied before the first
+step. The published figures are means over the first 100 steps, before any evaluation. Three steps
+are run here, and the last stands for the rest. Nothing was fitted. The number of trained parameters
+is the published one in every row, or the row fails.
+""",
+    rows=rows(),
+    measure=measure,
+)
