@@ -276,7 +276,7 @@ class Kernel:
         if self.base in ("eq", "ne") and len(args) > 1:
             is_inf: bool = isinstance(args[1], float) and args[1] == math.inf
             return bool(is_inf or args[1] is args[0])
-        return self.base == "isnan"
+        return bool(self.base == "isnan")
 
     def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
         """Return arguments with tensors on the CPU."""
