@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -84,6 +85,8 @@ def start(
                 operation.has_kernel_for_dispatch_key("CUDA") and _makes_values(operation)
             ):
                 ours.impl(name, Kernel(operation, bytes_of, work), "CUDA", with_keyset=True)
+        real = torch.library.get_kernel("aten::_coalesce", "SparseCUDA").call_boxed
+        ours.impl("_coalesce", partial(_coalesced, real), "SparseCUDA", with_keyset=True)
     if "torch._dynamo" in sys.modules:
         hide()
     return bytes_of
@@ -94,6 +97,16 @@ def hide() -> None:
     name = "__call__"
     for kind in (Kernel, Hidden):
         setattr(kind, name, torch.compiler.disable(getattr(kind, name)))
+
+
+def _coalesced(real: Callable[..., torch.Tensor], keys: Any, sparse: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor with each index once: torch's kernel, which does not run, counts."""
+    real(keys, sparse)  # for what it allocates
+    indices, values = sparse._indices().unique(dim=1), sparse._values()
+    sums = values.new_empty((indices.shape[1], *values.shape[1:]))
+    return torch.sparse_coo_tensor(
+        indices, sums, sparse.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def _names() -> list[str]:
@@ -261,9 +274,9 @@ class Kernel:
     def is_finite_check(self, args: tuple[Any, ...]) -> bool:
         """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
         if self.base in ("eq", "ne") and len(args) > 1:
-            is_inf = isinstance(args[1], float) and args[1] == math.inf
-            return is_inf or args[1] is args[0]
-        return self.base == "isnan"
+            is_inf: bool = isinstance(args[1], float) and args[1] == math.inf
+            return bool(is_inf or args[1] is args[0])
+        return bool(self.base == "isnan")
 
     def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
         """Return arguments with tensors on the CPU."""
@@ -423,6 +436,8 @@ class Bytes:
 
     def __init__(self, library: ctypes.CDLL, modes: list[tuple[int, str]]) -> None:
         self.copy, self.set = library.phantom_copy, library.phantom_set
+        self.connect = library.phantom_connect
+        self.connect.argtypes = [ctypes.c_int, ctypes.c_long]
         self.copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
         self.set.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
         self.copy.restype = self.set.restype = None

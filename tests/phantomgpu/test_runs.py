@@ -292,6 +292,9 @@ def whole_numbers() -> None:
     assert torch.tensor([1.5, 2.5], device="cuda").tolist() == [1.5, 2.5]
     assert functional.one_hot(torch.tensor([1], device="cuda"), 3).tolist() == [[0, 1, 0]]
     assert torch.ones(3, 3, dtype=torch.bool, device="cuda").tril()[0].tolist() == [1, 0, 0]
+    places = torch.tensor([[0, 2, 2], [1, 0, 0]], device="cuda")
+    sparse = torch.sparse_coo_tensor(places, torch.ones(3, device="cuda"), (3, 2), dtype=torch.half)
+    assert sparse.coalesce().values().shape == (2,)
     assert (torch.tensor(2.0, device="cuda", dtype=torch.float16) / 3.0).dtype == torch.float16
     del numbers, mask
     for _ in range(20):  # blocks are used again: nothing of the above may be read
