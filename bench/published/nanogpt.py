@@ -64,6 +64,11 @@ EDITS = {
     "393,216 tokens": Edit(
         "and steps of 393,216 tokens", r"^TOTAL_BATCH_SIZE = 2\*\*19", "TOTAL_BATCH_SIZE = 393_216"
     ),
+    "eager step": Edit(
+        "Adam's step not compiled: it breaks in a loop, so it ran eagerly; torch 2.13 refuses it",
+        r"^    @torch\.compile\n(?=    @torch\.no_grad\(\)\n    def step\()",
+        "",
+    ),
     "tuning": Edit(
         "Inductor's coordinate descent tuning off",
         r"^((?:torch\._inductor\.)?config)\.coordinate_descent_tuning = True",
@@ -204,6 +209,8 @@ FLEX = """\
 2025-05-24_FasterReduce 23f40b75-06fb-4c3f-87a8-743524769a35.txt 31481 46892
 2025-05-25_MuonWithAuxAdamExample b01550f9-03d8-4a9c-86fe-4ab434f1c5e0.txt 31330 46752
 2025-05-30_noallreduce 8054c239-3a18-499e-b0c8-dbd27cb4b3ab.txt 29784 40536
+"""
+EAGER = """\
 2025-07-12_BosAlign 0c5449cc-0b01-4ecc-bec3-f46a09741d60.txt 33644 48552
 2025-07-13_UpgradeTorch190 692f80e0-5e64-4819-97d4-0dc83b7106b9.txt 33278 48294
 2025-07-18_TritonMuon record.txt 34460 48914
@@ -234,8 +241,12 @@ AUTO = {"script": "train.py", "ranks": 1}
 ROWS = (
     *(row_of(line, ("tuning",)) for line in TUNED.splitlines()),
     *(row_of(line) for line in FLEX.splitlines()),
-    *(row_of(line, ("warm-up", "windows")) for line in FLASH.splitlines()),
-    *(row_of(line, ("warm-up", "windows", "last windows")) for line in YARN.splitlines()),
+    *(row_of(line, ("eager step",)) for line in EAGER.splitlines()),
+    *(row_of(line, ("eager step", "warm-up", "windows")) for line in FLASH.splitlines()),
+    *(
+        row_of(line, ("eager step", "warm-up", "windows", "last windows"))
+        for line in YARN.splitlines()
+    ),
     Row("autoresearch, 128 rows", {"allocated": 45060.2 * MIB}, {**AUTO, "edits": []}),
     Row(
         "autoresearch, 96 rows",

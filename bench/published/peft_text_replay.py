@@ -21,6 +21,7 @@ import peft
 import torch
 import transformers
 from peft import optimizers as of_peft
+from peft.tuners import frod
 from peft.tuners.boft import layer as boft
 
 BATCH, TEXT, VOCABULARY = 4, 768, 128256
@@ -74,6 +75,7 @@ def adapted(model: torch.nn.Module, settings: dict[str, Any]) -> torch.nn.Module
     config = peft.PeftConfig.from_peft_type(**settings["adapter"])
     if settings["adapter"]["peft_type"] == "SHIRA":
         config.mask_fn = first_weights
+    leave_frod_out()
     boft.get_fbd_cuda = lambda: None  # what PEFT gets where its CUDA code cannot be built
     to_float = settings["train"].get("autocast_adapter_dtype", True)
     return peft.get_peft_model(model, config, autocast_adapter_dtype=to_float)
@@ -85,6 +87,24 @@ def first_weights(layer: torch.nn.Module, r: int, **options: Any) -> torch.Tenso
     mask = torch.zeros(layer.weight.shape, dtype=layer.weight.dtype)
     mask.view(-1)[: r * sum(mask.shape)] = 1
     return mask
+
+
+def leave_frod_out() -> None:
+    """Let FRoD make its tensors without the decompositions, which run on the CPU for minutes."""
+
+    def projection(matrices: list[torch.Tensor], regularization_alpha: float) -> torch.Tensor:
+        del regularization_alpha
+        return torch.eye(matrices[0].shape[1], dtype=matrices[0].dtype)
+
+    def factors(
+        layer: torch.nn.Module, projection: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        del layer, projection
+        weight.detach().to(torch.float64)  # this copy is on the GPU
+        return torch.zeros(weight.shape), torch.zeros(weight.shape[1])
+
+    frod.model._projection_from_weights = projection
+    frod.layer.FrodLayer._calculate_frod_u_and_lambda = factors
 
 
 def optimizer_of(model: torch.nn.Module, train: dict[str, Any]) -> torch.optim.Optimizer:

@@ -12,7 +12,6 @@ expects where one head of keys is expanded to all (70B and 405B with TP 8).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import math
@@ -128,7 +127,8 @@ class Workspace:
         described = {"shape": (size,), "typestr": "|u1", "data": data, "version": 2}
         self.__cuda_array_interface__ = described
         self.bytes = torch.as_tensor(self, device="cuda")
-        named = torch.distributed.distributed_c10d._resolve_process_group(group)
+        groups: Any = importlib.import_module("torch.distributed.distributed_c10d")
+        named = groups._resolve_process_group(group)
         self.world_size, self.rank, self.size = named.size(), named.rank(), size
 
     @classmethod
@@ -189,8 +189,6 @@ def main(folder: str, *arguments: str) -> None:
     sys.path.insert(0, folder)
     os.environ["TORCHINDUCTOR_SIZE_ASSERTS"] = "0"
     leave_out()
-    with contextlib.suppress(ImportError):
-        import torchao  # noqa: F401 - before torchtitan asks for it, so that its warnings are one
     is_old = Path(folder, "train.py").exists()
     (run_2024 if is_old else run_2025)(list(arguments))
 

@@ -163,7 +163,8 @@ FAMILY = Family(
     text="""\
 Runs behind the paper on xMem (arXiv 2510.21048), on RTX 3060 and 4060: the growth of used memory
 that NVML saw from the start of CUDA on, so torch's reserved bytes. Ours: the same loop in
-transformers 4.51.3, four steps, 128 tokens a line; nothing is fitted. Published with torch 2.6.
+transformers 4.51.3 (theirs is not said; 4.49 gives the same bytes for GPT-2 and OPT-350m), four
+steps, 128 tokens a line; nothing is fitted. Published with torch 2.6.
 xMem's own median error over all of its runs is 3.6 % (`plot/Figures in Paper.ipynb`). Rows are
 those of `002-Monte Carlo/Transformer/001` that were read and fitted into memory, and some of
 `001-Anova/Transformer/001`. Its convolutional networks are left out: they ran with cuDNN.""",

@@ -97,7 +97,9 @@ def line_of(frame: FrameType | None) -> tuple[str, str]:
         line = f"{Path(file).name}:{frame.f_lineno}"
         if "/torch/" not in file and not file.startswith((str(Path(__file__).parent), "<")):
             return line, inner
-        if "/torch/" in file and not file.endswith(("/_ops.py", "/_tensor.py", "_contextlib.py")):
+        if "/torch/" in file and not file.endswith(
+            ("/_ops.py", "/_tensor.py", "_contextlib.py", "/eval_frame.py")
+        ):
             inner = inner or line
         frame = frame.f_back
     return "backward", inner  # autograd's thread has no frame of the script

@@ -41,6 +41,9 @@ class Settings:
     """The process that waits for this one."""
     steps: int | None = 3
     ranks: int = 1
+    rank: int = 0
+    real: bool = False
+    """Whether all processes that the script starts run, each on a device of its own."""
     cudnn: bool = False
     modules: bool = False
     values: bool = True
@@ -62,8 +65,21 @@ def install() -> None:
         return
     if os.getppid() == settings.process:
         end_with_parent()
+    check_rank(settings)
     sys.path += [entry for entry in settings.path if entry not in sys.path]
     sys.meta_path.insert(0, _TorchFinder(settings))
+
+
+def check_rank(settings: Settings) -> None:
+    """Let one rank live of those that a launcher such as torchrun starts: it plays the others."""
+    rank, world = (int(os.environ.get(one) or 0) for one in ("RANK", "WORLD_SIZE"))
+    if settings.real or not world:
+        return
+    if world != settings.ranks:
+        problem = f"the launcher starts {world} ranks; write --ranks {world}: one of them runs"
+        _leave(CANNOT_RUN, {"status": "cannot run", "problem": problem}, settings)
+    if rank != settings.rank:
+        os._exit(0)
 
 
 def end_with_parent() -> None:
@@ -102,15 +118,15 @@ def _find_cuda_torch() -> importlib.machinery.ModuleSpec | None:
         return None
     folder = Path(spec.origin).parent
     version, cuda = _versions(folder)
-    if cuda.startswith("13") and standins.has_cuda(folder.parent):
+    if cuda.partition(".")[0] in standins.CUDA and standins.has_cuda(folder.parent):
         return spec
     standins.check_system()
     made = standins.setup_folder(version)
     if not standins.has_cuda(made):
         raise SetupNeededError(
             f"cannot run: torch {version} is installed {f'for CUDA {cuda}' * bool(cuda)}"
-            f"{'without CUDA code' * (not cuda)}, and the stand-ins are for CUDA 13; run "
-            "`phantomgpu setup` once (it downloads the build of that version for CUDA 13, about "
+            f"{'without CUDA code' * (not cuda)}, and the stand-ins are for CUDA 12 and 13; run "
+            "`phantomgpu setup` once (it downloads the CUDA build of that version, about "
             "530 MB, and leaves your environment as it is)"
         )
     if str(made) not in sys.path:

@@ -201,6 +201,8 @@ def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str
     names = ("cuSOLVER's Xgeev (assumed: four matrices)", "cuFFT (0)", "cuSPARSE (0)")
     if seen := [name for bit, name in enumerate(names) if result.get("assumed", 0) >> bit & 1]:
         notes.append(f"workspaces are not known, and assumed, of {', '.join(seen)}")
+    if result.get("computes") is False:
+        notes.append("no values are computed: torch before 2.10 does not allow it; all are zero")
     if result.get("compiled"):
         notes.append("whole numbers that compiled code computes are zero, like other results")
     notes += [f"longest samples first: {one}" for one in result.get("longest", [])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -90,6 +91,7 @@ def run(
     settings = Settings(
         "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
     )
+    settings.real = devices is not None
     settings.longest = longest
     settings.seconds = timeout_seconds if steps is None else None
     with (
@@ -111,7 +113,13 @@ def run(
             report = replace(report, places=named.places, notes=notes)
     if callable(script):
         return report
-    how = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": rank, "steps": steps}
+    how: dict[str, Any] = {
+        "gpu": gpu,
+        "memory": memory,
+        "ranks": ranks,
+        "rank": rank,
+        "steps": steps,
+    }
     how |= {"script": command, "folder": str(Path.cwd()), "devices": devices, "cudnn": cudnn}
     return replace(report, again=how)
 
@@ -259,7 +267,7 @@ class Session:
 
     def environment(self, settings: Settings, rank: int = 0) -> dict[str, str]:
         """Return the environment of a process with a phantom."""
-        settings.process = os.getpid()
+        settings.process, settings.rank = os.getpid(), rank
         settings.path = [entry for entry in sys.path if entry and entry != str(BOOT)]
         path = [str(BOOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = {
@@ -271,7 +279,7 @@ class Session:
         }
         if self.ranks > 1:
             ours |= rank_environment(rank, self.ranks)
-        hidden = ("CUDA_VISIBLE_DEVICES",)
+        hidden = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE")
         rest = {name: value for name, value in os.environ.items() if name not in hidden}
         return {
             "TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"),
@@ -296,6 +304,12 @@ class Session:
         """
         if shutil.which(command[0]) is None:
             raise RunFailedError(f"cannot run {command[0]!r}: no such command")
+        nodes = re.search(r"--(nnodes|num_machines|num_nodes)[= ](?!1\b)\d+", " ".join(command))
+        if nodes and self.messages:
+            raise RunFailedError(
+                f"cannot run {nodes[0]!r}: the launcher waits for other machines; leave it and "
+                "its options out: --ranks 16 -- python train.py"
+            )
         # With a time limit of its own, the script ends itself, with a report.
         more = 0 if settings.seconds is None else REPORT_SECONDS
         began = time.monotonic()
@@ -356,7 +370,9 @@ class Session:
                 f"or it was killed\n{text}".rstrip()
             )
         order = ("cannot run", "does not fit", "failed", "fits")
-        result = min(results, key=lambda one: (order.index(one["status"]), -one.get("steps", 0)))
+        result = min(
+            results, key=lambda one: (order.index(one["status"]), -one.get("peak_allocated", 0))
+        )
         if result["status"] == "cannot run":
             raise SetupNeededError(result["problem"])
         if result["status"] == "fits" and code:

@@ -19,6 +19,8 @@ from pathlib import Path
 from phantomgpu.errors import NotSupportedError, PhantomError
 
 NATIVE = Path(__file__).parent / "native"
+CUDA = ("12", "13")
+"""The versions of CUDA that the stand-ins serve."""
 _SAME = "cublas cublasLt cudnn cufft cupti curand cusolver cusparse cusparseLt nccl nvrtc"
 PREFIXES = {
     **{f"lib{prefix}": prefix for prefix in _SAME.split()},
@@ -154,10 +156,10 @@ def wanted(torch: Path) -> dict[str, Library]:
             stem = soname.partition(".so")[0]
             if stem in PREFIXES:
                 libraries.setdefault(stem, Library(soname))
-    if libraries["libcudart"].soname != "libcudart.so.13":
+    if libraries["libcudart"].soname.rpartition(".")[2] not in CUDA:
         raise NotSupportedError(
             f"cannot use this torch: it was built for {libraries['libcudart'].soname}, and the "
-            "stand-ins are for CUDA 13; install a build of torch for CUDA 13"
+            "stand-ins are for CUDA 12 and 13; install a build of torch for one of them"
         )
     for name, version in _symbols(files, "--undefined-only"):
         library = libraries.get(_owner(name))
@@ -217,6 +219,7 @@ def compile_all(libraries: dict[str, Library], folder: Path) -> None:
         generated = folder / f"{stem}.c"
         generated.write_text("\n".join(lines))
         command = ["gcc", "-w", "-O1", "-fPIC", "-shared", f"-DLIBRARY_{prefix}", f"-I{NATIVE}"]
+        command.append(f"-DCUDA={libraries['libcudart'].soname.rpartition('.')[2]}")
         command += [*map(str, sources), str(generated), f"-Wl,-soname,{library.soname}"]
         # Not libcudart.so: torch looks for that name, and then loads all real libraries itself.
         command += ["-o", str(folder / f"{stem}.phantom"), "-ldl", "-lpthread"]

@@ -17,7 +17,9 @@ import time
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -78,11 +80,13 @@ def start(
             base, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, base), overload or "default")
             if base == "_local_scalar_dense":
-                ours.impl(base, Number(bytes_of), "CUDA")
+                ours.impl(base, Hidden(bytes_of.number), "CUDA")
             elif base == "copy_" or (
                 operation.has_kernel_for_dispatch_key("CUDA") and _makes_values(operation)
             ):
                 ours.impl(name, Kernel(operation, bytes_of, work), "CUDA", with_keyset=True)
+        real = torch.library.get_kernel("aten::_coalesce", "SparseCUDA").call_boxed
+        ours.impl("_coalesce", partial(_coalesced, real), "SparseCUDA", with_keyset=True)
     if "torch._dynamo" in sys.modules:
         hide()
     return bytes_of
@@ -91,8 +95,18 @@ def start(
 def hide() -> None:
     """Keep `torch.compile` from tracing what runs below torch's operations."""
     name = "__call__"
-    for kind in (Kernel, Number):
+    for kind in (Kernel, Hidden):
         setattr(kind, name, torch.compiler.disable(getattr(kind, name)))
+
+
+def _coalesced(real: Callable[..., torch.Tensor], keys: Any, sparse: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor with each index once: torch's kernel, which does not run, counts."""
+    real(keys, sparse)  # for what it allocates
+    indices, values = sparse._indices().unique(dim=1), sparse._values()
+    sums = values.new_empty((indices.shape[1], *values.shape[1:]))
+    return torch.sparse_coo_tensor(
+        indices, sums, sparse.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def _names() -> list[str]:
@@ -113,17 +127,15 @@ def _makes_values(operation: Any) -> bool:
     return not is_view and not is_odd and not any(part in schema.name for part in _LEFT.split())
 
 
-class Number:
-    """Returns the value of a tensor with one element."""
+class Hidden:
+    """A function that `torch.compile` must not trace."""
 
-    def __init__(self, bytes_of: Bytes) -> None:
-        self.bytes = bytes_of
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
 
-    def __call__(self, tensor: torch.Tensor) -> Any:
-        """Read it, and note the line if it is unknown."""
-        if not self.bytes.is_known(tensor):
-            remember(decides=_is_whole(tensor))
-        return self.bytes.read(tensor).item()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self.function(*args, **kwargs)
 
 
 class Kernel:
@@ -262,8 +274,9 @@ class Kernel:
     def is_finite_check(self, args: tuple[Any, ...]) -> bool:
         """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
         if self.base in ("eq", "ne") and len(args) > 1:
-            return args[1] is args[0] or (isinstance(args[1], float) and args[1] == math.inf)
-        return self.base == "isnan"
+            is_inf: bool = isinstance(args[1], float) and args[1] == math.inf
+            return bool(is_inf or args[1] is args[0])
+        return bool(self.base == "isnan")
 
     def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
         """Return arguments with tensors on the CPU."""
@@ -423,6 +436,8 @@ class Bytes:
 
     def __init__(self, library: ctypes.CDLL, modes: list[tuple[int, str]]) -> None:
         self.copy, self.set = library.phantom_copy, library.phantom_set
+        self.connect = library.phantom_connect
+        self.connect.argtypes = [ctypes.c_int, ctypes.c_long]
         self.copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
         self.set.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
         self.copy.restype = self.set.restype = None
@@ -501,6 +516,12 @@ class Bytes:
             self.write(tensor, values, known=False)  # the same when it is read again
         return values
 
+    def number(self, tensor: torch.Tensor) -> Any:
+        """Return the value of a tensor with one element."""
+        if not self.is_known(tensor):
+            remember(decides=_is_whole(tensor))
+        return self.read(tensor).item()
+
     def sample(self, tensor: torch.Tensor, shape: torch.Size, *, both: bool) -> torch.Tensor:
         """Return some elements of a tensor for some of a larger one of that shape, or 0 and 1."""
         state = self.state(tensor)
@@ -514,8 +535,8 @@ class Bytes:
             draw = torch.randn if state == _NORMAL else torch.rand
             return draw(FEW, generator=self.generator).to(tensor.dtype)
         at = torch.randint(shape.numel(), (FEW,), generator=self.generator)
-        at = torch.unravel_index(at, shape)
-        return (host(tensor) if tensor.is_cuda else tensor).expand(shape)[at]
+        values = (host(tensor) if tensor.is_cuda else tensor).expand(shape)
+        return values[torch.unravel_index(at, shape)]
 
     def write(self, to: torch.Tensor, result: torch.Tensor, *, known: bool) -> None:
         """Write values to the device, which then knows that these bytes are not zero."""

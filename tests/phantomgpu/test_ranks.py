@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.phantomgpu.test_runs import reason, run, train
+
+import phantomgpu
+from phantomgpu.errors import RunFailedError, SetupNeededError
 
 pytestmark = [
     pytest.mark.slow,
@@ -13,14 +18,14 @@ pytestmark = [
 ]
 
 
-def member(rank: int, world: int) -> None:
+def member(world: int) -> None:
     """Use the default group, a mesh, and point-to-point messages from any rank."""
     import os
 
     import torch
     from torch import distributed as dist
 
-    local = int(os.environ["LOCAL_RANK"])
+    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     assert (local, os.environ["GROUP_RANK"]) == (rank % 8, str(rank // 8))
     torch.cuda.set_device(local)
     dist.init_process_group("nccl")
@@ -30,6 +35,8 @@ def member(rank: int, world: int) -> None:
     objects: list[Any] = [None] * world
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": rank}] * world
+    numbers = torch.arange(3, device="cuda")
+    assert (numbers == numbers.clone()).tolist() == [True] * 3
     group = mesh["pp"].get_group()
     peers = dist.get_process_group_ranks(group)
     x = torch.ones(64, device="cuda")
@@ -45,7 +52,7 @@ def member(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize(("rank", "world"), [(3, 8), (13, 512)])
 def test_any_rank(rank: int, world: int) -> None:
-    report = run(member, rank, world, ranks=world, rank=rank)
+    report = run(member, world, ranks=world, rank=rank)
     assert report.fits, report.problem
     assert report.rank == rank
     assert f"rank {rank} of {world}" in str(report)
@@ -53,7 +60,7 @@ def test_any_rank(rank: int, world: int) -> None:
 
 def test_a_rank_beyond_the_last() -> None:
     with pytest.raises(ValueError, match="rank is 8; write 0 to 7"):
-        run(member, 8, 8, ranks=8, rank=8)
+        run(member, 8, ranks=8, rank=8)
 
 
 def staged() -> None:
@@ -77,12 +84,13 @@ def staged() -> None:
     optimizer = torch.optim.AdamW(part.parameters())
     x, y = torch.ones(64, 256, device=device), torch.ones(64, 256 << rank, device=device)
     for _ in range(9):
-        schedule.step(*([] if rank else [x]), **({"target": y} if is_last else {}))
+        schedule.step(*([] if rank else [x]), target=y if is_last else None)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_every_stage() -> None:
+def test_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MAX_NCHANNELS", "6")
     report = run(staged, ranks=2, every_stage=True)
     assert report.fits, report.problem
     assert [rank for rank, _, _ in report.stages] == [0, 1]
@@ -91,9 +99,40 @@ def test_every_stage() -> None:
     assert report.stages[1][1:] == (report.peak_allocated, report.peak_reserved)
     assert report.stages[1][1] > report.stages[0][1]
     assert not report.unknown
+    assert report.nccl == 2 * 136 << 20  # of 24 channels, 544 MiB for a communicator of two
 
 
 def test_a_rank_that_others_do_not_send_to() -> None:
     report = run(train, 8, ranks=4, every_stage=True)
     assert [rank for rank, _, _ in report.stages] == [0, 3]
     assert any("no rank sent to another: only ranks 0 and 3" in note for note in report.notes)
+
+
+SCRIPT = """
+import os, torch
+from torch import distributed as dist
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+x = torch.ones(64, 64, device="cuda")
+dist.all_to_all_single(torch.empty_like(x), x)
+model = torch.nn.Linear(64, 64).cuda()
+model(x).sum().backward()
+torch.optim.SGD(model.parameters()).step()
+"""
+
+
+def test_one_rank_of_those_that_torchrun_starts(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(file)]
+    report = phantomgpu.run(torchrun, gpu="h100", ranks=4, rank=2)
+    assert report.fits, report.problem
+    assert report.rank == 2
+    assert report.nccl == (688 + 3 * 447) << 20
+    with pytest.raises(SetupNeededError, match="write --ranks 4"):
+        phantomgpu.run(torchrun, gpu="h100")
+
+
+def test_several_machines() -> None:
+    with pytest.raises(RunFailedError, match="leave it and its options out"):
+        phantomgpu.run([sys.executable, "--nnodes=2"], gpu="h100", ranks=16)

@@ -292,6 +292,9 @@ def whole_numbers() -> None:
     assert torch.tensor([1.5, 2.5], device="cuda").tolist() == [1.5, 2.5]
     assert functional.one_hot(torch.tensor([1], device="cuda"), 3).tolist() == [[0, 1, 0]]
     assert torch.ones(3, 3, dtype=torch.bool, device="cuda").tril()[0].tolist() == [1, 0, 0]
+    places = torch.tensor([[0, 2, 2], [1, 0, 0]], device="cuda")
+    sparse = torch.sparse_coo_tensor(places, torch.ones(3, device="cuda"), (3, 2), dtype=torch.half)
+    assert sparse.coalesce().values().shape == (2,)
     assert (torch.tensor(2.0, device="cuda", dtype=torch.float16) / 3.0).dtype == torch.float16
     del numbers, mask
     for _ in range(20):  # blocks are used again: nothing of the above may be read
@@ -319,8 +322,36 @@ def traced() -> None:
     assert total.tolist() == [0.75, 0.75]
 
 
+def reduced() -> None:
+    """Reduce in a frame that `torch.compile` leaves alone."""
+    import warnings
+
+    import torch
+    from torch import distributed
+
+    warnings.simplefilter("ignore")
+    distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    wholes = [torch.zeros(8, device="cuda"), torch.zeros(4, device="cuda")]
+
+    @torch.compile(backend="eager")
+    @torch.no_grad()
+    def step() -> None:
+        for whole in wholes:
+            part = torch.empty_like(whole[: len(whole) // 2])
+            work = distributed.reduce_scatter_tensor(part, whole, async_op=True)
+            work.get_future().wait()
+            whole.copy_(part.add(1).repeat(2))
+
+    step()
+    assert wholes[1].tolist() == [1.0] * 4
+
+
 def test_what_torch_compile_does_is_not_disturbed() -> None:
     assert run(traced).status == "fits"
+
+
+def test_collectives_in_a_compiled_step() -> None:
+    assert run(reduced, ranks=2).status == "fits"
 
 
 def test_whole_numbers_are_computed() -> None:

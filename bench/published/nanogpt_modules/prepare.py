@@ -49,7 +49,7 @@ def evaluate_bpb(model: Any, tokenizer: Tokenizer, rows: int) -> float:
     """Evaluate two batches as the original does."""
     sizes = torch.ones(VOCABULARY, dtype=torch.int32).to("cuda")
     loader = make_dataloader(tokenizer, rows, MAX_SEQ_LEN, "val")
-    nats, total = 0.0, 0
+    nats, total = 0.0, 0.0
     for _ in range(BATCHES):
         x, y, _ = next(loader)
         losses = model(x, y, reduction="none").view(-1)
@@ -57,4 +57,4 @@ def evaluate_bpb(model: Any, tokenizer: Tokenizer, rows: int) -> float:
         mask = found > 0
         nats += (losses * mask).sum().item()
         total += found.sum().item()
-    return nats / max(total, 1)
+    return nats / max(total, 1.0)

@@ -39,9 +39,6 @@ def main() -> None:
 
     if trial != ["--serve"]:
         call(*trial)
-    from phantomgpu import ranks
-
-    ranks.stop()
     import torch._dynamo  # optimizers import it: 2.4 seconds, here once for all
 
     answers = os.dup(1)

@@ -132,6 +132,14 @@ void phantom_give(int device, size_t bytes) {
   pthread_mutex_unlock(&lock);
 }
 
+int phantom_connect(int device, long bytes) {
+  static long connected;
+  if (bytes > 0 && !phantom_take(device, bytes)) return 0;
+  if (bytes < 0) phantom_give(device, -bytes);
+  if ((connected += bytes) > (long)phantom_nccl) phantom_nccl = connected;
+  return 1;
+}
+
 int phantom_owner(const void *address) {
   size_t device = ((size_t)address - FIRST_ADDRESS) / ADDRESSES;
   return (size_t)address >= FIRST_ADDRESS && device < (size_t)facts.devices ? (int)device : -1;

@@ -41,6 +41,7 @@ int phantom_attribute(int attribute);
 /* Physical memory: whether it is there, and its return. */
 int phantom_take(int device, size_t bytes);
 void phantom_give(int device, size_t bytes);
+int phantom_connect(int device, long bytes); /* NCCL's buffers; less than 0 to give them back */
 size_t phantom_used(int device), phantom_highest(int device);
 
 /* Addresses; 0 if none is left. phantom_return gives the size, or 0 for an unknown address. */

@@ -69,7 +69,7 @@ int cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
 int cuInit(unsigned flags) { return facts.devices ? OK : NO_DEVICE; }
 
 int cuDriverGetVersion(int *version) {
-  *version = 13000;
+  *version = CUDA * 1000;
   return OK;
 }
 

@@ -8,13 +8,13 @@
 int cublasGetMathMode(void *handle, int *mode) { return *mode = 0; }
 
 int cublasGetVersion_v2(void *handle, int *version) {
-  *version = 130100;
+  *version = CUDA * 10000 + 900;
   return 0;
 }
 #endif
 
 #ifdef LIBRARY_cublasLt
-size_t cublasLtGetVersion(void) { return 130100; }
+size_t cublasLtGetVersion(void) { return CUDA * 10000 + 900; }
 
 /* As cublasLtMatmulHeuristicResult_t: there is always one algorithm, and it needs no workspace. */
 struct result {
@@ -38,7 +38,7 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *operation, void *a, void 
 /* Only what torch asks before it computes; all else is refused with CUDNN_STATUS_NOT_SUPPORTED. */
 size_t cudnnGetVersion(void) { return 99900; } /* not older than what torch was built with */
 
-size_t cudnnGetCudartVersion(void) { return 13000; }
+size_t cudnnGetCudartVersion(void) { return CUDA * 1000; }
 
 void cudnnGetLastErrorString(char *to, size_t bytes) {
   static const char TEXT[] = "phantomgpu has no cuDNN; use torch.backends.cudnn.enabled = False";
@@ -75,7 +75,7 @@ int cufftXtMakePlanMany(int plan, int rank, void *n, void *a, long long b, long 
 
 #ifdef LIBRARY_nvrtc
 int nvrtcVersion(int *major, int *minor) {
-  *major = 13;
+  *major = CUDA;
   *minor = 0;
   return 0;
 }

@@ -62,27 +62,44 @@ static const struct {
     {696, 111, 8}, {720, 115, 4},
 };
 
-int cudaGetDeviceProperties(char *to, int device) {
+/* CUDA 12 has five numbers more, of 4 bytes, between those of CUDA 13. */
+static int place(int offset) {
+#if CUDA == 12
+  offset += offset < 384   ? 0
+            : offset < 392 ? 4
+            : offset < 560 ? 8
+            : offset < 592 ? 16
+            : offset < 624 ? 20
+            : offset < 640 ? 16
+            : offset < 672 ? 20
+                           : 24;
+#endif
+  return offset;
+}
+
+int cudaGetDeviceProperties_v2(char *to, int device) {
   if (device < 0 || device >= facts.devices) return fail(INVALID_DEVICE);
-  memset(to, 0, 1008);
+  memset(to, 0, CUDA == 12 ? 1032 : 1008);
   strcpy(to, facts.name);
   memset(to + 256, device + 1, 16); /* uuid */
-  *(size_t *)(to + 288) = facts.memory;
+  *(size_t *)(to + place(288)) = facts.memory;
   for (size_t i = 0; i < sizeof PROPERTIES / sizeof *PROPERTIES; i++) {
     size_t value = phantom_attribute(PROPERTIES[i].attribute);
-    memcpy(to + PROPERTIES[i].offset, &value, PROPERTIES[i].bytes);
+    memcpy(to + place(PROPERTIES[i].offset), &value, PROPERTIES[i].bytes);
   }
-  *(size_t *)(to + 312) = 2147483647; /* pitch of copies */
-  *(size_t *)(to + 352) = 65536;      /* constant memory */
-  *(size_t *)(to + 368) = 512;        /* alignment of textures */
-  *(int *)(to + 392) = 1;             /* maps memory of the host */
-  *(int *)(to + 568) = device + 1;    /* PCI bus */
-  *(int *)(to + 584) = 3;             /* engines that copy */
-  *(int *)(to + 608) = 1;             /* priorities of streams */
-  *(int *)(to + 704) = 1;             /* registers memory of the host */
-  *(int *)(to + 748) = facts.major >= 9;
+  *(size_t *)(to + place(312)) = 2147483647; /* pitch of copies */
+  *(size_t *)(to + place(352)) = 65536;      /* constant memory */
+  *(size_t *)(to + place(368)) = 512;        /* alignment of textures */
+  *(int *)(to + place(392)) = 1;             /* maps memory of the host */
+  *(int *)(to + place(568)) = device + 1;    /* PCI bus */
+  *(int *)(to + place(584)) = 3;             /* engines that copy */
+  *(int *)(to + place(608)) = 1;             /* priorities of streams */
+  *(int *)(to + place(704)) = 1;             /* registers memory of the host */
+  *(int *)(to + place(748)) = facts.major >= 9;
   return OK;
 }
+
+int cudaGetDeviceProperties(char *to, int device) { return cudaGetDeviceProperties_v2(to, device); }
 
 int cudaDeviceGetPCIBusId(char *text, int length, int device) {
   snprintf(text, length, "00000000:%02X:00.0", device + 1);
