@@ -245,7 +245,7 @@ def table(
     """Find the largest number that fits for each kind of GPU and number of ranks."""
     from phantomgpu.questions import table as ask
 
-    how = {"argument": argument, "largest": largest, "multiple": multiple}
+    how: dict[str, Any] = {"argument": argument, "largest": largest, "multiple": multiple}
     rows = ask(command, gpus=gpu.split(","), ranks=numbers_of("ranks", ranks), **how)
     typer.echo(dumps(rows, indent=2) if as_json else columns(rows))
 

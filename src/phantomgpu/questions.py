@@ -91,8 +91,9 @@ def cheapest(
             continue
         report = last if kind is kinds[-1] else run(command, gpu=kind.key, **how)
         if report.fits:
-            row = {"gpu": kind.key, "memory_bytes": report.memory, "peak": report.peak_allocated}
-            rows.append({**row, "reserved_bytes": report.peak_reserved, "lacks": _lacks(kind)})
+            row: dict[str, Any] = {"gpu": kind.key, "memory_bytes": report.memory}
+            row |= {"peak_bytes": report.peak_allocated, "reserved_bytes": report.peak_reserved}
+            rows.append({**row, "lacks": _lacks(kind)})
     return rows
 
 
@@ -184,7 +185,7 @@ def check(
     report = run(command, **how)
     kept = ("gpu", "memory", "ranks", "rank", "torch", "peak_allocated", "peak_reserved")
     now = {name: getattr(report, name) for name in kept}
-    notes = ("it depends on values: see phantomgpu run",) * bool(report.unknown)
+    notes = ("it depends on values: see phantomgpu run",) * report.depends_on_values
     if before is None:
         if baseline is not None and report.fits:
             baseline.write_text(json.dumps(now, indent=2))

@@ -340,8 +340,9 @@ def _guess(
     low, middle = good[-1], (good[-1] + most + 1) // 2
     full, line = (_line(good, used, available, which) for which in (0, 1))
     if high and (tries > MOST_GUESSES or line is None or not low // 8 > high - low):
-        near = line is not None and low < line < high and tries <= MOST_GUESSES
-        return line if near else middle
+        if line is not None and low < line < high and tries <= MOST_GUESSES:
+            return line
+        return middle
     if line is None:  # as far from what is known as from where memory ends if nothing is constant
         reserved = used(low)[1]
         if not reserved and 2 * good[0] <= low:

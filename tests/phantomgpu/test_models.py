@@ -79,7 +79,7 @@ def test_the_optimizer_has_the_weights_that_are_trained(name: str, tmp_path: Pat
     causal = Model(tmp_path, name)
     model = causal.build(checkpointing=False).to_empty(device="cpu")
     model.lm_head.requires_grad_(requires_grad=False)
-    (group,) = causal.optimizer_of(model).param_groups
+    (group,) = causal.optimizer_of(list(model.parameters())).param_groups
     assert len(group["params"]) == len(list(model.parameters())) - 1
 
 
@@ -278,7 +278,8 @@ def feed(model: Model, length: int | None) -> None:
 def test_what_cannot_be_fed_is_refused(
     name: str, config: dict[str, Any], length: int | None, word: str, tmp_path: Path
 ) -> None:
-    model = written(tmp_path, *name.split(), config)
+    kind, _, named = name.partition(" ")
+    model = written(tmp_path, kind, named, config)
     with pytest.raises(phantomgpu.PhantomError, match=word):
         feed(model, length)
 

@@ -77,6 +77,7 @@ def test_the_smallest_kinds_that_fit(runs: list[dict[str, Any]]) -> None:
     assert said.exit_code == 0
     assert runs[-1]["script"] == ["train.py", "--lr", "1"]
     assert "t4" not in said.output
+    assert "30.00 GiB" in said.output
     assert "FP8" in said.output  # an A100 has none
     none = ask("cheapest", "train.py", "--gpu", "t4,l4")
     assert (none.exit_code, "fits no kind" in none.output) == (3, True)
@@ -136,7 +137,7 @@ def test_a_peak_is_held_against_its_baseline(
     file.write_text("[]")
     with pytest.raises(phantomgpu.PhantomError, match="no baseline"):
         check(["train.py"], gpu="h100", baseline=file)
-    report = made(unknown=("train.py:3",))
+    report = made(decides=("train.py:3",))
     monkeypatch.setattr("phantomgpu.questions.run", lambda *_, **__: report)
     assert "depends on values" in check(["train.py"], gpu="h100").line()
 
