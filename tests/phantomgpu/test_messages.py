@@ -79,7 +79,7 @@ def test_the_stand_ins_have_a_name_for_every_function() -> None:
         ("cuLaunchKernelEx", "libcuda", False, "return 0"),
         ("cudaGraphClone", "libcudart", False, "return 801"),
         ("cudnnRNNForward", "libcudnn", True, "return 3000"),
-        ("cusolverDnSgeqrf_bufferSize", "libcusolver", True, "*(int *)a5 = 0; return 0"),
+        ("cusolverDnSgeqrf_bufferSize", "libcusolver", True, "*(int *)a5 = size;"),
         ("cusolverDnXsyevd_bufferSize", "libcusolver", True, "*(size_t *)a12 = 0; return 0"),
         ("cusolverDnSgels_bufferSize", "libcusolver", True, "return 9"),
         ("cusparseGetErrorString", "libcusparse", True, "not supported"),
