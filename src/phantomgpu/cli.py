@@ -44,6 +44,13 @@ Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end,
 Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds that the script may take.")]
 
 
+def in_a_folder(file: Path | None) -> Path | None:
+    """Refuse a file that cannot be written, before anything takes time."""
+    if file is not None and not file.parent.is_dir():
+        raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
+    return file
+
+
 @app.command(context_settings=OPEN)
 def run(
     command: Command,
@@ -67,11 +74,15 @@ def run(
         bool, typer.Option("--longest", help="Let loaders give their longest samples first.")
     ] = False,
     json: Annotated[
-        Path | None, typer.Option(help="Write the report as JSON, with memory over time; - prints.")
+        Path | None,
+        typer.Option(
+            callback=in_a_folder, help="Write the report as JSON, with memory over time; - prints."
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Hide what the command prints.")] = False,
     snapshot: Annotated[
-        Path | None, typer.Option(help="Write torch's snapshot, for its memory viewer.")
+        Path | None,
+        typer.Option(callback=in_a_folder, help="Write torch's snapshot, for its memory viewer."),
     ] = None,
 ) -> None:
     """Run a command and report its memory. Exit code 0: fits; 3: does not fit."""
@@ -302,7 +313,10 @@ def check(
     steps: Steps = 3,
     timeout: Timeout = None,
     baseline: Annotated[
-        Path | None, typer.Option(help="A file with the peak to compare; written if absent.")
+        Path | None,
+        typer.Option(
+            callback=in_a_folder, help="A file with the peak to compare; written if absent."
+        ),
     ] = None,
     tolerance: Annotated[str, typer.Option(help="By how much it may grow.")] = "64MiB",
     update: Annotated[bool, typer.Option("--update", help="Write the baseline again.")] = False,

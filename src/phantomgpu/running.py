@@ -117,8 +117,10 @@ def run(
         "gpu": gpu,
         "memory": memory,
         "ranks": ranks,
-        "rank": rank,
+        "rank": report.rank,
         "steps": steps,
+        "longest": longest,
+        "timeout_seconds": timeout_seconds,
     }
     how |= {"script": command, "folder": str(Path.cwd()), "devices": devices, "cudnn": cudnn}
     return replace(report, again=how)
