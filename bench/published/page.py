@@ -13,8 +13,10 @@ from published.rows import GIB, Family
 
 PAGE = Path(__file__).parents[2] / "docs" / "background" / "published.md"
 PICTURE = PAGE.with_suffix(".svg")
+README = PAGE.parents[2] / "README.md"
 START, END = "<!-- results -->", "<!-- end of results -->"
-"""The page is written by hand but for what is between these."""
+"""The page and the README are written by hand but for what is between these."""
+EXTREMES = 3
 
 
 class Figure(NamedTuple):
@@ -56,14 +58,14 @@ def figures(family: Family, results: Mapping[str, Result]) -> list[Figure]:
 
 def summary(given: Sequence[Figure]) -> Iterator[str]:
     """Yield a line for each kind of figure: how many agree, and how well."""
-    yield "| what | rows | within 1 % | within 2 % | within 5 % | median | worst |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| what | rows | measured | within 1 % | within 2 % | within 5 % | median | worst |"
+    yield "|---|---|---|---|---|---|---|---|"
     for what in dict.fromkeys(figure.what for figure in given):
         rows = [figure for figure in given if figure.what == what and not figure.fitted]
         apart = sorted(abs(figure.percent) for figure in rows if figure.ours is not None)
         counts = " | ".join(str(sum(one <= most for one in apart)) for most in (1, 2, 5))
         ends = f"{statistics.median(apart):.2f} % | {apart[-1]:.2f} %" if apart else "- | -"
-        yield f"| {what} | {len(rows)} | {counts} | {ends} |"
+        yield f"| {what} | {len(rows)} | {len(apart)} | {counts} | {ends} |"
 
 
 def cell(text: str) -> str:
@@ -101,6 +103,27 @@ def filled(page: str, text: str) -> str:
     before, _, rest = page.partition(START)
     after = rest.partition(END)[2]
     return before + text + after
+
+
+def extremes(given: Iterable[tuple[Family, Mapping[str, Result]]]) -> str:
+    """Return the part of the README: how many figures agree, and the best and worst of them."""
+    every = [
+        one
+        for family, results in given
+        for one in figures(family, results)
+        if one.ours is not None and not one.fitted
+    ]
+    every.sort(key=lambda one: abs(one.percent))
+    near = sum(abs(one.percent) <= 1 for one in every)
+    lines = [
+        f"{near} of {len(every)} published figures agree within 1 percent; the best and worst:",
+        "",
+    ]
+    lines += ["| run | what | published GiB | ours | difference |", "|---|---|---|---|---|"]
+    for one in every[:EXTREMES] + every[-EXTREMES:]:
+        sizes = f"{one.published / GIB:.3f} | {(one.ours or 0) / GIB:.3f}"
+        lines.append(f"| {cell(one.name)} | {one.what} | {sizes} | {one.percent:+.2f} % |")
+    return "\n".join([START, *lines, END])
 
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -176,6 +199,7 @@ def _axes(ends: tuple[float, float], height: Callable[[float], float]) -> Iterat
 
 
 def write(given: Sequence[tuple[Family, Mapping[str, Result]]]) -> None:
-    """Write the tables into the page, and the picture beside it."""
-    PAGE.write_text(filled(PAGE.read_text("utf-8"), tables(given)), "utf-8")
+    """Write the tables into the page, the picture beside it, and the README's part."""
+    for file, text in ((PAGE, tables(given)), (README, extremes(given))):
+        file.write_text(filled(file.read_text("utf-8"), text), "utf-8")
     PICTURE.write_text(picture(given), "utf-8")
