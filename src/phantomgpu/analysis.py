@@ -44,6 +44,10 @@ class History:
     """When the last backward pass before an optimizer's step ended, by when the step began."""
 
 
+_OURS = "phantomgpu/values.py", "torch/_dynamo/eval_frame.py"
+"""Files of frames between an operation and torch's own kernel."""
+
+
 def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
     """Return what the report says of memory as plain values, from the traces of all devices."""
     import torch
@@ -52,7 +56,7 @@ def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
     trace = traces[device] if traces else []
     for event in trace:  # kernels that are computed run in Python; those of backward have no frames
         frames = event.get("frames", ())  # segments that `empty_cache` frees have none
-        event["frames"] = [f for f in frames if "phantomgpu/values.py" not in f["filename"]]
+        event["frames"] = [f for f in frames if not f["filename"].endswith(_OURS)]
     seen.backward = backward_ends(seen, trace)
     allocated, at, reserved = peak(trace)
     ends, now = lives(trace), time.time_ns() // 1000
