@@ -294,7 +294,7 @@ def why(
         read = loads(report.read_text())
     except ValueError as error:
         raise ValueError(f"{report} is no report: {error}; write it by run --json") from None
-    advice = ask(read)
+    advice = ask(read if isinstance(read, dict) else {})
     if as_json:
         typer.echo(dumps([one._asdict() for one in advice], indent=2))
         return

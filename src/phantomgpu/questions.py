@@ -114,7 +114,7 @@ def why(report: dict[str, Any]) -> list[Advice]:
     Raises:
         PhantomError: It is no report with the bytes of a peak.
     """
-    has = report.get("categories") if isinstance(report, dict) else None
+    has = report.get("categories")
     if not has:
         raise PhantomError("the report has no bytes at a peak; write it by phantomgpu run --json")
     states = sum(has.get(one, 0) for one in ("parameters", "gradients", "optimizer"))
