@@ -1,4 +1,4 @@
-"""The command `phantomgpu`."""
+"""Run any CUDA script without a GPU and see what memory it takes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,9 @@ from phantomgpu.report import Report
 from phantomgpu.searching import TRIAL_SECONDS
 
 app = typer.Typer(
-    help="Run any CUDA script without a GPU and see what memory it takes.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-Command = Annotated[
-    list[str],
-    typer.Argument(help="A Python file, or a command after --: python train.py --batch-size 16"),
-]
+Command = Annotated[list[str], typer.Argument(help="A Python file, or a command after --.")]
 OPEN = {"ignore_unknown_options": True}
 """Options that are not ours are of the script: `phantomgpu run --gpu h100 train.py --lr 1`."""
 option = typer.Option
@@ -145,7 +139,7 @@ def model(
     ways = [bool(checkpointing)] if generate or checkpointing is not None else ways
     asked = models.Model(config, optimizer, weights or ("bf16" if generate else "fp32"), lora)
     longest = max(filter(None, lengths), default=0) + (generate or 0)
-    what = asked.checked(longest, learns=not generate)
+    what, read = asked.checked(longest, learns=not generate), asked.read()[2]
     if generate and (lora or checkpointing or numbers != [1] or lengths == [None]):
         raise ValueError("--generate needs --length, and no option of training, on one GPU")
     warn(gpu, memory)
@@ -160,9 +154,7 @@ def model(
         row = {"tokens": tokens, "checkpointing": again, "ranks": shared}
         rows.append({**row, "micro_batch": size, "batch": (size or 0) * shared, "peak_bytes": peak})
         if generate and not as_json:
-            what += "\n" + models.vllm_room(
-                asked.read()[2], answer.report, (tokens or 0) + generate
-            )
+            what += "\n" + models.vllm_room(read, answer.report, (tokens or 0) + generate)
     text = dumps({"model": what, "rows": rows}, indent=2) if as_json else columns(rows)
     typer.echo(text if as_json else f"{what}\n\n{text}")
 
@@ -249,24 +241,21 @@ def check(
     ranks: Ranks = 1,
     steps: Steps = 3,
     timeout: Timeout = None,
-    baseline: Annotated[
-        Path | None, option(help="A file with the peak; written if absent.")
-    ] = None,
+    baseline: Annotated[Path | None, option(help="The file to compare with.")] = None,
     tolerance: Annotated[str, option(help="By how much it may grow.")] = "64MiB",
     update: Annotated[bool, option("--update", help="Write the baseline again.")] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Check a command in CI, in one line. Exit code 3: does not fit; 5: its peak grew."""
-    from phantomgpu.questions import GREW
-    from phantomgpu.questions import check as ask
+    from phantomgpu import questions
 
     allowed = parse_memory(tolerance)
     how = {"gpu": gpu, "memory": memory, "ranks": ranks, "timeout_seconds": timeout}
-    found = ask(command, baseline=baseline, update=update, steps=steps, **how)
+    found = questions.check(command, baseline=baseline, update=update, steps=steps, **how)
     report = {"fits": found.report.fits, "peak_allocated": found.report.peak_allocated}
     more = {**report, "grew": found.grew, "notes": found.notes, "line": found.line()}
     typer.echo(dumps(more) if as_json else found.line())
-    grew = GREW if found.grew is not None and found.grew > allowed else 0
+    grew = questions.GREW if found.grew is not None and found.grew > allowed else 0
     raise typer.Exit(exit_code(found.report) or grew)
 
 
@@ -309,8 +298,7 @@ def setup(
         found = [one.requires or [] for one in metadata.distributions(path=[str(folder)])]
         needs = [need.partition(";")[0] for needs in found for need in needs]
         install(folder, [need for need in needs if need.startswith("triton")])
-    problem = trouble(folder, wanted)
-    if problem:
+    if problem := trouble(folder, wanted):
         raise SetupNeededError(f"cannot set up: {problem}; delete {folder} and try again")
     typer.echo("ready: phantomgpu run --gpu h100 -- python train.py")
 
@@ -323,10 +311,9 @@ def install(folder: Path, packages: list[str]) -> None:
         done = subprocess.run([*pip, *packages], check=False)  # noqa: S603
         is_torch = packages[0].startswith("torch")
         if done.returncode or (is_torch and not standins.has_cuda(new)):
-            raise SetupNeededError(
-                f"cannot set up: pip found no {'CUDA build of ' * is_torch}{packages[0]}; pip's "
-                "configuration decides where packages come from (pip config list)"
-            )
+            what = "CUDA build of " * is_torch + packages[0]
+            where = "pip's configuration decides where packages come from (pip config list)"
+            raise SetupNeededError(f"cannot set up: pip found no {what}; {where}")
         old.mkdir()
         folder.mkdir(exist_ok=True)
         for one in new.iterdir():

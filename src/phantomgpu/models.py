@@ -150,9 +150,10 @@ def vllm_room(config: dict[str, Any], report: Report, tokens: int) -> str:
         return "vLLM: the size of its cache is not known for this kind of attention"
     width = text.get("head_dim") or text["hidden_size"] // heads
     block = 16 * 2 * 2 * layers * (text.get("num_key_value_heads") or heads) * width
-    free = int(0.9 * report.memory) - report.context - report.categories.get("parameters", 0)
-    room = f"{free // block:,} blocks, {free // block // -(-tokens // 16):,} sequences"
-    return f"vLLM (0.9 of memory, less its profile run): at most {room} of {tokens:,} tokens"
+    weights = report.categories.get("parameters", 0)
+    blocks = max(0, int(0.9 * report.memory) - report.context - weights) // block
+    room = f"{blocks:,} blocks, {blocks // -(-tokens // 16):,} sequences of {tokens:,} tokens"
+    return f"vLLM (0.9 of memory, blocks of 16 tokens): at most {room}; its profile run takes some"
 
 
 def _imported(*fields: Any) -> Model:

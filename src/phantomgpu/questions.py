@@ -30,7 +30,7 @@ COMPUTED = (
     ("activation checkpointing: activations", "activations", 1),
     ("half the micro-batch, accumulated twice: activations and logits", "activations logits", 0.5),
     ("a loss in 8 chunks: logits", "logits", 7 / 8),
-    ("FSDP2 over 8 ranks: its shards", "parameters gradients optimizer", 7 / 8),
+    ("FSDP2 over 8 ranks: model and states", "parameters gradients optimizer", 7 / 8),
     ("8-bit Adam: optimizer state, if it is fp32 now", "optimizer", 3 / 4),
     ("bf16 optimizer state, if it is fp32 now", "optimizer", 1 / 2),
     ("the optimizer's step inside backward: gradients", "gradients", 1),

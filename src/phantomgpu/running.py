@@ -91,13 +91,13 @@ def run(
     session = Session(gpu, memory, ranks, devices)
     _within("rank", rank, 0, ranks - 1)
     session.rank = rank
-    session.variables = variables or {}
+    session.variables, session.snapshot = variables or {}, snapshot
     settings = Settings("", steps=steps, ranks=ranks, cudnn=cudnn, values=values)
     settings.snapshot, settings.longest = snapshot is not None, longest
     settings.real = devices is not None
     settings.seconds = timeout_seconds if steps is None else None
     with command_of(script, args, kwargs) as command, scratch() as session.messages:
-        start = partial(session.start, command, settings, snapshot, timeout_seconds)
+        start = partial(session.start, command, settings, timeout_seconds)
         report = start(quiet=quiet)
         if every_stage:
             report = fullest(session, report, lambda: start(quiet=quiet))
@@ -193,23 +193,17 @@ def started(command: list[str], **how: Any) -> Iterator[Process]:
 
 def too_long(what: str, seconds: float | None) -> RunFailedError:
     """Return the error of a process that took too long."""
-    more = f"write --timeout {2 * (seconds or 0):g} (timeout_seconds in Python)"
-    return RunFailedError(
-        f"{what} did not end within {seconds:g} seconds; if it needs more, {more}"
-    )
+    more = f"for more, write --timeout {2 * (seconds or 0):g} (timeout_seconds in Python)"
+    return RunFailedError(f"{what} did not end within {seconds:g} seconds; {more}")
 
 
 def rank_environment(rank: int, ranks: int) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank, on nodes of eight GPUs."""
     local = min(ranks, LOCAL_RANKS)
     node, beside = rank // local, min(local, ranks - rank // local * local)
-    numbers = {
-        "LOCAL_RANK": rank % local,
-        "GROUP_RANK": node,
-        "GROUP_WORLD_SIZE": -(-ranks // local),
-    }
+    numbers = {"LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": beside, "MASTER_PORT": 29500}
     numbers |= {"RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": ranks, "ROLE_WORLD_SIZE": ranks}
-    numbers |= {"LOCAL_WORLD_SIZE": beside, "MASTER_PORT": 29500}
+    numbers |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": -(-ranks // local)}
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
@@ -235,6 +229,7 @@ class Session:
         self.name = f"an {kind.name}" if kind.name[0] == "N" else f"a {kind.name}"
         self.ranks, self.rank, self.messages = ranks, 0, ""
         self.variables: dict[str, str] = {}
+        self.snapshot: str | Path | None = None
         self.others: dict[int, Report] = {}
         self.context = min(context_bytes(kind), self.memory)
         self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
@@ -259,13 +254,7 @@ class Session:
         return {**kernels, **rest, **self.variables, **ours}
 
     def start(
-        self,
-        command: list[str],
-        settings: Settings,
-        snapshot: str | Path | None,
-        timeout_seconds: float | None,
-        *,
-        quiet: bool,
+        self, command: list[str], settings: Settings, seconds: float | None, *, quiet: bool
     ) -> Report:
         """Run a command until it ends, beside the ranks whose messages it needs.
 
@@ -287,13 +276,13 @@ class Session:
             while left := [one for one, _ in runs.values() if one.poll() is None]:
                 with suppress(subprocess.TimeoutExpired):
                     left[0].wait(0.05)
-                if timeout_seconds and time.monotonic() - began > timeout_seconds + more:
-                    raise too_long("the script", timeout_seconds)
+                if seconds and time.monotonic() - began > seconds + more:
+                    raise too_long("the script", seconds)
                 for rank in self.wanted(runs):
                     runs[rank] = self.launch(stack, command, settings, rank, quiet=True)
             made = sorted(runs[self.rank][1].glob("*.pickle"))
-            if snapshot is not None and made:
-                shutil.copyfile(made[0], snapshot)
+            if self.snapshot is not None and made:
+                shutil.copyfile(made[0], self.snapshot)
             for rank, (one, folder) in runs.items():
                 report = self.report(folder, "run", one.wait(), folder / "output.log")
                 self.others[rank] = replace(report, rank=rank)

@@ -164,15 +164,15 @@ def search(
 
             def trial(number: int) -> Report:
                 numbered = [*command, argument, str(number)]
-                return session.start(numbered, settings, None, timeout_seconds, quiet=True)
+                return session.start(numbered, settings, timeout_seconds, quiet=True)
 
-        bounds = {"first": numbers.first, "last": numbers.last}
         found = bisect(
             lambda index: tried.fits(numbers.number(index), trial),
             peaks,
             session.memory - session.context,
+            first=numbers.first,
+            last=numbers.last,
             farthest=(lambda index: index + 5) if powers else (lambda index: 32 * index),
-            **bounds,
         )
         answer = Answer(None if found is None else numbers.number(found), trials)
         settings.details = details
