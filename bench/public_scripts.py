@@ -53,7 +53,7 @@ def tokens(folder: Path) -> None:
 def text(folder: Path) -> None:
     """Make the text of minGPT's chargpt, which it reads from its own folder."""
     (folder / "made").touch()
-    Path("input.txt").write_text(TEXT * 2000)
+    Path("input.txt").write_text((TEXT + "O God, O God! ") * 2000)
 
 
 def images(folder: Path) -> None:
@@ -105,7 +105,7 @@ def language(folder: Path) -> None:
     for name, row in {
         "sft": {"text": TEXT * 20},
         "dpo": {"prompt": TEXT, "chosen": TEXT * 5, "rejected": TEXT * 4},
-        "grpo": {"prompt": TEXT},
+        "grpo": {"prompt": [{"role": "user", "content": TEXT}]},
     }.items():
         (folder / name).mkdir(exist_ok=True)
         lines = "\n".join([json.dumps(row)] * 64)

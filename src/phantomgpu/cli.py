@@ -43,6 +43,18 @@ Weights = Annotated[Literal["fp32", "bf16"] | None, option(help="fp32 is compute
 NUMBERS = "N[,N...]"
 
 
+def in_a_folder(file: Path | None) -> Path | None:
+    """Refuse a file that cannot be written, before anything takes time."""
+    if file is not None and not file.parent.is_dir():
+        raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
+    return file
+
+
+def file_option(text: str) -> Any:
+    """Return the option of a file that is written."""
+    return option(callback=in_a_folder, help=text)
+
+
 @app.command(context_settings=OPEN)
 def run(
     command: Command,
@@ -59,9 +71,9 @@ def run(
     modules: Modules = False,
     cudnn: Annotated[bool, option("--cudnn", help="Leave cuDNN on.")] = False,
     longest: Longest = False,
-    json: Annotated[Path | None, option(help="Write a report with all details; - prints.")] = None,
+    json: Annotated[Path | None, file_option("Write a report with all details; - prints.")] = None,
     quiet: Annotated[bool, option("--quiet", help="Hide what the command prints.")] = False,
-    snapshot: Annotated[Path | None, option(help="Write torch's memory snapshot.")] = None,
+    snapshot: Annotated[Path | None, file_option("Write torch's memory snapshot.")] = None,
 ) -> None:
     """Run a command and report its memory. Exit code 0: fits; 3: does not fit."""
     from phantomgpu.running import run as run_script
@@ -241,7 +253,7 @@ def check(
     ranks: Ranks = 1,
     steps: Steps = 3,
     timeout: Timeout = None,
-    baseline: Annotated[Path | None, option(help="The file to compare with.")] = None,
+    baseline: Annotated[Path | None, file_option("The file to compare with.")] = None,
     tolerance: Annotated[str, option(help="By how much it may grow.")] = "64MiB",
     update: Annotated[bool, option("--update", help="Write the baseline again.")] = False,
     as_json: AsJSON = False,

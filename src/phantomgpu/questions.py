@@ -147,16 +147,15 @@ class Checked(NamedTuple):
 
     report: Report
     grew: int | None
-    """Allocated bytes of the peak, more than in the baseline; None: there was none."""
+    """Allocated bytes of the peak, more than in the baseline; None: it was not compared."""
     notes: tuple[str, ...]
 
     def line(self) -> str:
         """Return it in one line."""
-        change = "peak as in the baseline" if self.grew == 0 else "the baseline was written"
-        if self.grew:
-            size = f"{abs(self.grew) / GIB:.2f} GiB since the baseline"
-            change = f"peak {'grew' if self.grew > 0 else 'shrank'} by {size}"
-        return "; ".join([self.report.lines()[0], change, *self.notes])
+        size = f"{abs(self.grew or 0) / GIB:.2f} GiB since the baseline"
+        change = f"peak {'grew' if (self.grew or 0) > 0 else 'shrank'} by {size}"
+        changes = [] if self.grew is None else [change if self.grew else "peak as in the baseline"]
+        return "; ".join([self.report.lines()[0], *changes, *self.notes])
 
 
 def check(
@@ -177,11 +176,13 @@ def check(
     report = run(command, **how)
     kept = ("gpu", "memory", "ranks", "rank", "torch", "peak_allocated", "peak_reserved")
     now = {name: getattr(report, name) for name in kept}
-    notes = ("it depends on values: see phantomgpu run",) * report.depends_on_values
+    if not report.fits:  # the peak is that of a part of the run
+        return Checked(report, None, tuple((report.problem or "").splitlines()[:1]))
     if before is None:
-        if baseline is not None and report.fits:
+        if baseline is not None:
             baseline.write_text(json.dumps(now, indent=2))
-        return Checked(report, None, notes)
+        return Checked(report, None, ("the baseline was written",) * (baseline is not None))
+    notes: tuple[str, ...] = ()
     for name in kept[:4]:
         if before.get(name) != now[name]:
             differs = f"{name} is {now[name]}, and {before.get(name)} in {baseline}"

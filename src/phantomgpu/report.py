@@ -167,8 +167,8 @@ def build_report(result: dict[str, Any], kind: GPU, **known: Any) -> Report:
     """Return the report of what a process wrote."""
     names = set(Report.__dataclass_fields__) - set(known)
     values = {name: value for name, value in result.items() if name in names}
-    if work := result.get("work"):
-        values["bound"] = bound_of(work, kind)
+    if (work := result.get("work")) and (bound := bound_of(work, kind))["seconds"]:
+        values["bound"] = bound
     return Report(**values, **known, notes=tuple(_notes(result, kind, known)))
 
 

@@ -110,9 +110,9 @@ def run(
             report = replace(report, places=named.places, notes=report.notes + note)
     if callable(script):
         return report
-    how: dict[str, Any] = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": rank}
+    how: dict[str, Any] = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": report.rank}
+    how |= {"steps": steps, "longest": longest, "timeout_seconds": timeout_seconds}
     how |= {"script": command, "folder": str(Path.cwd()), "devices": devices, "cudnn": cudnn}
-    how["steps"] = steps
     return replace(report, again=how)
 
 

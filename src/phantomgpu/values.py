@@ -102,10 +102,14 @@ def hide() -> None:
 def _coalesced(real: Callable[..., torch.Tensor], keys: Any, sparse: torch.Tensor) -> torch.Tensor:
     """Return a sparse tensor with each index once: torch's kernel, which does not run, counts."""
     real(keys, sparse)  # for what it allocates
-    indices, values = sparse._indices().unique(dim=1), sparse._values()
-    sums = values.new_empty((indices.shape[1], *values.shape[1:]))
+    indices, values = sparse._indices().cpu(), sparse._values()
+    sizes, flat = sparse.shape[: len(indices)], torch.zeros_like(indices[0])
+    for size, row in zip(sizes, indices, strict=True):
+        flat = flat * size + row
+    places = torch.stack(torch.unravel_index(flat.unique(), sizes)).to(values.device)
+    sums = values.new_empty((places.shape[1], *values.shape[1:]))
     return torch.sparse_coo_tensor(
-        indices, sums, sparse.shape, is_coalesced=True, check_invariants=False
+        places, sums, sparse.shape, is_coalesced=True, check_invariants=False
     )
 
 

@@ -139,6 +139,13 @@ def report(**values: Any) -> Report:
     )
 
 
+def test_a_step_without_counted_work_has_no_line_on_time() -> None:
+    work = {"calls": (), "tokens": 0, "inside": 0.0, "between": 0.0}
+    call = (0, "matrix products", "half", 1e12, 0, 0, 1)
+    assert "time:" in str(report(work={**work, "calls": (call,)}))
+    assert "time:" not in str(report(work=work))
+
+
 def test_a_report_is_text_and_json() -> None:
     made = report(categories={"parameters": 1 << 29, "little": 5})
     text = str(made)

@@ -95,6 +95,13 @@ def test_nothing_private_of_torch_but_these() -> None:
         assert name not in text
 
 
+def test_a_step_of_small_kernels_has_no_bound() -> None:
+    work = {"calls": [], "tokens": 0, "inside": 0.0, "between": 0.0}
+    known = {"gpu": "an H100", "memory": 1, "context": 0, "ranks": 1}
+    report = build_report({"status": "fits", "steps": 1, "work": work}, GPUS["h100"], **known)
+    assert "time:" not in str(report) + report.to_json()
+
+
 @pytest.mark.parametrize(("number", "status"), [(0, "failed"), (1, "does not fit")])
 def test_a_caught_out_of_memory_error_explains_an_exit_code(
     number: int, status: str, tmp_path: Path

@@ -18,14 +18,14 @@ pytestmark = [
 ]
 
 
-def member(rank: int, world: int) -> None:
+def member(world: int) -> None:
     """Use the default group, a mesh, and point-to-point messages from any rank."""
     import os
 
     import torch
     from torch import distributed as dist
 
-    local = int(os.environ["LOCAL_RANK"])
+    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     assert (local, os.environ["GROUP_RANK"]) == (rank % 8, str(rank // 8))
     torch.cuda.set_device(local)
     dist.init_process_group("nccl")
@@ -52,7 +52,7 @@ def member(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize(("rank", "world"), [(3, 8), (13, 512)])
 def test_any_rank(rank: int, world: int) -> None:
-    report = run(member, rank, world, ranks=world, rank=rank)
+    report = run(member, world, ranks=world, rank=rank)
     assert report.fits, report.problem
     assert report.rank == rank
     assert f"rank {rank} of {world}" in str(report)
@@ -60,7 +60,7 @@ def test_any_rank(rank: int, world: int) -> None:
 
 def test_a_rank_beyond_the_last() -> None:
     with pytest.raises(ValueError, match="rank is 8; write 0 to 7"):
-        run(member, 8, 8, ranks=8, rank=8)
+        run(member, 8, ranks=8, rank=8)
 
 
 def staged() -> None:
@@ -134,5 +134,5 @@ def test_one_rank_of_those_that_torchrun_starts(tmp_path: Path) -> None:
 
 
 def test_several_machines() -> None:
-    with pytest.raises(RunFailedError, match="leave the launcher"):
+    with pytest.raises(RunFailedError, match="leave it and its options out"):
         phantomgpu.run([sys.executable, "--nnodes=2"], gpu="h100", ranks=16)
