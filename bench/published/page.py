@@ -56,14 +56,14 @@ def figures(family: Family, results: Mapping[str, Result]) -> list[Figure]:
 
 def summary(given: Sequence[Figure]) -> Iterator[str]:
     """Yield a line for each kind of figure: how many agree, and how well."""
-    yield "| what | rows | within 1 % | within 2 % | within 5 % | median | worst |"
+    yield "| what | run | within 1 % | within 2 % | within 5 % | median | worst |"
     yield "|---|---|---|---|---|---|---|"
     for what in dict.fromkeys(figure.what for figure in given):
         rows = [figure for figure in given if figure.what == what and not figure.fitted]
         apart = sorted(abs(figure.percent) for figure in rows if figure.ours is not None)
         counts = " | ".join(str(sum(one <= most for one in apart)) for most in (1, 2, 5))
         ends = f"{statistics.median(apart):.2f} % | {apart[-1]:.2f} %" if apart else "- | -"
-        yield f"| {what} | {len(rows)} | {counts} | {ends} |"
+        yield f"| {what} | {len(apart)} of {len(rows)} | {counts} | {ends} |"
 
 
 def cell(text: str) -> str:
@@ -90,10 +90,20 @@ def section(family: Family, results: Mapping[str, Result]) -> Iterator[str]:
     yield from (*summary(found), "", *table(found), "")
 
 
+def overview(given: Iterable[tuple[Family, Mapping[str, Result]]]) -> Iterator[str]:
+    """Yield one table with the lines of all families."""
+    for index, (family, results) in enumerate(given):
+        head, rule, *lines = summary(figures(family, results))
+        if index == 0:
+            yield from (f"| family {head}", f"|---{rule}")
+        yield from (f"| {cell(family.title)} {line}" for line in lines)
+
+
 def tables(given: Iterable[tuple[Family, Mapping[str, Result]]]) -> str:
     """Return the part of the page that is written from results."""
+    given = list(given)
     lines = [line for family, results in given for line in section(family, results)]
-    return "\n".join([START, "", *lines, END])
+    return "\n".join([START, "", *overview(given), "", *lines, END])
 
 
 def filled(page: str, text: str) -> str:

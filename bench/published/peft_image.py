@@ -79,12 +79,12 @@ FAMILY = Family(
     text="""\
 FLUX.2-klein-base-4B in bf16, 512 x 512 pixels, batch 2, gradient checkpointing, on an L40S;
 diffusers 0.38.0 as published, transformers 5.13.1 (published: 5.10.2 to 5.15.0), PEFT 0.20.0
-(published: three commits of June to August 2026). No weights and no data. What the script holds is
-held here in its order: the model visits the GPU for `get_peft_model`, DINO's encoder stays there,
-text encoder and VAE come and go, 14 images are cached, and the cache is emptied before the first
-step. The published figures are means over the first 100 steps, before any evaluation. Three steps
-are run here, and the last stands for the rest. Nothing was fitted. The number of trained parameters
-is the published one in every row, or the row fails.
+(published: three commits of June to August 2026). No weights and no data. What the script of those
+commits holds is held here in its order: DINO's encoder, the model, text encoder and VAE, which come
+and go, 14 cached images; the cache is emptied before the first step. The published figures are
+means over the first 100 steps, before any evaluation. Three steps are run here, and the last stands
+for the rest. Nothing was fitted. The number of trained parameters is the published one in every
+row, or the row fails.
 """,
     rows=rows(),
     measure=measure,

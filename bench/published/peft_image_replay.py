@@ -1,8 +1,8 @@
 """One run of PEFT's comparison of image generation: the same allocations, no weights, no data.
 
-What the published `run.py` holds on the GPU is held here, in its order: the model is moved to the
-GPU for `get_peft_model` and back, DINO's encoder stays there, the text encoder and the VAE come and
-go, and their free memory is given back only before the first step.
+What `run.py` of the published commits holds on the GPU is held here, in its order: DINO's encoder,
+the model with its adapter, the text encoder and the VAE, which come and go, and whose free memory
+is given back only before the first step.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def pipeline_parts(adapter: dict[str, Any] | None) -> tuple[Any, nn.Module, nn.M
     transformer.enable_gradient_checkpointing()
     for module in (text_encoder, vae):
         module.requires_grad_(requires_grad=False)
-    transformer.to("cuda")
+    transformer.to("cuda")  # here, a phantom is faster than the CPU; it is empty again afterwards
     if adapter is None:
         transformer.requires_grad_(requires_grad=True)
     else:
@@ -129,18 +129,23 @@ def pipeline_parts(adapter: dict[str, Any] | None) -> tuple[Any, nn.Module, nn.M
 def encode(text_encoder: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the cached embeddings and ids of the prompts."""
     embeddings, ids = [], []
-    ids_of_text = torch.full((1, WORDS), 7)
-    mask = torch.ones_like(ids_of_text)
     with torch.no_grad(), visiting(text_encoder):
         for index in range(IMAGES):
             if index == 0:  # the other prompts are as long, and take the same memory
-                given = {"input_ids": ids_of_text.to("cuda"), "attention_mask": mask.to("cuda")}
-                output = text_encoder(**given, output_hidden_states=True, use_cache=False)
-                found = torch.stack([output.hidden_states[k] for k in (10, 20, 30)], dim=1)
-                found = found.permute(0, 2, 1, 3).reshape(1, WORDS, -1)
+                found = embedding(text_encoder)
             embeddings.append(found.repeat(1, 1, 1).view(1, WORDS, -1))
             ids.append(Pipeline._prepare_text_ids(found).to("cuda"))
+        del found
     return torch.cat(embeddings), torch.cat(ids)
+
+
+def embedding(text_encoder: nn.Module) -> Tensor:
+    """Return the embedding of a prompt; the logits are dropped with the other results."""
+    ids = torch.full((1, WORDS), 7)
+    given = {"input_ids": ids.to("cuda"), "attention_mask": torch.ones_like(ids).to("cuda")}
+    output = text_encoder(**given, output_hidden_states=True, use_cache=False)
+    found = torch.stack([output.hidden_states[k] for k in (10, 20, 30)], dim=1)
+    return found.permute(0, 2, 1, 3).reshape(1, WORDS, -1)
 
 
 def encode_images(vae: Any) -> Tensor:
@@ -166,12 +171,12 @@ def replay(settings: dict[str, Any]) -> dict[str, Any]:
     log = Log()
     transformer, text_encoder, vae = pipeline_parts(adapter)
     indices = torch.arange(IMAGES).repeat(1000).to("cuda")
-    dino = built(Dinov2Model, Dinov2Config(), torch.float32).to("cuda").eval()  # noqa: F841 - stays
+    dino = built(Dinov2Model, Dinov2Config(image_size=518), torch.float32).to("cuda").eval()  # noqa: F841 - stays
+    transformer.to("cuda")
     trained = torch.optim.AdamW(transformer.parameters(), **settings["optimizer"])
     embeddings, text_ids = encode(text_encoder)
     cached = (encode_images(vae), embeddings, text_ids)
     del text_encoder, embeddings, text_ids
-    transformer.to("cuda")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     losses = []
@@ -208,7 +213,6 @@ def replay(settings: dict[str, Any]) -> dict[str, Any]:
         trained.step()
         if adapter and adapter["peft_type"] == "ADALORA":
             transformer.base_model.update_and_allocate(step + 1)
-        loss = loss.detach()
         losses.append(loss)
         log.step()
     counts = [one.numel() for one in transformer.parameters() if one.requires_grad]

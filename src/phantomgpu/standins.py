@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ UNSUPPORTED = {"libcudnn": 3000, "libcusolver": 9, "libcusparse": 10}
 """The number of "not supported" where it is not 801."""
 FUNCTION = re.compile(r"(?:__)?(?:cu|nccl|nvrtc|nvshmem|nvml)\w")
 DEFINED = re.compile(r"^[\w *]*?\b(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
+_GIVEN = ", ".join(f"long a{number}" for number in range(19))  # as many as any function has
 LOOKED_UP = re.compile(rb"\0((?:cu[A-Z]|nvml)\w+)(?=\0)")
 
 
@@ -170,7 +172,7 @@ def wanted(torch: Path) -> dict[str, Library]:
     for found in LOOKED_UP.findall((torch / "lib" / "libc10_cuda.so").read_bytes()):
         libraries[_owner(found.decode())].functions.add(found.decode())
     # Extensions ask for more than torch does.
-    for name in known_names():
+    for name in {*known_names(), *answers()}:
         libraries[_owner(name)].others.add(name)
     for library in libraries.values():
         real = sorted(torch.parent.glob(f"nvidia/**/{library.soname}"))
@@ -181,10 +183,8 @@ def wanted(torch: Path) -> dict[str, Library]:
 @cache
 def known_names() -> dict[str, str]:
     """Return the functions of CUDA that need no code, and what each of them does (names.txt)."""
-    lines = (NATIVE / "names.txt").read_text().splitlines()
-    words = [word for line in lines if not line.startswith("#") for word in line.split()]
     found = {}
-    for word in words:
+    for word in " ".join(_lines("names.txt")).split():
         name, _, same = word.lstrip("+*>").partition("=")
         found[name] = same or (word[0] if word[0] in "+*>" else "")
     return found
@@ -237,59 +237,66 @@ def compile_all(libraries: dict[str, Library], folder: Path) -> None:
 
 
 def _default(name: str, stem: str, *, called: bool) -> str:
-    """Return C code of a function that does nothing.
+    """Return C code of a function that has none in the sources.
 
     What torch calls succeeds: kernels are launched, and settings accepted. Where a size would come
     back, where torch would compute with cuDNN, and where nobody checked what comes back, the answer
     is an error.
     """
     does = known_names().get(name, "")
-    if len(does) > 1:  # up to eight numbers or addresses, and an answer of any type
-        call = f"return {does}(a, b, c, d, e, f, g, h);"
-        arguments = ", ".join(f"void *{one}" for one in "abcdefgh")
-        return f"void *{does}(); void *{name}({arguments}) {{ {call} }}"
-    if name.endswith(("GetErrorString", "GetErrorName", "GetLastError", "GetResultString")):
-        return f'const char *{name}(void) {{ return "not supported by phantomgpu"; }}'
-    if does == "*":
-        return f"int {name}(void **to) {{ *to = phantom_handle(); return 0; }}"
-    if does == ">":
-        arguments = "void *to, const void *from, size_t bytes"
-        return f"int {name}({arguments}) {{ phantom_copy(to, from, bytes); return 0; }}"
     solver = re.fullmatch(r"cusolverDn(?:[SDCZ](?=[a-z]))?(\w+)_bufferSize", name)
-    if called and solver and solver[1] in workspaces():
-        arguments = ", ".join(f"void *a{number}" for number in range(19))
-        given = f"double d = {int(name[10] in 'DZ')}; {workspaces()[solver[1]]}"
-        return f"int {name}({arguments}) {{ {given}return 0; }}"
-    if batched := re.fullmatch(r"cublas[SDCZ](geqrf|gels|getrs)Batched", name):
-        at = 6 if batched[1] == "geqrf" else 9  # a status on the host
-        arguments = ", ".join(f"int *a{number}" for number in range(at + 1))
-        return f"int {name}({arguments}) {{ return *a{at} = 0; }}"
-    refused = not called or "bufferSize" in name or stem == "libcudnn"
-    if does == "+" or name.startswith(("cudnnDestroy", "__cuda")):
-        refused = False
-    return f"int {name}(void) {{ return {UNSUPPORTED.get(stem, 801) if refused else 0}; }}"
+    if name in answers():
+        code = answers()[name]
+    elif len(does) > 1:  # what another one does
+        code = f"long {does}({_GIVEN}); return {does}({_GIVEN.replace('long ', '')});"
+    elif name.endswith(("GetErrorString", "GetErrorName", "GetLastError", "GetResultString")):
+        code = 'return (long)"not supported by phantomgpu";'
+    elif does == "*":
+        code = "*(void **)a0 = phantom_handle();"
+    elif does == ">":
+        code = "phantom_copy((void *)a0, (void *)a1, a2);"
+    elif called and solver and solver[1] in workspaces():
+        code = f"double d = {int(name[10] in 'DZ')}; {workspaces()[solver[1]]}"
+    elif batched := re.fullmatch(r"cublas[SDCZ](geqrf|gels|getrs)Batched", name):
+        code = f"*(int *)a{6 if batched[1] == 'geqrf' else 9} = 0;"  # a status on the host
+    else:
+        refused = not called or "bufferSize" in name or stem == "libcudnn"
+        accepted = does == "+" or name.startswith(("cudnnDestroy", "__cuda")) or not refused
+        code = f"return {0 if accepted else UNSUPPORTED.get(stem, 801)};"
+    return f"long {name}({_GIVEN}) {{ {code} return 0; }}"
+
+
+@cache
+def answers() -> dict[str, str]:
+    """Return the C code of functions that only give an answer (answers.txt)."""
+    code: dict[str, str] = defaultdict(str)
+    for line in _lines("answers.txt"):
+        name, at, kind, value = line.split(None, 3)
+        to = "return" if at == "return" else f"if (a{at}) *({kind} *)a{at} ="
+        code[name] += f"{to} {value}; "
+    return dict(code)
 
 
 @cache
 def workspaces() -> dict[str, str]:
     """Return the C code of cuSOLVER's functions that say how large workspaces are (solver.txt)."""
     code = {}
-    for line in (NATIVE / "solver.txt").read_text().splitlines():
-        if line.startswith("#"):
-            continue
+    for line in _lines("solver.txt"):
         name, sizes, numbers, formula = line.split(None, 3)
-        given = "".join(f"double {one[0]} = (int)(long)a{one[1:]}; " for one in numbers.split(","))
-        is_bytes = name.startswith("X")
-        given += "phantom_assumed |= 1; " * name.endswith("~")
-        given += f"double size = {formula}; "
-        given += "size *= t == 0 ? 4 : t == 5 ? 16 : 8; " * is_bytes  # float, complex double
+        given = "".join(f"double {one[0]} = (int)a{one[1:]}; " for one in numbers.split(","))
+        given += "phantom_assumed |= 1; " * name.endswith("~") + f"double size = {formula}; "
         at, *host = sizes.split(",")
-        given += "if (size >= 1u << 31) return 3; " * (
-            not is_bytes
-        )  # CUSOLVER_STATUS_INVALID_VALUE
-        given += f"*({'size_t' if is_bytes else 'int'} *)a{at} = size; "
+        if name.startswith("X"):  # float, complex double
+            given += f"*(size_t *)a{at} = size * (t == 0 ? 4 : t == 5 ? 16 : 8); "
+        else:  # CUSOLVER_STATUS_INVALID_VALUE
+            given += f"if (size >= 1u << 31) return 3; *(int *)a{at} = size; "
         code[name.rstrip("~")] = given + "".join(f"*(size_t *)a{one} = 0; " for one in host)
     return code
+
+
+def _lines(file: str) -> list[str]:
+    lines = (NATIVE / file).read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
 
 
 def _output(*command: str | Path) -> str:

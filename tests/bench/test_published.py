@@ -112,7 +112,8 @@ def test_the_table_and_its_summary(tmp_path: Path) -> None:
     results.measure(some, ROWS, folder=tmp_path)
     text = page.tables([(some, results.current(some, tmp_path))])
     for line in (
-        "| reserved | 4 | 1 | 1 | 2 | 4.00 % | 10.00 % |",  # without the fitted row
+        "| reserved | 3 of 4 | 1 | 1 | 2 | 4.00 % | 10.00 % |",  # without the fitted row
+        "| Some | reserved | 3 of 4 | 1 | 1 | 2 | 4.00 % | 10.00 % |",
         "| one | reserved | 2.000 | 2.000 | +0.00 % |  |",
         "| two | reserved | 2.000 | 2.080 | +4.00 % | a cause |",
         "| three | reserved | 2.000 | 1.800 | -10.00 % | not explained |",

@@ -72,15 +72,17 @@ def test_the_stand_ins_have_a_name_for_every_function() -> None:
     ("name", "stem", "called", "answer"),
     [
         ("cublasSgemm_v2", "libcublas", True, "return 0"),
+        ("cuDriverGetVersion", "libcuda", True, "*(int *)a0 = CUDA * 1000"),
+        ("cudnnGetVersion", "libcudnn", True, "return 99900"),
         ("cudaStreamCreate", "libcudart", True, "phantom_handle"),
         ("cudaMemcpy", "libcudart", True, "phantom_copy"),
         ("cuLaunchKernelEx", "libcuda", False, "return 0"),
         ("cudaGraphClone", "libcudart", False, "return 801"),
         ("cudnnRNNForward", "libcudnn", True, "return 3000"),
-        ("cusolverDnSgeqrf_bufferSize", "libcusolver", True, "*(int *)a5 = 0; return 0"),
+        ("cusolverDnSgeqrf_bufferSize", "libcusolver", True, "*(int *)a5 = size;"),
         ("cusolverDnXsyevd_bufferSize", "libcusolver", True, "*(size_t *)a12 = 0; return 0"),
         ("cusolverDnSgels_bufferSize", "libcusolver", True, "return 9"),
-        ("cusparseGetErrorString", "libcusparse", True, "char"),
+        ("cusparseGetErrorString", "libcusparse", True, "not supported"),
     ],
 )
 def test_functions_without_code_answer(name: str, stem: str, called: bool, answer: str) -> None:

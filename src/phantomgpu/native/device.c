@@ -83,28 +83,8 @@ static void erase(struct ranges *ranges, size_t index, size_t count) {
 
 int phantom_attribute(int attribute) {
   switch (attribute) {
-    case 1: return 1024;                                /* threads per block */
-    case 2: case 3: return 1024;                        /* block, x and y */
-    case 4: return 64;                                  /* block, z */
-    case 5: return 2147483647;                          /* grid, x */
-    case 6: case 7: return 65535;                       /* grid, y and z */
-    case 8: return 48 << 10;                            /* shared memory per block */
-    case 10: return 32;                                 /* warp */
-    case 12: case 82: return 65536;                     /* registers per block, per processor */
-    case 13: return 1980000;                            /* clock, kHz */
-    case 16: return facts.processors;
-    case 31: case 41: case 95: return 1;                /* kernels at a time, addresses, groups */
-    case 36: return 2619000;                            /* clock of the memory, kHz */
-    case 37: return 5120;                               /* bus, bits */
-    case 38: return facts.l2_cache;
-    case 39: return facts.threads;
-    case 75: return facts.major;
-    case 76: return facts.minor;
-    case 81: return facts.shared_per_processor;
-    case 83: case 102: case 115: return 1;              /* managed, virtual memory, pools */
-    case 97: return facts.shared_per_block_optin;
-    case 106: return facts.blocks;
-    case 111: return 1024;                              /* reserved shared memory per block */
+#define PROPERTY(number, at13, at12, bytes, value) case number: return value;
+#include "properties.txt"
     default: return 0;
   }
 }

@@ -46,11 +46,6 @@ int ncclCommDestroy(struct communicator *one) {
   return 0;
 }
 
-int ncclGetVersion(int *version) {
-  *version = 22907;
-  return 0;
-}
-
 int ncclGetUniqueId(struct id *to) {
   memset(to, 7, sizeof *to);
   return 0;
@@ -59,8 +54,6 @@ int ncclGetUniqueId(struct id *to) {
 const char *ncclGetErrorString(int error) {
   return error == UNHANDLED ? "no room for NCCL's buffers" : "not supported by phantomgpu";
 }
-
-const char *ncclGetLastError(void *from) { return ""; }
 
 int ncclCommInitRank(struct communicator **to, int ranks, struct id id, int rank) {
   return make(to, ranks, rank, of(ranks));
@@ -83,10 +76,6 @@ int ncclCommCount(struct communicator *from, int *to) { return *to = from->ranks
 int ncclCommUserRank(struct communicator *from, int *to) { return *to = from->rank, 0; }
 
 int ncclCommCuDevice(struct communicator *from, int *to) { return *to = from->device, 0; }
-
-int ncclCommGetAsyncError(void *from, int *error) { return *error = 0; }
-
-int ncclCommMemStats(void *from, int which, unsigned long *value) { return *value = 0; }
 
 #define SERVER 8 /* GPUs that NVLink joins */
 

@@ -51,51 +51,24 @@ int cudaSetDevice(int device) {
   return OK;
 }
 
-/* cudaDeviceProp of CUDA 13: 1,008 bytes. Where a fact lies, and which attribute it is. */
 static const struct {
-  int offset, attribute, bytes;
+  int attribute, offset, bytes;
 } PROPERTIES[] = {
-    {296, 8, 8},   {304, 12, 4},  {308, 10, 4},  {320, 1, 4},   {324, 2, 4},  {328, 3, 4},
-    {332, 4, 4},   {336, 5, 4},   {340, 6, 4},   {344, 7, 4},   {360, 75, 4}, {364, 76, 4},
-    {384, 16, 4},  {560, 31, 4},  {588, 41, 4},  {592, 37, 4},  {596, 38, 4}, {604, 39, 4},
-    {624, 81, 8},  {632, 82, 4},  {636, 83, 4},  {668, 95, 4},  {672, 97, 8}, {688, 106, 4},
-    {696, 111, 8}, {720, 115, 4},
+#define PROPERTY(number, at13, at12, bytes, value) {number, CUDA == 12 ? at12 : at13, bytes},
+#include "properties.txt"
 };
-
-/* CUDA 12 has five numbers more, of 4 bytes, between those of CUDA 13. */
-static int place(int offset) {
-#if CUDA == 12
-  offset += offset < 384   ? 0
-            : offset < 392 ? 4
-            : offset < 560 ? 8
-            : offset < 592 ? 16
-            : offset < 624 ? 20
-            : offset < 640 ? 16
-            : offset < 672 ? 20
-                           : 24;
-#endif
-  return offset;
-}
 
 int cudaGetDeviceProperties_v2(char *to, int device) {
   if (device < 0 || device >= facts.devices) return fail(INVALID_DEVICE);
   memset(to, 0, CUDA == 12 ? 1032 : 1008);
   strcpy(to, facts.name);
   memset(to + 256, device + 1, 16); /* uuid */
-  *(size_t *)(to + place(288)) = facts.memory;
+  *(size_t *)(to + 288) = facts.memory;
+  *(int *)(to + (CUDA == 12 ? 584 : 568)) = device + 1; /* PCI bus */
   for (size_t i = 0; i < sizeof PROPERTIES / sizeof *PROPERTIES; i++) {
     size_t value = phantom_attribute(PROPERTIES[i].attribute);
-    memcpy(to + place(PROPERTIES[i].offset), &value, PROPERTIES[i].bytes);
+    memcpy(to + PROPERTIES[i].offset, &value, PROPERTIES[i].bytes);
   }
-  *(size_t *)(to + place(312)) = 2147483647; /* pitch of copies */
-  *(size_t *)(to + place(352)) = 65536;      /* constant memory */
-  *(size_t *)(to + place(368)) = 512;        /* alignment of textures */
-  *(int *)(to + place(392)) = 1;             /* maps memory of the host */
-  *(int *)(to + place(568)) = device + 1;    /* PCI bus */
-  *(int *)(to + place(584)) = 3;             /* engines that copy */
-  *(int *)(to + place(608)) = 1;             /* priorities of streams */
-  *(int *)(to + place(704)) = 1;             /* registers memory of the host */
-  *(int *)(to + place(748)) = facts.major >= 9;
   return OK;
 }
 
@@ -103,11 +76,6 @@ int cudaGetDeviceProperties(char *to, int device) { return cudaGetDeviceProperti
 
 int cudaDeviceGetPCIBusId(char *text, int length, int device) {
   snprintf(text, length, "00000000:%02X:00.0", device + 1);
-  return OK;
-}
-
-int cudaDeviceCanAccessPeer(int *can, int device, int peer) {
-  *can = device != peer;
   return OK;
 }
 
@@ -119,11 +87,6 @@ int cudaMalloc(void **pointer, size_t bytes) {
 }
 
 /* The pool of device n is the address n + 1; it returns freed memory at once. */
-int cudaDeviceGetDefaultMemPool(void **pool, int device) {
-  *pool = (void *)(size_t)(device + 1);
-  return OK;
-}
-
 int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *value) {
   int device = (int)(size_t)pool - 1; /* 5 and 7 are what is there now, 6 and 8 the highest */
   *value = attribute == 6 || attribute == 8   ? phantom_highest(device) - facts.context
@@ -199,11 +162,6 @@ int cudaFree(void *pointer) {
   return error ? fail(error) : OK;
 }
 
-int cudaHostGetDevicePointer(void **device, void *host, unsigned flags) {
-  *device = host;
-  return OK;
-}
-
 struct pointer_facts {
   int type, device;
   void *on_device, *on_host;
@@ -258,24 +216,6 @@ static int is_captured(stream_t stream) {
   for (int i = 0; i < num_captured; i++)
     if (captured[i] == stream) return 1;
   return 0;
-}
-
-int cudaStreamGetPriority(stream_t stream, int *priority) {
-  *priority = 0;
-  return OK;
-}
-
-int cudaStreamGetDevice(stream_t stream, int *device) { return cudaGetDevice(device); }
-
-int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
-  *least = 0;
-  *greatest = -5; /* as on all devices since Pascal */
-  return OK;
-}
-
-int cudaEventElapsedTime(float *milliseconds, event_t start, event_t end) {
-  *milliseconds = 1;
-  return OK;
 }
 
 int cudaEventRecord(event_t event, stream_t stream) {
@@ -336,16 +276,6 @@ int cudaGraphGetNodes(graph_t from, void **nodes, size_t *count) {
   return OK;
 }
 
-int cudaGraphNodeGetDependencies(void *node, void **from, void *edges, size_t *count) {
-  *count = 0;
-  return OK;
-}
-
-int cudaGraphConditionalHandleCreate(uint64_t *to, graph_t from, unsigned value, unsigned flags) {
-  *to = 1;
-  return OK;
-}
-
 int cudaLaunchHostFunc(stream_t stream, void (*function)(void *), void *argument) {
   if (!is_captured(stream)) function(argument);
   return OK;
@@ -374,8 +304,6 @@ void **__cudaRegisterFatBinary(void *binary) {
   static void *registered;
   return &registered;
 }
-
-char __cudaInitModule(void **binary) { return 1; }
 
 int __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void **stream) {
   *grid = *block = (dim3){1, 1, 1};
