@@ -319,8 +319,8 @@ class Session:
         results = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-*.json"))]
         if not results:
             text = log.read_text(errors="replace")[-2000:] if log else ""
-            left = f"the script ended with exit code {code} and left no report"
-            raise RunFailedError(f"{left}: it did not use CUDA, or it was killed\n{text}".rstrip())
+            why = "and left no report: it did not use CUDA, or it was killed"
+            raise RunFailedError(f"the script ended with exit code {code} {why}\n{text}".rstrip())
         order = ("cannot run", "does not fit", "failed", "fits")
         results.sort(key=lambda one: (order.index(one["status"]), -one.get("peak_allocated", 0)))
         result = results[0]
