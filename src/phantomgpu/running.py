@@ -266,8 +266,8 @@ class Session:
         nodes = re.search(r"--(nnodes|num_machines|num_nodes)[= ](?!1\b)\d+", " ".join(command))
         if nodes and self.messages:
             instead = "leave it and its options out: --ranks 16 -- python train.py"
-            why = "the launcher waits for other machines"
-            raise RunFailedError(f"cannot run {nodes[0]!r}: {why}; {instead}")
+            why = f"cannot run {nodes[0]!r}: the launcher waits for other machines"
+            raise RunFailedError(f"{why}; {instead}")
         # With a time limit of its own, the script ends itself, with a report.
         more = 0 if settings.seconds is None else REPORT_SECONDS
         began = time.monotonic()

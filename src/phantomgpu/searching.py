@@ -156,15 +156,15 @@ def search(
 
     with ExitStack() as stack:
         command = stack.enter_context(command_of(script, args, kwargs))
-        if callable(script):
-            trial = stack.enter_context(_served(session, settings, command, timeout_seconds))
-        elif argument is None:
+        if not callable(script) and argument is None:
             raise ValueError("a command needs the option that takes the number: argument='--size'")
-        else:
 
-            def trial(number: int) -> Report:
-                numbered = [*command, argument, str(number)]
-                return session.start(numbered, settings, timeout_seconds, quiet=True)
+        def started_anew(number: int) -> Report:
+            numbered = [*command, str(argument), str(number)]
+            return session.start(numbered, settings, timeout_seconds, quiet=True)
+
+        served = _served(session, settings, command, timeout_seconds)
+        trial = stack.enter_context(served) if callable(script) else started_anew
 
         found = bisect(
             lambda index: tried.fits(numbers.number(index), trial),
@@ -217,9 +217,8 @@ class _Tried:
         if report.steps or not report.fits or not self.trains:
             return report.fits
         if not any(one.steps for one in self.reports.values()):
-            why = f"the run with {number} ended without an optimizer step"
-            instead = "if the script does not train, run it to its end (--whole, or steps=None)"
-            raise RunFailedError(f"{why}; {instead}")
+            why = "ended without an optimizer step; if the script does not train, run it to its end"
+            raise RunFailedError(f"the run with {number} {why} (--whole, or steps=None)")
         self.idle = number
         return False
 
