@@ -50,7 +50,7 @@ LLAMA = {
 }
 
 
-def base_model(layers: int) -> torch.nn.Module:
+def base_model(layers: int) -> Any:
     """Return Llama 3.2 3B in bf16 as `from_pretrained` leaves it on the GPU."""
     config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": layers})
     # transformers takes one block for all weights first, then puts them into it.
@@ -68,7 +68,7 @@ def base_model(layers: int) -> torch.nn.Module:
     return model.eval()
 
 
-def adapted(model: torch.nn.Module, settings: dict[str, Any]) -> torch.nn.Module:
+def adapted(model: Any, settings: dict[str, Any]) -> Any:
     """Return the model with the adapter of a row."""
     if settings["adapter"] is None:
         return model
@@ -81,7 +81,7 @@ def adapted(model: torch.nn.Module, settings: dict[str, Any]) -> torch.nn.Module
     return peft.get_peft_model(model, config, autocast_adapter_dtype=to_float)
 
 
-def first_weights(layer: torch.nn.Module, r: int, **options: Any) -> torch.Tensor:
+def first_weights(layer: Any, r: int, **options: Any) -> torch.Tensor:
     """Return SHiRA's mask, made on the CPU: a phantom does not know large float tensors."""
     del options
     mask = torch.zeros(layer.weight.shape, dtype=layer.weight.dtype)
@@ -107,7 +107,7 @@ def leave_frod_out() -> None:
     frod.layer.FrodLayer._calculate_frod_u_and_lambda = factors
 
 
-def optimizer_of(model: torch.nn.Module, train: dict[str, Any]) -> torch.optim.Optimizer:
+def optimizer_of(model: Any, train: dict[str, Any]) -> Any:
     """Return the optimizer of a row."""
     options = train.get("optimizer_kwargs", {"lr": 1e-4, "weight_decay": 0.1})
     if train.get("optimizer_type") == "lora-fa":
@@ -134,7 +134,7 @@ def tokens(rows: int, length: int, *, left: bool = False) -> dict[str, torch.Ten
 
 
 @torch.inference_mode()
-def loss_of_text(model: torch.nn.Module) -> None:
+def loss_of_text(model: Any) -> None:
     """Take the loss of each token of one batch, as the evaluation does before training."""
     batch = {"input_ids": torch.full((BATCH, TEXT), 7).to("cuda")}
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -146,7 +146,7 @@ def loss_of_text(model: torch.nn.Module) -> None:
 class Training:
     """The steps of a row, and the bytes after them."""
 
-    def __init__(self, model: torch.nn.Module, settings: dict[str, Any], before: int) -> None:
+    def __init__(self, model: Any, settings: dict[str, Any], before: int) -> None:
         self.model, self.before = model, before
         self.optimizer = optimizer_of(model, settings["train"])
         of = transformers.get_cosine_schedule_with_warmup

@@ -17,10 +17,19 @@ from types import FrameType
 from typing import Any
 
 Event = dict[str, Any]
+_Points = dict[int, tuple[Counter[str], Counter[str]]]
+"""Of a step: bytes of categories, and of places, by time."""
 _SKIPPED = ("/torch/", "torchinductor", "<frozen", "<string>", "importlib", "/phantomgpu/")
-_LOSSES = ("cross_entropy", "nll_loss", "lossfunction", "_loss", "loss_fn", "compute_loss")
+_LOSSES = ("cross_entropy", "lossfunction", "_loss", "loss_fn")
 _OWNED = ("parameters", "gradients", "optimizer", "buffers", "workspaces")
-_SAVES = re.compile(r"save(_pretrained|_model|_checkpoint|_state|_adapter)?|(?!.*load).*state_dict")
+_SAVES = r"save(_pretrained|_model|_checkpoint|_state|_adapter)?|(?!.*load).*state_dict"
+_PHASES = {
+    "generation": re.compile(":generate$", re.MULTILINE),
+    "save": re.compile(f":({_SAVES})$", re.MULTILINE),
+    "clipping": re.compile("clip_grad.py:"),
+    "recomputation": re.compile("checkpoint.py:.*recompute"),
+}
+"""Phases by a file and function that is active, in this order."""
 _EVALUATES = {"evaluate", "evaluation_loop", "prediction_step", "validation_step", "test_step"}
 """Names of functions; most evaluations are known by the mode of gradients instead."""
 _LARGE = 1 << 20
@@ -44,6 +53,10 @@ class History:
     """When the last backward pass before an optimizer's step ended, by when the step began."""
 
 
+_OURS = "phantomgpu/values.py", "torch/_dynamo/eval_frame.py"
+"""Files of frames between an operation and torch's own kernel."""
+
+
 def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
     """Return what the report says of memory as plain values, from the traces of all devices."""
     import torch
@@ -52,7 +65,7 @@ def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
     trace = traces[device] if traces else []
     for event in trace:  # kernels that are computed run in Python; those of backward have no frames
         frames = event.get("frames", ())  # segments that `empty_cache` frees have none
-        event["frames"] = [f for f in frames if "phantomgpu/values.py" not in f["filename"]]
+        event["frames"] = [f for f in frames if not f["filename"].endswith(_OURS)]
     seen.backward = backward_ends(seen, trace)
     allocated, at, reserved = peak(trace)
     ends, now = lives(trace), time.time_ns() // 1000
@@ -185,7 +198,7 @@ def timeline(
     sizes, main = Counter(steps), steps[at]
     shown = {main, *list(sizes)[:: -(-len(sizes) // MOST_STEPS)]}
     widths = {step: 1 + sizes[step] // (most if step == main else -(-most // 8)) for step in shown}
-    points: dict[int, dict[int, tuple[Counter[str], Counter[str]]]] = defaultdict(dict)
+    points: dict[int, _Points] = defaultdict(dict)
     marks: dict[int, dict[str, int]] = defaultdict(dict)
     ends = lives(trace)
     freed = {end: index for index, end in ends.items()}
@@ -211,12 +224,7 @@ def timeline(
     return {**made.pop(main), "others": list(made.values())}
 
 
-def _drawn(
-    step: int,
-    width: int,
-    points: dict[int, tuple[Counter[str], Counter[str]]],
-    marks: dict[str, int],
-) -> dict[str, Any]:
+def _drawn(step: int, width: int, points: _Points, marks: dict[str, int]) -> dict[str, Any]:
     """Return a step as plain values: categories from below, and what is largest at some time."""
     categories, places = (list(both) for both in zip(*points.values(), strict=True))
     names = sorted(categories[-1], key=lambda one: min(counts[one] for counts in categories))[::-1]
@@ -225,16 +233,13 @@ def _drawn(
         most |= counts
     largest = [name for name, _ in most.most_common(MOST_PLACES)]
     texts = {"peak": "peak", "backward": "backward", "optimizer": "optimizer step"}
+    shown = [(marks[name], text) for name, text in texts.items() if name in marks]
     return {
         "step": step,
         "times": [point * width for point in points],
         "categories": [{"name": one, "bytes": [n[one] for n in categories]} for one in names],
         "places": [{"name": one, "bytes": [n[one] for n in places]} for one in largest],
-        "marks": [
-            {"at": marks[name] // width, "text": text}
-            for name, text in texts.items()
-            if name in marks
-        ],
+        "marks": [{"at": at // width, "text": text} for at, text in shown],
     }
 
 
@@ -312,19 +317,15 @@ def category(seen: History, event: Event, logits: set[int]) -> str:
     phase, _ = phase_of(seen, event)
     if is_loss(event) or event["size"] in logits:
         return "logits"
-    return {
-        "optimizer": "scratch of the optimizer",
-        "clipping": "scratch of the optimizer",
-        "the part after backward": "scratch of the optimizer",
-        "backward": "scratch of the backward",
-    }.get(phase, "activations")
+    if phase in ("optimizer", "clipping", "the part after backward"):
+        return "scratch of the optimizer"
+    return "scratch of the backward" if phase == "backward" else "activations"
 
 
 def is_loss(event: Event) -> bool:
     """Return whether a block was allocated inside a loss function."""
-    return any(
-        any(part in frame["name"].lower() for part in _LOSSES) for frame in event["frames"][:12]
-    )
+    names = "\n".join(frame["name"].lower() for frame in event["frames"][:12])
+    return any(part in names for part in _LOSSES)
 
 
 def phase_of(seen: History, event: Event) -> tuple[str, int]:
@@ -334,20 +335,17 @@ def phase_of(seen: History, event: Event) -> tuple[str, int]:
     if what != "step":
         return what, step
     frames = event["frames"]
-    names = {f["name"] for f in frames}
-    if "generate" in names:
-        return "generation", step
-    if any(map(_SAVES.fullmatch, names)):
-        return "save", step
-    if any(f["filename"].endswith("clip_grad.py") for f in frames):
-        return "clipping", step
-    if any(f["filename"].endswith("checkpoint.py") and "recompute" in f["name"] for f in frames):
-        return "recomputation", step
+    active = "\n".join(f"{f['filename']}:{f['name']}" for f in frames)
+    for phase, pattern in _PHASES.items():
+        if pattern.search(active):
+            return phase, step
     if not frames or any("autograd/graph.py" in f["filename"] for f in frames[:30]):
         return "backward", step
     at = bisect(seen.modes, event["time_us"], key=itemgetter(0))
-    if names & _EVALUATES or (at and seen.modes[at - 1][1]):
-        return "evaluation" if names & _EVALUATES else seen.modes[at - 1][1], step
+    if not _EVALUATES.isdisjoint(f["name"] for f in frames):
+        return "evaluation", step
+    if at and seen.modes[at - 1][1]:
+        return seen.modes[at - 1][1], step
     if event["time_us"] > seen.backward.get(when, 1 << 62):
         return "the part after backward", step
     return "forward", step
@@ -370,14 +368,9 @@ def backward_ends(seen: History, trace: list[Event]) -> dict[int, int]:
 
 def place(seen: History, event: Event) -> str:
     """Return the module that a block was allocated in, or else the line of code."""
-    if seen.spans:
-        name = ""
-        for began, module in seen.spans:
-            if began > event["time_us"]:
-                break
-            name = module
-        if name:
-            return name
+    at = bisect(seen.spans, event["time_us"], key=itemgetter(0))
+    if at and seen.spans[at - 1][1]:
+        return seen.spans[at - 1][1]
     for frame in event["frames"]:
         if not any(part in frame["filename"] for part in _SKIPPED):
             return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from phantomgpu import bound, standins
+from phantomgpu import bound, longest, names, standins
 from phantomgpu.analysis import History, addresses, analyse, is_distributed, line_of
 from phantomgpu.errors import PhantomError, SetupNeededError
 from phantomgpu.kernels import set_hook
@@ -97,17 +97,15 @@ class _TorchFinder(MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         del target
-        if name in THEN and name not in sys.modules:
-            spec = importlib.machinery.PathFinder.find_spec(name, path)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _After(spec.loader, THEN[name])
-            return spec
-        if name != "torch" or name in sys.modules:
+        if name in sys.modules or name not in ("torch", *THEN):
             return None
-        with _reported(self.settings):
-            spec = _find_cuda_torch()
+        if name == "torch":
+            with _reported(self.settings):
+                spec = _find_cuda_torch()
+        else:
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:  # `importlib.util.find_spec` may ask, too
-            spec.loader = _Then(spec.loader, self.settings)
+            spec.loader = _Loader(spec.loader, self.settings, THEN.get(name))
         return spec
 
 
@@ -143,20 +141,6 @@ def _versions(folder: Path) -> tuple[str, str]:
     return found["__version__"].partition("+")[0], found.get("cuda", "")
 
 
-class _After(Loader):
-    """Runs a module as its own loader does, and something behind it."""
-
-    def __init__(self, loader: Loader, then: Callable[[ModuleType], None]) -> None:
-        self.loader, self.then = loader, then
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        self.then(module)
-
-
 def _hide_values(dynamo: ModuleType) -> None:
     del dynamo
     if "phantomgpu.values" in sys.modules:
@@ -167,23 +151,30 @@ THEN = {"triton.knobs": set_hook, "torch._dynamo": _hide_values}
 """What follows the import of a module."""
 
 
-class _Then(Loader):
-    """Runs a module as its own loader does, and starts the run behind it."""
+class _Loader(Loader):
+    """Runs a module as its own loader does, and something behind it: for torch, the run."""
 
-    def __init__(self, loader: Loader, settings: Settings) -> None:
-        self.loader, self.settings = loader, settings
+    def __init__(
+        self, loader: Loader, settings: Settings, then: Callable[[ModuleType], None] | None
+    ) -> None:
+        self.loader, self.settings, self.then = loader, settings, then or self.start
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        assert module.__file__
-        with _reported(self.settings):
-            folder = standins.build(Path(module.__file__).parent)
-            library = standins.load(folder)
-        os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
+        if module.__name__ == "torch":
+            assert module.__file__
+            with _reported(self.settings):
+                folder = standins.build(Path(module.__file__).parent)
+                self.library = standins.load(folder)
+            os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
         self.loader.exec_module(module)
-        Run(self.settings, library).start()
+        self.then(module)
+
+    def start(self, torch: ModuleType) -> None:
+        del torch
+        Run(self.settings, self.library).start()
 
 
 @contextlib.contextmanager
@@ -225,12 +216,8 @@ class Run:
         optimizer.register_optimizer_step_pre_hook(self.before_step)
         optimizer.register_optimizer_step_post_hook(self.after_step)
         if self.settings.modules:
-            from phantomgpu import names
-
             names.follow(self.seen.spans)
         if self.settings.longest:
-            from phantomgpu import longest
-
             longest.start()
         self.join()
         if self.settings.seconds is not None:
@@ -266,32 +253,26 @@ class Run:
                 ranks.follow(bytes_of)
         self.seen.phases.append((_now(), "step", 1))
 
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Any, *_: Any) -> None:
         """Note the gradients, which may be gone after the step."""
-        del args, kwargs
         if not self.settings.details:
             return
         grads = (p.grad for group in optimizer.param_groups for p in group["params"])
         self.seen.owners.append((_now(), "gradients", addresses(grads)))
         self.seen.phases.append((_now(), "optimizer", self.steps.get(id(optimizer), 0) + 1))
 
-    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def after_step(self, optimizer: Any, *_: Any) -> None:
         """Count the step; the last one ends the run."""
-        del args, kwargs
         done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         self.seen.phases.append((_now(), "step", done + 1))
-        if self.work and list(self.steps.values()).count(done) == 1 == (
-            done == max(self.steps.values())
-        ):  # of several optimizers, the first to end a step
+        first, *others = sorted(self.steps.values(), reverse=True)
+        if self.work and done == first and first not in others:  # the first optimizer to end a step
             self.work.end()
         if is_distributed():
             time.sleep(WATCHDOG_SECONDS)
         most = self.settings.steps
-        if (
-            most is not None
-            and done >= most
-            and threading.current_thread() is threading.main_thread()
-        ):
+        is_main = threading.current_thread() is threading.main_thread()
+        if most is not None and done >= most and is_main:
             self.stopped = line_of(sys._getframe())[0]
             self.finish("fits", 0)
 
@@ -353,7 +334,6 @@ class Run:
             with Path(self.settings.folder, f"{self.process}.pickle").open("wb") as file:
                 pickle.dump(snapshot, file)
         values = sys.modules.get("phantomgpu.values")
-        longest = sys.modules.get("phantomgpu.longest")
         ranks = sys.modules.get("phantomgpu.ranks")
         host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
         return {
@@ -366,7 +346,7 @@ class Run:
             "stopped": self.stopped,
             "unknown": [line for line, _ in values.UNKNOWN.most_common()] if values else [],
             "decides": [line for line, _ in values.DECIDES.most_common()] if values else [],
-            "longest": longest.NOTES if longest else [],
+            "longest": longest.NOTES if self.settings.longest else [],
             "compiled": "torch._inductor.compile_fx" in sys.modules,
             "cudnn": torch.backends.cudnn.enabled,
             "distributed": is_distributed(),

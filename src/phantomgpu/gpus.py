@@ -67,7 +67,7 @@ def _read(line: str) -> GPU:
 
 
 _LINES = Path(__file__).with_name("gpus.txt").read_text(encoding="utf-8").splitlines()
-GPUS = {gpu.key: gpu for gpu in map(_read, (one for one in _LINES if one[0] != "#"))}
+GPUS = {gpu.key: gpu for gpu in map(_read, (one for one in _LINES if one[0] not in "#="))}
 _NAMES = {key.replace("-", ""): key for key in GPUS}
 _NAMES |= {"a10080": "a100", "h10080": "h100", "rtxa6000": "a6000", "v10032": "v100"}
 _NAMES |= {"p10016": "p100", "rtx4060ti16": "rtx4060ti", "rtx5060ti16": "rtx5060ti"}
@@ -80,22 +80,10 @@ _REFUSED = {
 }
 """Patterns of names, and why these are refused."""
 UNMEASURED_CONTEXT = 0.5
-# Threads and blocks of a multiprocessor, KiB of shared memory per block (with opt-in) and per
-# multiprocessor: "Compute Capabilities" in NVIDIA's CUDA programming guide.
 _LIMITS = {
-    (6, 0): (2048, 32, 48, 64),
-    (7, 0): (2048, 32, 96, 96),
-    (7, 5): (1024, 16, 64, 64),
-    (8, 0): (2048, 32, 163, 164),
-    (8, 6): (1536, 16, 99, 100),
-    (8, 9): (1536, 24, 99, 100),
-    (9, 0): (2048, 32, 227, 228),
-    (10, 0): (2048, 32, 227, 228),
-    (10, 3): (2048, 32, 227, 228),
-    (12, 0): (1536, 24, 99, 100),
+    one[:2]: one[2:]
+    for one in (tuple(map(int, re.findall(r"\d+", line))) for line in _LINES if line[0] == "=")
 }
-_CODE = {(6, 0): 75, (7, 0): 75, (8, 9): 86, (10, 3): 100}
-"""Capabilities that run code which torch compiles for another."""
 OLDEST = (7, 5)
 """The oldest capability that torch for CUDA 13 has code for."""
 
@@ -141,9 +129,8 @@ def context_bytes(gpu: GPU) -> int:
 
 def driver_facts(gpu: GPU, *, memory: int, context: int, devices: int) -> str:
     """Return the facts as the stand-ins read them from the environment (native/device.h)."""
-    threads, blocks, optin, shared = _LIMITS[gpu.capability]
+    threads, blocks, optin, shared, code = _LIMITS[gpu.capability]
     major, minor = gpu.capability
-    code = _CODE.get(gpu.capability, 10 * major + minor)
     numbers = (memory, context, devices, major, minor, code, gpu.processors, threads, blocks)
     sizes = (optin << 10, shared << 10, gpu.cache << 20)
     return " ".join(map(str, (*numbers, *sizes, gpu.name)))

@@ -214,7 +214,7 @@ def compile_all(libraries: dict[str, Library], folder: Path) -> None:
             ours = re.findall(rf"#ifdef LIBRARY_{prefix}\n(.*?)#endif", text, re.DOTALL)
             text = "\n".join(ours)
         rest = (library.functions | library.others) - set(DEFINED.findall(text))
-        lines = ['#include "device.h"']
+        lines = ['#include "device.h"', "#include <stdio.h>", "#include <string.h>"]
         lines += [_default(name, stem, called=name in library.functions) for name in sorted(rest)]
         generated = folder / f"{stem}.c"
         generated.write_text("\n".join(lines))
@@ -272,8 +272,8 @@ def answers() -> dict[str, str]:
     code: dict[str, str] = defaultdict(str)
     for line in _lines("answers.txt"):
         name, at, kind, value = line.split(None, 3)
-        to = "return" if at == "return" else f"if (a{at}) *({kind} *)a{at} ="
-        code[name] += f"{to} {value}; "
+        to = {"return": "return ", "do": ""}.get(at, f"if (a{at}) *({kind} *)a{at} = ")
+        code[name] += f"{to}{value}; "
     return dict(code)
 
 

@@ -247,7 +247,7 @@ class Kernel:
         both = isinstance(first, Share)
         with suppress(*_REFUSED):
             drawn = {id(one): self.bytes.sample(one, out.shape, both=both) for one in read}
-            result = leaves(self.called(self.moved(args, drawn), self.moved(kwargs, drawn)))[0]
+            result = leaves(self.called(*self.here(args, kwargs, drawn)))[0]
             parts = result.bool().float().expand(2 if both else FEW)
             part = parts[0].lerp(parts[1], first) if isinstance(first, Share) else parts.mean()
             return Share(part)
@@ -272,8 +272,7 @@ class Kernel:
             ).clone()
             for one in targets
         }
-        here = self.moved(args, copies), self.moved(kwargs, copies)
-        return (*here, [copies[id(one)] for one in targets], known)
+        return (*self.here(args, kwargs, copies), [copies[id(one)] for one in targets], known)
 
     def is_finite_check(self, args: tuple[Any, ...]) -> bool:
         """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
@@ -282,17 +281,13 @@ class Kernel:
             return bool(is_inf or args[1] is args[0])
         return bool(self.base == "isnan")
 
-    def moved(self, value: Any, copies: dict[int, torch.Tensor]) -> Any:
-        """Return arguments with tensors on the CPU."""
-        if isinstance(value, torch.Tensor):
-            return copies[id(value)] if id(value) in copies else self.bytes.read(value)
-        if isinstance(value, dict):
-            return {key: self.moved(one, copies) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)([self.moved(one, copies) for one in value])
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        return None if isinstance(value, torch.Generator) else value
+    def here(self, args: Any, kwargs: Any, copies: dict[int, torch.Tensor]) -> Any:
+        """Return arguments with tensors on the CPU: these copies, or what is read."""
+
+        def moved(one: torch.Tensor) -> torch.Tensor:
+            return copies[id(one)] if id(one) in copies else self.bytes.read(one)
+
+        return mapped((args, kwargs), moved)
 
     def computed(
         self, here: Any, targets: list[torch.Tensor], fresh: list[torch.Tensor], most: int
@@ -334,7 +329,7 @@ class Kernel:
             remember(decides=True)
         self.boxed(keys, *args, **kwargs)  # for what it allocates
         device = next(one for one in tensors if one.is_cuda).device
-        result = _map(self.operation(*here, **there), device)
+        result = mapped(self.operation(*here, **there), lambda one: one.to(device))
         for one in leaves(result):
             self.bytes.note(one, _KNOWN if known else _DERIVED)
         return result
@@ -382,23 +377,24 @@ def _among(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
     return any(tensor is one for one in tensors)
 
 
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return arguments or results with each tensor changed, and other devices than the CPU, too."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(one, change) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(one, change) for one in value])
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return None if isinstance(value, torch.Generator) else value
+
+
 def leaves(value: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments or results."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [tensor for one in value for tensor in leaves(one)]
-
-
-def _map(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, list | tuple):
-        return type(value)([_map(one, device) for one in value])
-    return value
+    found: list[torch.Tensor] = []
+    mapped(value, found.append)
+    return found
 
 
 def _mode_of(frame: FrameType | None, before: str) -> str:
@@ -423,16 +419,16 @@ def remember(*, decides: bool) -> None:
         counter[f"{line} ({inner})" if inner else line] += 1
 
 
-def host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor over the bytes of one on the device."""
+def host(tensor: torch.Tensor, *, flat: bool = False) -> torch.Tensor:
+    """Return a CPU tensor over the bytes of one on the device; flat: with what is in between."""
     if tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     strides = tensor.stride()
     count = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
     size = count * tensor.element_size()
     buffer = (ctypes.c_char * size).from_address(tensor.data_ptr())
-    flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=count)
-    return flat.as_strided(tensor.shape, strides)
+    whole = torch.frombuffer(buffer, dtype=tensor.dtype, count=count)
+    return whole if flat else whole.as_strided(tensor.shape, strides)
 
 
 class Bytes:
@@ -548,10 +544,8 @@ class Bytes:
             return
         if to.is_contiguous():
             values = result.to(to.dtype).contiguous()
-        else:  # with what lies between the elements
-            view = host(to)
-            count = 1 + sum((n - 1) * s for n, s in zip(to.shape, to.stride(), strict=True))
-            values = view.as_strided((count,), (1,)).clone()
+        else:
+            values = host(to, flat=True).clone()
             values.as_strided(to.shape, to.stride()).copy_(result)
         self.copy(to.data_ptr(), values.data_ptr(), values.numel() * values.element_size())
         self.note(to, _KNOWN if known else _DERIVED)

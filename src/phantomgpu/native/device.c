@@ -89,6 +89,17 @@ int phantom_attribute(int attribute) {
   }
 }
 
+const char *phantom_error(int error) {
+  switch (error) {
+    case OK: return "no error";
+    case INVALID_VALUE: return "invalid argument";
+    case OUT_OF_MEMORY: return "out of memory";
+    case NO_DEVICE: return "no CUDA-capable device is detected";
+    case INVALID_DEVICE: return "invalid device ordinal";
+    default: return "phantomgpu does not have this function of CUDA";
+  }
+}
+
 void *phantom_handle(void) {
   static size_t last = 1 << 20;
   return (void *)__atomic_add_fetch(&last, 64, __ATOMIC_RELAXED);

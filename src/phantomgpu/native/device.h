@@ -37,6 +37,7 @@ extern size_t phantom_assumed;      /* whose workspaces are not known: 1 Xgeev, 
 
 /* An attribute, numbered as in CUdevice_attribute and cudaDeviceAttr; 0 if unknown. */
 int phantom_attribute(int attribute);
+const char *phantom_error(int error);
 
 /* Physical memory: whether it is there, and its return. */
 int phantom_take(int device, size_t bytes);

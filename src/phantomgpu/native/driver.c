@@ -30,22 +30,7 @@ int cuMemAddressReserve(address *first, size_t bytes, size_t alignment, address 
   return *first ? OK : OUT_OF_MEMORY;
 }
 
-int cuMemUnmap(address first, size_t bytes) {
-  phantom_set((void *)first, 0, 1, bytes);
-  return OK;
-}
-
 /* Devices and contexts: what is not here gives an answer only (answers.txt). */
-int cuDeviceGetName(char *name, int length, int device) {
-  snprintf(name, length, "%s", facts.name);
-  return OK;
-}
-
-int cuDeviceGetUuid_v2(char *uuid, int device) {
-  memset(uuid, device + 1, 16);
-  return OK;
-}
-
 int cuCtxSetCurrent(void *context) {
   if (context) current_device = (int)(size_t)context - 1;
   return OK;
@@ -72,14 +57,6 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int
   if (shared && *blocks > facts.shared_per_processor / (long)shared)
     *blocks = facts.shared_per_processor / (long)shared;
   if (*blocks > facts.blocks) *blocks = facts.blocks;
-  return OK;
-}
-
-int cuGetErrorString(int error, const char **text) {
-  *text = error == OUT_OF_MEMORY ? "out of memory"
-          : error == NO_DEVICE   ? "no CUDA-capable device is detected"
-          : error                ? "phantomgpu does not have this function of the driver"
-                                 : "no error";
   return OK;
 }
 

@@ -27,17 +27,6 @@ int cudaGetLastError(void) {
 
 int cudaPeekAtLastError(void) { return last_error; }
 
-const char *cudaGetErrorString(int error) {
-  switch (error) {
-    case OK: return "no error";
-    case OUT_OF_MEMORY: return "out of memory";
-    case NO_DEVICE: return "no CUDA-capable device is detected";
-    case INVALID_DEVICE: return "invalid device ordinal";
-    case NOT_SUPPORTED: return "phantomgpu does not have this function of CUDA";
-    default: return "invalid argument";
-  }
-}
-
 /* Devices */
 
 int cudaGetDeviceCount(int *count) {
@@ -73,11 +62,6 @@ int cudaGetDeviceProperties_v2(char *to, int device) {
 }
 
 int cudaGetDeviceProperties(char *to, int device) { return cudaGetDeviceProperties_v2(to, device); }
-
-int cudaDeviceGetPCIBusId(char *text, int length, int device) {
-  snprintf(text, length, "00000000:%02X:00.0", device + 1);
-  return OK;
-}
 
 /* Memory of devices */
 
@@ -178,20 +162,10 @@ int cudaPointerGetAttributes(struct pointer_facts *to, const void *pointer) {
 
 /* Copies */
 
-int cudaMemcpyPeer(void *to, int device, const void *from, int other, size_t bytes) {
-  phantom_copy(to, from, bytes);
-  return OK;
-}
-
 int cudaMemcpy2D(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width,
                  size_t height, int kind) {
   for (size_t row = 0; row < height; row++)
     phantom_copy(to + row * to_pitch, from + row * from_pitch, width);
-  return OK;
-}
-
-int cudaMemset(void *to, int value, size_t bytes) {
-  phantom_set(to, value, 1, bytes);
   return OK;
 }
 
