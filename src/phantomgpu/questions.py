@@ -117,7 +117,7 @@ def why(report: dict[str, Any]) -> list[Advice]:
     Raises:
         PhantomError: It is no report with the bytes of a peak.
     """
-    has = report.get("categories")
+    has = report.get("categories") if isinstance(report, dict) else None
     if not has:
         raise PhantomError("the report has no bytes at a peak; write it by phantomgpu run --json")
     advice = list(_tried(report))
