@@ -156,6 +156,7 @@ def measure(row: Row) -> dict[str, float]:
 def _run(script: str, folder: Path, ranks: int) -> str:
     """Return what a script printed and logged that ran in a folder."""
     (folder / "train_gpt.py").write_text(script, "utf-8")
+    (folder / "logs").mkdir()  # not every script makes it
     write_tokens(folder / "data/fineweb10B")
     tool = folder / "bin/nvidia-smi"
     tool.parent.mkdir()

@@ -13,8 +13,10 @@ from published.rows import GIB, Family
 
 PAGE = Path(__file__).parents[2] / "docs" / "background" / "published.md"
 PICTURE = PAGE.with_suffix(".svg")
+README = PAGE.parents[2] / "README.md"
 START, END = "<!-- results -->", "<!-- end of results -->"
-"""The page is written by hand but for what is between these."""
+"""The page and the README are written by hand but for what is between these."""
+EXTREMES = 3
 
 
 class Figure(NamedTuple):
@@ -113,6 +115,27 @@ def filled(page: str, text: str) -> str:
     return before + text + after
 
 
+def extremes(given: Iterable[tuple[Family, Mapping[str, Result]]]) -> str:
+    """Return the part of the README: how many figures agree, and the best and worst of them."""
+    every = [
+        one
+        for family, results in given
+        for one in figures(family, results)
+        if one.ours is not None and not one.fitted
+    ]
+    every.sort(key=lambda one: abs(one.percent))
+    near = sum(abs(one.percent) <= 1 for one in every)
+    lines = [
+        f"{near} of {len(every)} published figures agree within 1 percent; the best and worst:",
+        "",
+    ]
+    lines += ["| run | what | published GiB | ours | difference |", "|---|---|---|---|---|"]
+    for one in every[:EXTREMES] + every[-EXTREMES:]:
+        sizes = f"{one.published / GIB:.3f} | {(one.ours or 0) / GIB:.3f}"
+        lines.append(f"| {cell(one.name)} | {one.what} | {sizes} | {one.percent:+.2f} % |")
+    return "\n".join([START, *lines, END])
+
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's: told apart by colour-blind readers, legible on white and on dark."""
 STYLE = """
@@ -186,6 +209,7 @@ def _axes(ends: tuple[float, float], height: Callable[[float], float]) -> Iterat
 
 
 def write(given: Sequence[tuple[Family, Mapping[str, Result]]]) -> None:
-    """Write the tables into the page, and the picture beside it."""
-    PAGE.write_text(filled(PAGE.read_text("utf-8"), tables(given)), "utf-8")
+    """Write the tables into the page, the picture beside it, and the README's part."""
+    for file, text in ((PAGE, tables(given)), (README, extremes(given))):
+        file.write_text(filled(file.read_text("utf-8"), text), "utf-8")
     PICTURE.write_text(picture(given), "utf-8")

@@ -254,7 +254,7 @@ def _default(name: str, stem: str, *, called: bool) -> str:
     elif batched := re.fullmatch(r"cublas[SDCZ](geqrf|gels|getrs)Batched", name):
         code = f"*(int *)a{6 if batched[1] == 'geqrf' else 9} = 0;"  # a status on the host
     else:
-        refused = not called or "bufferSize" in name or stem == "libcudnn"
+        refused = not called or re.search("bufferSize|SpGEMM", name) or stem == "libcudnn"
         accepted = does == "+" or name.startswith(("cudnnDestroy", "__cuda")) or not refused
         code = f"return {0 if accepted else UNSUPPORTED.get(stem, 801)};"
     return f"long {name}({_GIVEN}) {{ {code} return 0; }}"

@@ -121,6 +121,9 @@ def test_the_table_and_its_summary(tmp_path: Path) -> None:
         "| five | reserved | 2.000 | - | - | not run |",
     ):
         assert line in text.splitlines()
+    assert "1 of 3 published figures agree" in page.extremes(
+        [(some, results.current(some, tmp_path))]
+    )
     assert page.filled(f"a\n{page.START}\nold\n{page.END}\nb", text) == f"a\n{text}\nb"
 
 
@@ -175,4 +178,5 @@ def test_the_page_is_of_the_results() -> None:
     """After a change: `python bench/published_memory.py --page`."""
     given = [(one, results.current(one)) for one in FAMILIES]
     assert page.tables(given) in page.PAGE.read_text("utf-8")
+    assert page.extremes(given) in page.README.read_text("utf-8")
     assert page.picture(given) == page.PICTURE.read_text("utf-8")

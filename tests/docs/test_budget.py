@@ -23,7 +23,7 @@ LONGER = ("reference/", "background/measurements.md", "background/published.md")
 RESULTS = re.compile(r"<!-- results -->.*<!-- end of results -->", re.DOTALL)
 """What a benchmark writes is not counted."""
 FIRST_WORDS = 1_200
-README_WORDS = 500
+README_WORDS = 600
 SENTENCE_WORDS = 15
 
 CODE = re.compile(r"^(?P<fence>```+|:::+).*?^(?P=fence)$", re.DOTALL | re.MULTILINE)

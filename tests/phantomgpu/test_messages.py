@@ -82,6 +82,7 @@ def test_the_stand_ins_have_a_name_for_every_function() -> None:
         ("cusolverDnSgeqrf_bufferSize", "libcusolver", True, "*(int *)a5 = size;"),
         ("cusolverDnXsyevd_bufferSize", "libcusolver", True, "*(size_t *)a12 = 0;"),
         ("cusolverDnSgels_bufferSize", "libcusolver", True, "return 9"),
+        ("cusparseSpGEMM_compute", "libcusparse", True, "return 10"),
         ("cusparseGetErrorString", "libcusparse", True, "not supported"),
     ],
 )
