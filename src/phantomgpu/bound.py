@@ -74,9 +74,8 @@ class Work:
         if flops or is_large:
             import torch
 
-            sizes = (
-                moved(kernel, kernel.targets(args, kwargs), tensors, outs) if is_large else (0, 0)
-            )
+            targets = kernel.targets(args, kwargs)
+            sizes = moved(kernel, targets, tensors, outs) if is_large else (0, 0)
             stream = torch.cuda.current_stream().cuda_stream
             unit = unit_of(kernel.base, tensors[0].dtype) if flops else ""
             self.calls[stream, kernel.class_, unit, flops, *sizes] += 1

@@ -1,4 +1,4 @@
-"""The command `phantomgpu`."""
+"""Run any CUDA script without a GPU and see what memory it takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 from itertools import product
 from json import dumps, loads
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,29 +19,28 @@ from phantomgpu.gpus import GIB, GPUS, UNMEASURED_CONTEXT, find_gpu, parse_memor
 from phantomgpu.report import Report
 from phantomgpu.searching import TRIAL_SECONDS
 
-OptimizerName: TypeAlias = Literal["adamw", "sgd", "adafactor", "adamw8bit"]
-WeightsType: TypeAlias = Literal["fp32", "bf16"]
-CacheType: TypeAlias = Literal["static", "dynamic"]
-
 app = typer.Typer(
-    help="Run any CUDA script without a GPU and see what memory it takes.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-Command = Annotated[
-    list[str],
-    typer.Argument(help="A Python file, or a command after --: python train.py --batch-size 16"),
-]
+Command = Annotated[list[str], typer.Argument(help="A Python file, or a command after --.")]
 OPEN = {"ignore_unknown_options": True}
 """Options that are not ours are of the script: `phantomgpu run --gpu h100 train.py --lr 1`."""
-Kind = Annotated[str, typer.Option("--gpu", help="Kind of GPU; `phantomgpu gpus` lists them.")]
-Memory = Annotated[str | None, typer.Option(help="Another size than that kind's, such as 40GiB.")]
-Ranks = Annotated[int, typer.Option(min=1, help="Run one rank of so many.")]
-Steps = Annotated[int, typer.Option(min=1, help="End after so many optimizer steps.")]
-AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Whole = Annotated[bool, typer.Option("--whole", help="Run the script to its end, or to --timeout.")]
-Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds that the script may take.")]
+option = typer.Option
+Kind = Annotated[str, option("--gpu", help="Kind of GPU; `phantomgpu gpus` lists them.")]
+Memory = Annotated[str | None, option(help="Another size than that kind's, such as 40GiB.")]
+Ranks = Annotated[int, option(min=1, help="Run one rank of so many.")]
+Steps = Annotated[int, option(min=1, help="End after so many optimizer steps.")]
+AsJSON = Annotated[bool, option("--json", help="Print JSON.")]
+Whole = Annotated[bool, option("--whole", help="Run the script to its end, or to --timeout.")]
+Timeout = Annotated[float | None, option(min=1, help="Seconds that the script may take.")]
+Stages = Annotated[bool, option("--every-stage", help="Run a rank of each pipeline stage.")]
+Modules = Annotated[bool, option("--modules", help="Run a second time for the names of modules.")]
+Longest = Annotated[bool, option("--longest", help="Let loaders give their longest samples first.")]
+Argument = Annotated[str, option(help="The option of the command to vary.")]
+Largest = Annotated[int, option(min=1, help="The last number to try.")]
+Multiple = Annotated[int, option(min=1, help="Try only multiples of this.")]
+Weights = Annotated[Literal["fp32", "bf16"] | None, option(help="fp32 is computed in bf16.")]
+NUMBERS = "N[,N...]"
 
 
 def in_a_folder(file: Path | None) -> Path | None:
@@ -51,6 +50,11 @@ def in_a_folder(file: Path | None) -> Path | None:
     return file
 
 
+def file_option(text: str) -> Any:
+    """Return the option of a file that is written."""
+    return option(callback=in_a_folder, help=text)
+
+
 @app.command(context_settings=OPEN)
 def run(
     command: Command,
@@ -58,54 +62,28 @@ def run(
     gpu: Kind,
     memory: Memory = None,
     ranks: Ranks = 1,
-    rank: Annotated[int, typer.Option(min=0, help="Which of them runs.")] = 0,
-    every_stage: Annotated[
-        bool, typer.Option("--every-stage", help="Run a rank of each pipeline stage.")
-    ] = False,
+    rank: Annotated[int, option(min=0, help="Which of them runs.")] = 0,
+    every_stage: Stages = False,
     steps: Steps = 3,
     whole: Whole = False,
     timeout: Timeout = None,
-    devices: Annotated[int | None, typer.Option(help="GPUs that the process sees.")] = None,
-    modules: Annotated[
-        bool, typer.Option("--modules", help="Run a second time for the names of modules.")
-    ] = False,
-    cudnn: Annotated[bool, typer.Option("--cudnn", help="Leave cuDNN on.")] = False,
-    longest: Annotated[
-        bool, typer.Option("--longest", help="Let loaders give their longest samples first.")
-    ] = False,
-    json: Annotated[
-        Path | None,
-        typer.Option(
-            callback=in_a_folder, help="Write the report as JSON, with memory over time; - prints."
-        ),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Hide what the command prints.")] = False,
-    snapshot: Annotated[
-        Path | None,
-        typer.Option(callback=in_a_folder, help="Write torch's snapshot, for its memory viewer."),
-    ] = None,
+    devices: Annotated[int | None, option(help="GPUs that the process sees.")] = None,
+    modules: Modules = False,
+    cudnn: Annotated[bool, option("--cudnn", help="Leave cuDNN on.")] = False,
+    longest: Longest = False,
+    json: Annotated[Path | None, file_option("Write a report with all details; - prints.")] = None,
+    quiet: Annotated[bool, option("--quiet", help="Hide what the command prints.")] = False,
+    snapshot: Annotated[Path | None, file_option("Write torch's memory snapshot.")] = None,
 ) -> None:
     """Run a command and report its memory. Exit code 0: fits; 3: does not fit."""
     from phantomgpu.running import run as run_script
 
     warn(gpu, memory)
     prints = str(json) == "-"
-    report = run_script(
-        command,
-        gpu=gpu,
-        memory=memory,
-        ranks=ranks,
-        rank=rank,
-        every_stage=every_stage,
-        steps=None if whole else steps,
-        timeout_seconds=timeout,
-        devices=devices,
-        modules=modules,
-        cudnn=cudnn,
-        longest=longest,
-        snapshot=snapshot,
-        quiet=quiet or prints,
-    )
+    how: dict[str, Any] = {"gpu": gpu, "memory": memory, "devices": devices, "cudnn": cudnn}
+    how |= {"ranks": ranks, "rank": rank, "every_stage": every_stage, "timeout_seconds": timeout}
+    how |= {"steps": None if whole else steps, "longest": longest, "modules": modules}
+    report = run_script(command, snapshot=snapshot, quiet=quiet or prints, **how)
     typer.echo(report.to_json() if prints else f"\n{report}")  # progress bars leave a line open
     if json is not None and not prints:
         json.write_text(report.to_json())
@@ -117,15 +95,15 @@ def search(
     command: Command,
     *,
     gpu: Kind,
-    argument: Annotated[str, typer.Option(help="The option of the command to vary.")],
+    argument: Argument,
     memory: Memory = None,
     ranks: Ranks = 1,
     steps: Steps = 3,
     whole: Whole = False,
     timeout: Timeout = TRIAL_SECONDS,
-    smallest: Annotated[int, typer.Option(min=1, help="The first number to try.")] = 1,
-    largest: Annotated[int, typer.Option(min=1, help="The last number to try.")] = 1 << 20,
-    multiple: Annotated[int, typer.Option(min=1, help="Try only multiples of this.")] = 1,
+    smallest: Annotated[int, option(min=1, help="The first number to try.")] = 1,
+    largest: Largest = 1 << 20,
+    multiple: Multiple = 1,
 ) -> None:
     """Find the largest number, such as a batch size, that fits. Exit code 3: none does."""
     from phantomgpu.searching import search as search_script
@@ -137,19 +115,10 @@ def search(
         said = "no optimizer step" if report.fits and not (report.steps or whole) else report.status
         typer.echo(f"  {argument} {number}: {said}, reserved {reserved:.2f} GiB", err=True)
 
-    answer = search_script(
-        command,
-        gpu=gpu,
-        argument=argument,
-        memory=memory,
-        ranks=ranks,
-        steps=None if whole else steps,
-        timeout_seconds=TRIAL_SECONDS if timeout is None else timeout,
-        smallest=smallest,
-        largest=largest,
-        multiple=multiple,
-        seen=show,
-    )
+    how: dict[str, Any] = {"gpu": gpu, "memory": memory, "ranks": ranks, "argument": argument}
+    how |= {"smallest": smallest, "largest": largest, "multiple": multiple}
+    how |= {"steps": None if whole else steps, "timeout_seconds": timeout or TRIAL_SECONDS}
+    answer = search_script(command, seen=show, **how)
     typer.echo(f"largest that fits: {answer.largest}")
     typer.echo(f"  {answer.bound}", err=True)
     typer.echo(str(answer.report))
@@ -158,31 +127,19 @@ def search(
 
 @app.command()
 def model(
-    config: Annotated[
-        Path, typer.Argument(help="A config.json of transformers or diffusers, or its folder.")
-    ],
+    config: Annotated[Path, typer.Argument(help="A config.json, or the folder that holds it.")],
     *,
     gpu: Kind,
-    length: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="Tokens of a sequence; by default, the most.")
-    ] = "",
+    length: Annotated[str, option(metavar=NUMBERS, help="Tokens of a sequence, or the most.")] = "",
     memory: Memory = None,
-    ranks: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="Ranks that share the model by FSDP2.")
-    ] = "1",
-    checkpointing: Annotated[
-        bool | None, typer.Option(help="Compute blocks again; by default, a row for each.")
-    ] = None,
-    optimizer: OptimizerName = "adamw",
-    weights: Annotated[
-        WeightsType | None, typer.Option(help="fp32 (computed in bf16) or, to generate, bf16.")
-    ] = None,
-    lora: Annotated[int | None, typer.Option(min=1, help="The rank of LoRA (peft).")] = None,
-    generate: Annotated[
-        int | None, typer.Option(min=1, help="Do not train: write so many tokens.")
-    ] = None,
-    cache: Annotated[CacheType, typer.Option(help="The KV cache of --generate.")] = "static",
-    largest: Annotated[int, typer.Option(min=1, help="The largest micro-batch to try.")] = 1 << 20,
+    ranks: Annotated[str, option(metavar=NUMBERS, help="Ranks that share it by FSDP2.")] = "1",
+    checkpointing: Annotated[bool | None, option(help="Blocks again; by default, both.")] = None,
+    optimizer: Literal["adamw", "sgd", "adafactor", "adamw8bit"] = "adamw",
+    weights: Weights = None,
+    lora: Annotated[int | None, option(min=1, help="The rank of LoRA (peft).")] = None,
+    generate: Annotated[int | None, option(min=1, help="Write so many tokens.")] = None,
+    cache: Annotated[Literal["static", "dynamic"], option(help="Of --generate.")] = "static",
+    largest: Largest = 1 << 20,
     as_json: AsJSON = False,
 ) -> None:
     """Find the largest micro-batch of a model, from its configuration alone."""
@@ -191,36 +148,27 @@ def model(
 
     lengths: list[int | None] = [*numbers_of("length", length)] if length else [None]
     numbers, ways = numbers_of("ranks", ranks), [False, True]
-    ways = ways if checkpointing is None else [checkpointing]
+    ways = [bool(checkpointing)] if generate or checkpointing is not None else ways
     asked = models.Model(config, optimizer, weights or ("bf16" if generate else "fp32"), lora)
-    what = asked.checked(max(filter(None, lengths), default=0) + (generate or 0))
-    what += "" if generate else asked.trained()
-    if generate:
-        if lora or checkpointing or numbers != [1] or lengths == [None]:
-            raise ValueError("--generate needs --length, and no option of training, on one GPU")
-        ways = [False]
+    longest = max(filter(None, lengths), default=0) + (generate or 0)
+    what, read = asked.checked(longest, learns=not generate), asked.read()[2]
+    if generate and (lora or checkpointing or numbers != [1] or lengths == [None]):
+        raise ValueError("--generate needs --length, and no option of training, on one GPU")
     warn(gpu, memory)
     rows: list[dict[str, Any]] = []
+    how: dict[str, Any] = {"gpu": gpu, "memory": memory, "largest": largest}
+    how |= {"steps": None if generate else models.STEPS, "details": bool(generate)}
     for tokens, again, shared in product(lengths, ways, numbers):
-        answer = search_script(
-            models.generate if generate else models.train,
-            gpu=gpu,
-            memory=memory,
-            ranks=shared,
-            steps=None if generate else models.STEPS,
-            largest=largest,
-            details=bool(generate),
-            args=(asked, tokens, *((generate, cache) if generate else (shared, again))),
-        )
+        args = (asked, tokens, *((generate, cache) if generate else (shared, again)))
+        work = models.generate if generate else models.train
+        answer = search_script(work, args=args, ranks=shared, **how)
         size, peak = answer.largest, answer.report.peak_reserved
         row = {"tokens": tokens, "checkpointing": again, "ranks": shared}
         rows.append({**row, "micro_batch": size, "batch": (size or 0) * shared, "peak_bytes": peak})
         if generate and not as_json:
-            said = models.vllm_room(asked.read()[2], answer.report, (tokens or 0) + generate)
-            what += f"\n{said}"
-    typer.echo(
-        dumps({"model": what, "rows": rows}, indent=2) if as_json else f"{what}\n\n{columns(rows)}"
-    )
+            what += "\n" + models.vllm_room(read, answer.report, (tokens or 0) + generate)
+    text = dumps({"model": what, "rows": rows}, indent=2) if as_json else columns(rows)
+    typer.echo(text if as_json else f"{what}\n\n{text}")
 
 
 def columns(rows: list[dict[str, Any]]) -> str:
@@ -233,10 +181,8 @@ def columns(rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(name: str, value: Any) -> str:
-    if value is None:
-        return "none" if name != "tokens" else "most"
-    if isinstance(value, bool):
-        return "on" if value else "off"
+    if value is None or isinstance(value, bool):
+        return "most" if name == "tokens" else {None: "none", True: "on", False: "off"}[value]
     if name.endswith("_bytes"):
         return f"{value / GIB:.2f} GiB"
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -246,11 +192,11 @@ def _cell(name: str, value: Any) -> str:
 def table(
     command: Command,
     *,
-    gpu: Annotated[str, typer.Option(metavar="KIND[,KIND...]", help="Kinds of GPU.")],
-    argument: Annotated[str, typer.Option(help="The option of the command to vary.")],
-    ranks: Annotated[str, typer.Option(metavar="N[,N...]", help="Numbers of ranks.")] = "1",
-    largest: Annotated[int, typer.Option(min=1, help="The last number to try.")] = 1 << 20,
-    multiple: Annotated[int, typer.Option(min=1, help="Try only multiples of this.")] = 1,
+    gpu: Annotated[str, option(metavar="KIND[,KIND...]", help="Kinds of GPU.")],
+    argument: Argument,
+    ranks: Annotated[str, option(metavar=NUMBERS, help="Numbers of ranks.")] = "1",
+    largest: Largest = 1 << 20,
+    multiple: Multiple = 1,
     as_json: AsJSON = False,
 ) -> None:
     """Find the largest number that fits for each kind of GPU and number of ranks."""
@@ -265,9 +211,7 @@ def table(
 def cheapest(
     command: Command,
     *,
-    gpu: Annotated[
-        str, typer.Option(metavar="KIND[,KIND...]", help="Kinds to choose from; all by default.")
-    ] = ",".join(GPUS),
+    gpu: Annotated[str, option(metavar="KIND[,KIND...]", help="Of which.")] = ",".join(GPUS),
     ranks: Ranks = 1,
     steps: Steps = 3,
     as_json: AsJSON = False,
@@ -295,12 +239,9 @@ def why(
     except ValueError as error:
         raise ValueError(f"{report} is no report: {error}; write it by run --json") from None
     advice = ask(read if isinstance(read, dict) else {})
-    if as_json:
-        typer.echo(dumps([one._asdict() for one in advice], indent=2))
-        return
-    typer.echo("tried: fewer reserved bytes, by running it again; computed: at most, of the peak")
-    for one in advice:
-        typer.echo(str(one))
+    first = "tried: fewer reserved bytes, by running it again; computed: at most, of the peak"
+    lines = "\n".join([first, *map(str, advice)])
+    typer.echo(dumps([one._asdict() for one in advice], indent=2) if as_json else lines)
 
 
 @app.command(context_settings=OPEN)
@@ -312,27 +253,21 @@ def check(
     ranks: Ranks = 1,
     steps: Steps = 3,
     timeout: Timeout = None,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(
-            callback=in_a_folder, help="A file with the peak to compare; written if absent."
-        ),
-    ] = None,
-    tolerance: Annotated[str, typer.Option(help="By how much it may grow.")] = "64MiB",
-    update: Annotated[bool, typer.Option("--update", help="Write the baseline again.")] = False,
+    baseline: Annotated[Path | None, file_option("The file to compare with.")] = None,
+    tolerance: Annotated[str, option(help="By how much it may grow.")] = "64MiB",
+    update: Annotated[bool, option("--update", help="Write the baseline again.")] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Check a command in CI, in one line. Exit code 3: does not fit; 5: its peak grew."""
-    from phantomgpu.questions import GREW
-    from phantomgpu.questions import check as ask
+    from phantomgpu import questions
 
     allowed = parse_memory(tolerance)
     how = {"gpu": gpu, "memory": memory, "ranks": ranks, "timeout_seconds": timeout}
-    found = ask(command, baseline=baseline, update=update, steps=steps, **how)
+    found = questions.check(command, baseline=baseline, update=update, steps=steps, **how)
     report = {"fits": found.report.fits, "peak_allocated": found.report.peak_allocated}
     more = {**report, "grew": found.grew, "notes": found.notes, "line": found.line()}
     typer.echo(dumps(more) if as_json else found.line())
-    grew = GREW if found.grew is not None and found.grew > allowed else 0
+    grew = questions.GREW if found.grew is not None and found.grew > allowed else 0
     raise typer.Exit(exit_code(found.report) or grew)
 
 
@@ -348,24 +283,19 @@ def numbers_of(option: str, text: str) -> list[int]:
 def gpus() -> None:
     """List the kinds of GPU, with the memory that a program sees."""
     typer.echo(f"{'gpu':<14} {'memory':>10}  {'source':<7} {'context':>7}  name")
-    for gpu in GPUS.values():
-        context = f"{UNMEASURED_CONTEXT:.2f}*" if gpu.context is None else f"{gpu.context:.2f} "
-        typer.echo(
-            f"{gpu.key:<14} {gpu.memory:>6.2f} GiB  {gpu.source:<7} {context:>7}  {gpu.name}"
-        )
+    for one in GPUS.values():
+        context = f"{UNMEASURED_CONTEXT:.2f}*" if one.context is None else f"{one.context:.2f} "
+        sizes = f"{one.memory:>6.2f} GiB  {one.source:<7} {context:>7}"
+        typer.echo(f"{one.key:<14} {sizes}  {one.name}")
     typer.echo("source: a public out-of-memory message, torch's printed properties, or the box")
     typer.echo("* not measured; the other contexts are each from one public out-of-memory message")
 
 
 @app.command()
 def setup(
-    version: Annotated[
-        str | None, typer.Option(help="The version of torch; by default, the installed one.")
-    ] = None,
+    version: Annotated[str | None, option(help="Of torch; by default, the installed one.")] = None,
     *,
-    triton: Annotated[
-        bool, typer.Option("--triton", help="Install Triton, too: torch.compile needs it.")
-    ] = False,
+    triton: Annotated[bool, option("--triton", help="For torch.compile: Triton, too.")] = False,
 ) -> None:
     """Download the CUDA build of torch for use beside an installed CPU build."""
     standins.check_system()
@@ -380,8 +310,7 @@ def setup(
         found = [one.requires or [] for one in metadata.distributions(path=[str(folder)])]
         needs = [need.partition(";")[0] for needs in found for need in needs]
         install(folder, [need for need in needs if need.startswith("triton")])
-    problem = trouble(folder, wanted)
-    if problem:
+    if problem := trouble(folder, wanted):
         raise SetupNeededError(f"cannot set up: {problem}; delete {folder} and try again")
     typer.echo("ready: phantomgpu run --gpu h100 -- python train.py")
 
@@ -394,10 +323,9 @@ def install(folder: Path, packages: list[str]) -> None:
         done = subprocess.run([*pip, *packages], check=False)  # noqa: S603
         is_torch = packages[0].startswith("torch")
         if done.returncode or (is_torch and not standins.has_cuda(new)):
-            raise SetupNeededError(
-                f"cannot set up: pip found no {'CUDA build of ' * is_torch}{packages[0]}; pip's "
-                "configuration decides where packages come from (pip config list)"
-            )
+            what = "CUDA build of " * is_torch + packages[0]
+            where = "pip's configuration decides where packages come from (pip config list)"
+            raise SetupNeededError(f"cannot set up: pip found no {what}; {where}")
         old.mkdir()
         folder.mkdir(exist_ok=True)
         for one in new.iterdir():
@@ -423,11 +351,8 @@ def warn(gpu: str, memory: str | None) -> None:
     """Warn of more memory than that kind of GPU has."""
     kind = find_gpu(gpu)
     if memory is not None and parse_memory(memory) > kind.memory * GIB:
-        typer.echo(
-            f"warning: {memory} is more than the {kind.memory} GiB that a program sees of a "
-            f"{kind.name}",
-            err=True,
-        )
+        sees = f"the {kind.memory} GiB that a program sees of a {kind.name}"
+        typer.echo(f"warning: {memory} is more than {sees}", err=True)
 
 
 def exit_code(report: Report) -> int:

@@ -82,11 +82,9 @@ def sizes_of(data: Any) -> dict[int, int]:
         total = len(data)
         names = [name for name in ("length", "lengths") if name in columns]
         step = max(1, total // LOOKED_AT)
-        sizes = (
-            dict(enumerate(data[names[0]]))
-            if names
-            else {at: elements(data[at]) for at in range(0, total, step)[:LOOKED_AT]}
-        )
+        found = data[names[0]] if names else ()
+        shown = range(0, total, step)[:LOOKED_AT]
+        sizes = dict(enumerate(found)) if names else {at: elements(data[at]) for at in shown}
         most = max(sizes.values())
         note(f"looked at {len(sizes)} of {total} samples; the longest has {most} elements")
     except Exception as error:  # noqa: BLE001  a data set may raise anything

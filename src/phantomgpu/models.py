@@ -9,9 +9,9 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -33,6 +33,12 @@ SIDE = 224
 """Of an image whose size the configuration leaves open."""
 LATENTS = 4096
 """Of an image of 1024 x 1024, in patches of 16 x 16: what Flux is trained with."""
+_OPTIMIZERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "adamw": ("torch.optim", "AdamW", {"fused": True}),  # the default of transformers
+    "sgd": ("torch.optim", "SGD", {"lr": 1e-3, "momentum": 0.9}),
+    "adafactor": ("torch.optim", "Adafactor", {}),
+    "adamw8bit": ("bitsandbytes.optim", "AdamW8bit", {}),
+}
 _PARTS = "text_config vision_config audio_config thinker_config encoder decoder generator"
 
 
@@ -72,11 +78,12 @@ class Model:
             raise SetupNeededError(f"cannot build {name}: pip install {library}")
         return library, name, config
 
-    def checked(self, length: int) -> str:
-        """Return what it is in one line.
+    def checked(self, length: int, *, learns: bool) -> str:
+        """Return what it is and how it is trained, in one line.
 
         Args:
             length: Tokens of the longest sequence.
+            learns: Whether it is trained.
 
         Raises:
             PhantomError: The model has no such sequences.
@@ -86,15 +93,13 @@ class Model:
         longest = text.get("max_position_embeddings", length)
         if longest is not None and length > longest:
             raise PhantomError(f"sequences of {length}: max_position_embeddings is {longest}")
-        return f"{name}, {'bf16' if self.weights == 'bf16' else 'fp32'} weights"
-
-    def trained(self) -> str:
-        """Return how it is trained, in one line."""
-        lora = "" if self.lora is None else f", LoRA of rank {self.lora} on all linear layers"
-        return (
-            f"{', computed in bf16' * (self.weights == 'fp32')}{lora}, {self.optimizer}, "
-            f"gradients clipped at {CLIP_NORM}, one micro-batch a step, no padding"
-        )
+        said = [f"{name}, {self.weights} weights"]
+        if learns:
+            said += ["computed in bf16"] * (self.weights == "fp32")
+            said += [f"LoRA of rank {self.lora} on all linear layers"] * (self.lora is not None)
+            said += [self.optimizer, f"gradients clipped at {CLIP_NORM}"]
+            said += ["one micro-batch a step, no padding"]
+        return ", ".join(said)
 
     def build(self, *, checkpointing: bool = False) -> Any:
         """Return the model on the meta device."""
@@ -104,13 +109,13 @@ class Model:
             model = self._bare(torch.bfloat16 if self.weights == "bf16" else torch.float32)
             if checkpointing:
                 _checkpoint(model)
-            if self.lora is not None:
-                import peft
+            if self.lora is None:
+                return model
+            import peft
 
-                causal = "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
-                linear = {"target_modules": "all-linear", "task_type": causal}
-                model = peft.get_peft_model(model, peft.LoraConfig(r=self.lora, **linear))
-        return model
+            causal = "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
+            how = peft.LoraConfig(r=self.lora, target_modules="all-linear", task_type=causal)
+            return peft.get_peft_model(model, how)
 
     def _bare(self, dtype: torch.dtype) -> Any:
         library, name, read = self.read()
@@ -127,18 +132,9 @@ class Model:
 
     def optimizer_of(self, weights: list[Any]) -> torch.optim.Optimizer:
         """Return the optimizer of the weights that are trained."""
-        import torch
-
+        library, name, how = _OPTIMIZERS[self.optimizer]
         trained = [one for one in weights if one.requires_grad]
-        if self.optimizer == "adamw":
-            return torch.optim.AdamW(trained, fused=True)  # the default of transformers
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(trained, lr=1e-3, momentum=0.9)
-        if self.optimizer == "adafactor":
-            return torch.optim.Adafactor(trained)
-        import bitsandbytes
-
-        made: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(trained)
+        made: torch.optim.Optimizer = _class_of(library, name)(trained, **how)
         return made
 
 
@@ -156,11 +152,8 @@ def vllm_room(config: dict[str, Any], report: Report, tokens: int) -> str:
     block = 16 * 2 * 2 * layers * (text.get("num_key_value_heads") or heads) * width
     weights = report.categories.get("parameters", 0)
     blocks = max(0, int(0.9 * report.memory) - report.context - weights) // block
-    return (
-        f"vLLM (gpu_memory_utilization 0.9, blocks of 16 tokens): at most {blocks:,} blocks, "
-        f"{blocks // -(-tokens // 16):,} sequences of {tokens:,} tokens; the activations of its "
-        "profile run come off, too, and are not known here"
-    )
+    room = f"{blocks:,} blocks, {blocks // -(-tokens // 16):,} sequences of {tokens:,} tokens"
+    return f"vLLM (0.9 of memory, blocks of 16 tokens): at most {room}; its profile run takes some"
 
 
 def _imported(*fields: Any) -> Model:
@@ -173,9 +166,7 @@ def _imported(*fields: Any) -> Model:
 
 
 def _class_of(library: str, name: str) -> Any:
-    import importlib
-
-    found = getattr(importlib.import_module(library), name, None)
+    found = getattr(import_module(library), name, None)
     if found is None:
         raise PhantomError(f"cannot build {name}: this {library} has no such class")
     return found
@@ -183,17 +174,15 @@ def _class_of(library: str, name: str) -> Any:
 
 def _checkpoint(model: Any) -> None:
     """Compute blocks again in backward, in the words of transformers or diffusers."""
-    name = type(model).__name__
-    if not getattr(model, "supports_gradient_checkpointing", True) or not getattr(
-        model, "_supports_gradient_checkpointing", True
-    ):
-        raise PhantomError(f"{name} cannot compute blocks again; write --no-checkpointing")
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    elif hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.enable_gradient_checkpointing()
+    verbs = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    found = next((verb for verb in verbs if hasattr(model, verb)), None)
+    try:
+        if found is None:
+            model.enable_gradient_checkpointing()
+        else:
+            getattr(model, found)({"use_reentrant": False})
+    except ValueError as error:
+        raise PhantomError(f"{error}; write --no-checkpointing") from error
 
 
 def train(size: int, model: Model, length: int | None, ranks: int, checkpointing: object) -> None:
@@ -205,17 +194,16 @@ def train(size: int, model: Model, length: int | None, ranks: int, checkpointing
     if ranks > 1:
         _shard(built, ranks, computes_bf16=computes_bf16)
     _fill(built)
-    parts = [
-        torch.nn.Parameter(_local(one.detach()), one.requires_grad) for one in built.parameters()
-    ]
+    weights = list(built.parameters())
+    parts = [torch.nn.Parameter(_local(one.detach()), one.requires_grad) for one in weights]
     optimizer = model.optimizer_of(parts)
-    casts = torch.autocast("cuda", torch.bfloat16) if computes_bf16 and ranks == 1 else None
+    casts = torch.autocast("cuda", torch.bfloat16, enabled=computes_bf16 and ranks == 1)
     inputs = Inputs(built, size, length).all()
     for _ in range(STEPS):
-        with casts or nullcontext():
+        with casts:
             loss = _loss(_called(built, inputs))
         loss.backward()
-        for whole, part in zip(built.parameters(), parts, strict=True):
+        for whole, part in zip(weights, parts, strict=True):
             part.grad, whole.grad = _local(whole.grad), None
         torch.nn.utils.clip_grad_norm_(parts, CLIP_NORM)
         optimizer.step()
@@ -236,8 +224,8 @@ def _shard(model: Any, ranks: int, *, computes_bf16: bool) -> None:
     torch.distributed.init_process_group("nccl")
     mesh = init_device_mesh("cuda", (ranks,))
     narrow, wide = (torch.bfloat16, torch.float32) if computes_bf16 else (None, None)
-    inner = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide)
-    outer = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, output_dtype=wide)
+    inner = MixedPrecisionPolicy(narrow, wide)
+    outer = MixedPrecisionPolicy(narrow, wide, output_dtype=wide)
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     for block in (one for blocks in reversed(lists) for one in blocks):
         fully_shard(block, mesh=mesh, mp_policy=inner)
@@ -259,16 +247,9 @@ def generate(size: int, model: Model, length: int | None, new: int, cache: str) 
         is_last = cache == "static" and next(done, None) is None
         return torch.full((len(tokens),), is_last, device=tokens.device)
 
-    how = {} if cache == "dynamic" else {"cache_implementation": cache}
-    built.generate(
-        **inputs,
-        **how,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        disable_compile=True,
-        stopping_criteria=[enough],
-    )
+    how: dict[str, Any] = {} if cache == "dynamic" else {"cache_implementation": cache}
+    how |= {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    built.generate(**inputs, **how, disable_compile=True, stopping_criteria=[enough])
 
 
 def _fill(model: Any, device: str = "cuda") -> None:
@@ -290,10 +271,8 @@ def _called(model: Any, inputs: dict[str, Any]) -> Any:
 
 
 def _unfed(name: str, why: str) -> PhantomError:
-    return PhantomError(
-        f"cannot feed {name} from its configuration: {why}; write a script that calls it, and "
-        "`phantomgpu run`"
-    )
+    instead = "write a script that calls it, and `phantomgpu run`"
+    return PhantomError(f"cannot feed {name} from its configuration: {why}; {instead}")
 
 
 def _loss(outputs: Any) -> Any:
@@ -310,12 +289,12 @@ class Inputs:
 
     def __init__(self, model: Any, size: int, length: int | None, *, learns: bool = True) -> None:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.model, self.config, self.size = inner, inner.config, size
+        self.model, config, self.size = inner, inner.config, size
+        self.parts = [config, *(getattr(config, part, None) for part in _PARTS.split())]
         self.name = type(inner).__name__.removeprefix("FSDP")
         self.given, self.learns = length, learns
         self.takes = inspect.signature(inner.forward).parameters
-        first = next(inner.parameters())
-        self.how = {"device": first.device, "dtype": first.dtype}
+        self.like = _local(next(inner.parameters())).new_empty(0)  # its device and type
 
     def all(self) -> dict[str, Any]:
         """Return the arguments.
@@ -335,8 +314,7 @@ class Inputs:
 
     def of(self, *names: str) -> Any:
         """Return the first setting that the configuration, or a part of it, has."""
-        parts = [self.config, *(getattr(self.config, part, None) for part in _PARTS.split())]
-        values = (getattr(part, name, None) for name in names for part in parts)
+        values = (getattr(part, name, None) for name in names for part in self.parts)
         return next((value for value in values if value is not None), None)
 
     @cached_property
@@ -352,8 +330,7 @@ class Inputs:
         """Height and width of an image, or of its latents."""
         given = None if {"input_ids", "encoder_hidden_states"} & set(self.takes) else self.given
         size = self.of("image_size", "sample_size") or given or SIDE
-        if isinstance(size, dict):
-            size = size["height"], size["width"]
+        size = [size["height"], size["width"]] if isinstance(size, dict) else size
         height, width = size if isinstance(size, list | tuple) else (size, size)
         return int(height), int(width)
 
@@ -365,19 +342,14 @@ class Inputs:
 
     def whole(self, *shape: int) -> Any:
         """Return whole numbers: classes, or tokens that mean nothing special."""
-        import torch
-
-        configs = [self.config, *(getattr(self.config, part, None) for part in _PARTS.split())]
-        settings = [pair for one in configs if one is not None for pair in vars(one).items()]
+        settings = [pair for one in self.parts if one is not None for pair in vars(one).items()]
         special = [value for name, value in settings if name.endswith(("token_id", "token_index"))]
         plain = next(number for number in range(99) if number not in special)
-        return torch.full(shape, plain if len(shape) > 1 else 0, device=self.how["device"])
+        return self.like.new_full(shape, plain if len(shape) > 1 else 0, dtype=int)
 
     def real(self, *shape: int | None) -> Any:
         """Return real numbers in the type of the weights; None if there is no such size."""
-        import torch
-
-        return None if None in shape else torch.full(shape, 0.5, **self.how)  # type: ignore[arg-type]
+        return None if None in shape else self.like.new_full(shape, 0.5)
 
     def tokens(self) -> Any:
         """Return tokens; some of them stand for the parts of an image."""
@@ -401,14 +373,10 @@ class Inputs:
         if "image_grid_thw" in self.takes:
             area = self.of("patch_size") ** 2 * self.of("temporal_patch_size")
             return self.real(self.size * high * wide, channels * area)
+        if "img_ids" in self.takes:  # latents, each with a place of its own
+            return self.real(self.size, LATENTS, channels)
         frames = None if "input_ids" in self.takes else self.of("num_frames")
         return self.real(self.size, *([frames] if frames else []), channels, *self.side)
-
-    def grid(self) -> Any:
-        """Return how many patches each image has in time, height and width."""
-        return self.whole(self.size, 3).copy_(
-            self.whole(3) + self.whole(1).new([1, *self.patches()])
-        )
 
     def sound(self) -> Any:
         """Return samples, or a spectrogram: bins by frames (Whisper), or frames by bins."""
@@ -426,26 +394,25 @@ class Inputs:
             "(Sequence|Image|Audio|Video)Classification|Choice": lambda: self.whole(self.size),
             "CTC": lambda: self.whole(self.size, max(1, self.length // 640)),  # 320 make a frame
             "SemanticSegmentation": lambda: self.whole(self.size, *self.side),
-            "ObjectDetection": lambda: (
-                [{"class_labels": self.whole(10), "boxes": self.real(10, 4)}] * self.size
-            ),
+            "ObjectDetection": self.boxes,
             "": lambda: self.targets() if texts else None,
         }
         if not self.learns or "labels" not in self.takes:
             return None
         return next(make for end, make in kinds.items() if re.search(f"({end})$", self.name))()
 
+    def boxes(self) -> Any:
+        """Return ten boxes for each image."""
+        return [{"class_labels": self.whole(10), "boxes": self.real(10, 4)}] * self.size
+
     def targets(self) -> Any:
         """Return the tokens that are to be written."""
         most = self.of("max_target_positions")
         return self.tokens() if most is None else self.whole(self.size, min(most, self.length))
 
-    def latents(self) -> Any:
-        """Return latents of an image, packed in pairs where each has a place of its own."""
-        channels = self.of("in_channels")
-        if "img_ids" not in self.takes:
-            return self.real(self.size, channels, *self.side)
-        return self.real(self.size, LATENTS, channels)
+    def classes(self) -> Any:
+        """Return a class for each image, if the model knows any."""
+        return self.whole(self.size) if self.of("num_class_embeds", "num_embeds_ada_norm") else None
 
     def conditions(self) -> Any:
         """Return what SDXL adds to the time, and PixArt."""
@@ -456,34 +423,31 @@ class Inputs:
         return {"resolution": None, "aspect_ratio": None} if self.of("caption_channels") else None
 
 
+_CLASSES: Callable[[Inputs], Any] = lambda one: one.whole(one.size)  # noqa: E731
 _TEXT = "caption_channels", "cross_attention_dim", "joint_attention_dim"
 _TRANSFORMERS: dict[str, Callable[[Inputs], Any]] = {
     "input_ids": Inputs.tokens,
     "pixel_values": Inputs.pixels,
-    "image_grid_thw": Inputs.grid,
+    "image_grid_thw": lambda one: one.whole(1).new([[1, *one.patches()]] * one.size),
     "input_features": Inputs.sound,
     "input_values": Inputs.sound,
     "mm_token_type_ids": lambda one: (one.tokens() == one.of("image_token_id")).long(),
     "labels": Inputs.labels,
-    "next_sentence_label": lambda one: one.whole(one.size),
-    "start_positions": lambda one: one.whole(one.size),
-    "end_positions": lambda one: one.whole(one.size),
+    **dict.fromkeys(("next_sentence_label", "start_positions", "end_positions"), _CLASSES),
     "decoder_input_ids": lambda one: None if one.labels() is not None else one.targets(),
     "return_loss": lambda one: one.learns,
     "use_cache": lambda one: False if one.learns else None,
 }
 _DIFFUSERS: dict[str, Callable[[Inputs], Any]] = {
     "sample": Inputs.pixels,
-    "hidden_states": Inputs.latents,
-    "timestep": lambda one: one.whole(one.size),
+    "hidden_states": Inputs.pixels,
+    "timestep": _CLASSES,
     "encoder_hidden_states": lambda one: one.real(one.size, one.given or 77, one.of(*_TEXT)),
     "pooled_projections": lambda one: one.real(one.size, one.of("pooled_projection_dim")),
     "guidance": lambda one: one.real(one.size) if one.of("guidance_embeds") else None,
     "img_ids": lambda one: one.real(LATENTS, 3),
     "txt_ids": lambda one: one.real(one.given or 77, 3),
-    "class_labels": lambda one: (
-        one.whole(one.size) if one.of("num_class_embeds", "num_embeds_ada_norm") else None
-    ),
+    "class_labels": Inputs.classes,
     "added_cond_kwargs": Inputs.conditions,
 }
 """What a `forward` may take; None is left out."""

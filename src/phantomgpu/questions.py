@@ -17,12 +17,25 @@ from phantomgpu.searching import search
 GREW = 5
 """The exit code of `check` if the peak grew by more than the tolerance."""
 MOST_KINDS = 3
+UNITS = {"bfloat16 units, flash attention": (8, 0), "FP8 units": (8, 9)}
+"""The compute capability that has them."""
 ALLOCATOR = {
     "expandable_segments:True": "segments that grow leave fewer fragments",
-    "max_split_size_mb:256": "larger blocks are not split",
     "roundup_power2_divisions:8": "sizes are rounded, so that blocks are used again",
 }
 """Settings of torch's allocator that need no change of a script, and why they help."""
+
+
+COMPUTED = (
+    ("activation checkpointing: activations", "activations", 1),
+    ("half the micro-batch, accumulated twice: activations and logits", "activations logits", 0.5),
+    ("a loss in 8 chunks: logits", "logits", 7 / 8),
+    ("FSDP2 over 8 ranks: model and states", "parameters gradients optimizer", 7 / 8),
+    ("8-bit Adam: optimizer state, if it is fp32 now", "optimizer", 3 / 4),
+    ("bf16 optimizer state, if it is fp32 now", "optimizer", 1 / 2),
+    ("the optimizer's step inside backward: gradients", "gradients", 1),
+)
+"""What to do, the categories that it makes smaller, and by which share at most."""
 
 
 class Advice(NamedTuple):
@@ -43,28 +56,22 @@ class Advice(NamedTuple):
 
 
 def table(
-    command: Sequence[str],
-    *,
-    gpus: Sequence[str],
-    argument: str,
-    ranks: Sequence[int] = (1,),
-    **how: Any,
+    command: Sequence[str], *, gpus: Sequence[str], ranks: Sequence[int] = (1,), **how: Any
 ) -> list[dict[str, Any]]:
     """Find the largest number that fits on each kind of GPU, with each number of ranks.
 
     Args:
         command: The command, which takes the number.
         gpus: Kinds of GPU.
-        argument: The option of the command that takes it.
         ranks: Numbers of ranks.
-        how: What else `phantomgpu.search` takes.
+        how: What else `phantomgpu.search` takes, such as `argument`.
     """
     kinds = [find_gpu(name).key for name in gpus]  # before any of them takes time
-    rows = []
+    rows: list[dict[str, Any]] = []
     for gpu, shared in product(kinds, ranks):
-        answer = search(command, gpu=gpu, argument=argument, ranks=shared, details=False, **how)
-        row = {"gpu": gpu, "ranks": shared, "largest": answer.largest}
-        rows.append({**row, "reserved_bytes": answer.report.peak_reserved, "then": answer.bound})
+        found = search(command, gpu=gpu, ranks=shared, details=False, **how)
+        row = {"gpu": gpu, "ranks": shared, "largest": found.largest}
+        rows += [{**row, "reserved_bytes": found.report.peak_reserved, "then": found.bound}]
     return rows
 
 
@@ -93,13 +100,9 @@ def cheapest(
         if report.fits:
             row: dict[str, Any] = {"gpu": kind.key, "memory_bytes": report.memory}
             row |= {"peak_bytes": report.peak_allocated, "reserved_bytes": report.peak_reserved}
-            rows.append({**row, "lacks": _lacks(kind)})
+            lacks = [name for name, least in UNITS.items() if kind.capability < least]
+            rows.append({**row, "lacks": ", ".join(lacks)})
     return rows
-
-
-def _lacks(kind: Any) -> str:
-    missing = [(8, 0), "bfloat16 units, flash attention"], [(8, 9), "FP8 units"]
-    return ", ".join(str(text) for least, text in missing if kind.capability < least)
 
 
 def why(report: dict[str, Any]) -> list[Advice]:
@@ -117,21 +120,11 @@ def why(report: dict[str, Any]) -> list[Advice]:
     has = report.get("categories")
     if not has:
         raise PhantomError("the report has no bytes at a peak; write it by phantomgpu run --json")
-    states = sum(has.get(one, 0) for one in ("parameters", "gradients", "optimizer"))
-    parts = {
-        "activation checkpointing: activations": has.get("activations", 0),
-        "half the micro-batch, accumulated twice: activations and logits": (
-            (has.get("activations", 0) + has.get("logits", 0)) // 2
-        ),
-        "a loss in 8 chunks: logits": has.get("logits", 0) * 7 // 8,
-        "FSDP2 over 8 ranks: parameters, gradients and optimizer": (
-            states * 7 // 8 if report.get("ranks") == 1 else 0
-        ),
-        "8-bit Adam: optimizer state, if it is fp32 now": has.get("optimizer", 0) * 3 // 4,
-        "bf16 optimizer state, if it is fp32 now": has.get("optimizer", 0) // 2,
-        "the optimizer's step inside backward: gradients": has.get("gradients", 0),
-    }
-    advice = [*_tried(report), *(Advice(size, "computed", text) for text, size in parts.items())]
+    advice = list(_tried(report))
+    for text, parts, share in COMPUTED:
+        if not text.startswith("FSDP2") or report.get("ranks") == 1:
+            size = sum(has.get(part, 0) for part in parts.split())
+            advice.append(Advice(int(size * share), "computed", text))
     return sorted(one for one in advice if one.saves >= GIB // 200 or "it fits" in one.text)[::-1]
 
 
@@ -159,12 +152,10 @@ class Checked(NamedTuple):
 
     def line(self) -> str:
         """Return it in one line."""
-        first = self.report.lines()[0]
-        way = "grew" if (self.grew or 0) > 0 else "shrank"
-        change = [f"peak {way} by {abs(self.grew or 0) / GIB:.2f} GiB since the baseline"]
-        if not self.grew:
-            change = [] if self.grew is None else ["peak as in the baseline"]
-        return "; ".join([first, *change, *self.notes])
+        size = f"{abs(self.grew or 0) / GIB:.2f} GiB since the baseline"
+        change = f"peak {'grew' if (self.grew or 0) > 0 else 'shrank'} by {size}"
+        changes = [] if self.grew is None else [change if self.grew else "peak as in the baseline"]
+        return "; ".join([self.report.lines()[0], *changes, *self.notes])
 
 
 def check(
@@ -194,10 +185,8 @@ def check(
     notes: tuple[str, ...] = ()
     for name in kept[:4]:
         if before.get(name) != now[name]:
-            raise PhantomError(
-                f"cannot compare: {name} is {now[name]}, and {before.get(name)} in {baseline}; "
-                "write --update for a new baseline"
-            )
+            differs = f"{name} is {now[name]}, and {before.get(name)} in {baseline}"
+            raise PhantomError(f"cannot compare: {differs}; write --update for a new baseline")
     if before.get("torch") != now["torch"]:
         notes += (f"torch is {now['torch']} and was {before['torch']}",)
     return Checked(report, report.peak_allocated - before["peak_allocated"], notes)

@@ -83,13 +83,9 @@ def start(messages: str) -> None:
     store = _Store()
     rendezvous: Any = import_module("torch.distributed.rendezvous")  # `distributed` has a function
     rendezvous.TCPStore = lambda **_: store
-    os.environ |= {
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "phantomgpu",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCH_GLOO_LAZY_INIT": "1",
-    }
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "phantomgpu"}
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
 
 
 def follow(bytes_of: Bytes) -> None:

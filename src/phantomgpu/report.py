@@ -110,14 +110,8 @@ class Report:
             "peak_bytes": self.peak_allocated,
             "time": line_of(self.bound) if self.bound else "",
         }
-        return json.dumps(
-            {
-                **asdict(self),
-                "fits": self.fits,
-                "depends_on_values": self.depends_on_values,
-                "timeline": {**head, **self.timeline},
-            }
-        )
+        said = {"fits": self.fits, "depends_on_values": self.depends_on_values}
+        return json.dumps({**asdict(self), **said, "timeline": {**head, **self.timeline}})
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -17,14 +17,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from phantomgpu import standins
-from phantomgpu.child import CANNOT_RUN, Settings
+from phantomgpu.child import Settings
 from phantomgpu.errors import RunFailedError, SetupNeededError
 from phantomgpu.gpus import GIB, context_bytes, driver_facts, find_gpu, parse_memory
 from phantomgpu.report import Report, build_report
 
+scratch = partial(tempfile.TemporaryDirectory, prefix="phantomgpu-")
+Process: TypeAlias = "subprocess.Popen[Any]"
 BOOT = Path(__file__).parent / "boot"
 LOCAL_RANKS, MOST_DEVICES, MOST_STAGES = 8, 16, 32
 GRACE_SECONDS = 5
@@ -86,42 +88,30 @@ def run(
         SetupNeededError: The installed torch has no CUDA code.
     """
     standins.check_system()
-    session = Session(gpu, memory, ranks, devices, rank)
-    session.variables = variables or {}
-    settings = Settings(
-        "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
-    )
+    session = Session(gpu, memory, ranks, devices)
+    _within("rank", rank, 0, ranks - 1)
+    session.rank = rank
+    session.variables, session.snapshot = variables or {}, snapshot
+    settings = Settings("", steps=steps, ranks=ranks, cudnn=cudnn, values=values)
+    settings.snapshot, settings.longest = snapshot is not None, longest
     settings.real = devices is not None
-    settings.longest = longest
     settings.seconds = timeout_seconds if steps is None else None
-    with (
-        command_of(script, args, kwargs) as command,
-        tempfile.TemporaryDirectory(prefix="phantomgpu-") as messages,
-    ):
-        session.messages = messages
-        start = partial(session.start, command, settings, timeout_seconds=timeout_seconds)
-        report = start(snapshot, quiet=quiet)
+    with command_of(script, args, kwargs) as command, scratch() as session.messages:
+        start = partial(session.start, command, settings, timeout_seconds)
+        report = start(quiet=quiet)
         if every_stage:
-            report = fullest(session, report, lambda: start(snapshot, quiet=quiet))
+            report = fullest(session, report, lambda: start(quiet=quiet))
         if modules and report.status in ("fits", "does not fit"):
             settings.modules, settings.snapshot = True, False
             session.rank = report.rank
-            named = start(None, quiet=True)
+            named = start(quiet=True)
             differs = named.peak_allocated != report.peak_allocated
-            note = ("names of modules are of a second run, whose peak differed",)
-            notes = report.notes + note * differs
-            report = replace(report, places=named.places, notes=notes)
+            note = ("names of modules are of a second run, whose peak differed",) * differs
+            report = replace(report, places=named.places, notes=report.notes + note)
     if callable(script):
         return report
-    how: dict[str, Any] = {
-        "gpu": gpu,
-        "memory": memory,
-        "ranks": ranks,
-        "rank": report.rank,
-        "steps": steps,
-        "longest": longest,
-        "timeout_seconds": timeout_seconds,
-    }
+    how: dict[str, Any] = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": report.rank}
+    how |= {"steps": steps, "longest": longest, "timeout_seconds": timeout_seconds}
     how |= {"script": command, "folder": str(Path.cwd()), "devices": devices, "cudnn": cudnn}
     return replace(report, again=how)
 
@@ -161,7 +151,7 @@ def command_of(
     else:
         import cloudpickle
 
-        with tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder:
+        with scratch() as folder:
             file = Path(folder, "function.pickle")
             file.write_bytes(cloudpickle.dumps((script, tuple(args), kwargs or {})))
             yield [sys.executable, str(BOOT / "call.py"), str(file)]
@@ -170,13 +160,11 @@ def command_of(
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end this process as an error does: what was started ends before."""
-    numbers = []
-    if threading.current_thread() is threading.main_thread():
-        both = (signal.SIGTERM, signal.SIGHUP)
-        numbers = [one for one in both if signal.getsignal(one) is signal.SIG_DFL]
+    is_main = threading.current_thread() is threading.main_thread()
+    both = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    numbers = [one for one in both if signal.getsignal(one) is signal.SIG_DFL]
 
-    def leave(number: int, frame: object) -> NoReturn:
-        del frame
+    def leave(number: int, _frame: object) -> NoReturn:
         for one in numbers:
             signal.signal(one, signal.SIG_IGN)
         raise SystemExit(128 + number)
@@ -191,7 +179,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def started(command: list[str], **how: Any) -> Iterator[subprocess.Popen[Any]]:
+def started(command: list[str], **how: Any) -> Iterator[Process]:
     """Start a command in a group of processes, and end all that is left of the group."""
     with subprocess.Popen(command, start_new_session=True, **how) as process:  # noqa: S603
         try:
@@ -205,65 +193,44 @@ def started(command: list[str], **how: Any) -> Iterator[subprocess.Popen[Any]]:
 
 def too_long(what: str, seconds: float | None) -> RunFailedError:
     """Return the error of a process that took too long."""
-    return RunFailedError(
-        f"{what} did not end within {seconds:g} seconds; if it needs more, write --timeout "
-        f"{2 * (seconds or 0):g} (timeout_seconds in Python)"
-    )
+    more = f"for more, write --timeout {2 * (seconds or 0):g} (timeout_seconds in Python)"
+    return RunFailedError(f"{what} did not end within {seconds:g} seconds; {more}")
 
 
 def rank_environment(rank: int, ranks: int) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank, on nodes of eight GPUs."""
     local = min(ranks, LOCAL_RANKS)
-    numbers = {
-        "RANK": rank,
-        "LOCAL_RANK": rank % local,
-        "GROUP_RANK": rank // local,
-        "ROLE_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": min(local, ranks - rank // local * local),
-        "GROUP_WORLD_SIZE": -(-ranks // local),
-        "ROLE_WORLD_SIZE": ranks,
-        "MASTER_PORT": 29500,
-    }
+    node, beside = rank // local, min(local, ranks - rank // local * local)
+    numbers = {"LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": beside, "MASTER_PORT": 29500}
+    numbers |= {"RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": ranks, "ROLE_WORLD_SIZE": ranks}
+    numbers |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": -(-ranks // local)}
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
-class Started(NamedTuple):
-    """A process that plays a rank, and the folder of its report."""
-
-    process: subprocess.Popen[Any]
-    folder: Path
+def _within(name: str, value: int, least: int, most: int, unit: str = "") -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {str(value)[:40]}; write {least} to {most}{unit}")
 
 
 class Session:
     """A kind of GPU, and how processes that see it are started."""
 
     def __init__(
-        self,
-        gpu: str,
-        memory: int | str | None,
-        ranks: int = 1,
-        devices: int | None = None,
-        rank: int = 0,
+        self, gpu: str, memory: int | str | None, ranks: int = 1, devices: int | None = None
     ) -> None:
         self.kind = kind = find_gpu(gpu)
-        if isinstance(memory, str):
-            memory = parse_memory(memory)
+        if memory is None:
+            memory = int(kind.memory * GIB)
+        self.memory = parse_memory(memory) if isinstance(memory, str) else memory
         count = min(ranks, LOCAL_RANKS) if devices is None else devices
-        for name, value, least, most in (
-            ("memory", int(kind.memory * GIB) if memory is None else memory, 1 << 20, 1 << 40),
-            ("ranks", ranks, 1, 1 << 20),
-            ("rank", rank, 0, max(ranks, 1) - 1),
-            ("devices", count, 1, MOST_DEVICES),
-        ):
-            if not least <= value <= most:
-                unit = " bytes, such as '24GiB'" if name == "memory" else ""
-                raise ValueError(f"{name} is {str(value)[:40]}; write {least} to {most}{unit}")
+        _within("memory", self.memory, 1 << 20, 1 << 40, " bytes, such as '24GiB'")
+        _within("ranks", ranks, 1, 1 << 20)
+        _within("devices", count, 1, MOST_DEVICES)
         self.name = f"an {kind.name}" if kind.name[0] == "N" else f"a {kind.name}"
-        self.ranks, self.rank, self.messages = ranks, rank, ""
+        self.ranks, self.rank, self.messages = ranks, 0, ""
         self.variables: dict[str, str] = {}
+        self.snapshot: str | Path | None = None
         self.others: dict[int, Report] = {}
-        self.memory = int(kind.memory * GIB) if memory is None else memory
         self.context = min(context_bytes(kind), self.memory)
         self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
 
@@ -283,21 +250,11 @@ class Session:
             ours |= rank_environment(rank, self.ranks)
         hidden = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE")
         rest = {name: value for name, value in os.environ.items() if name not in hidden}
-        return {
-            "TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels"),
-            **rest,
-            **self.variables,
-            **ours,
-        }
+        kernels = {"TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels")}
+        return {**kernels, **rest, **self.variables, **ours}
 
     def start(
-        self,
-        command: list[str],
-        settings: Settings,
-        snapshot: str | Path | None,
-        timeout_seconds: float | None,
-        *,
-        quiet: bool,
+        self, command: list[str], settings: Settings, seconds: float | None, *, quiet: bool
     ) -> Report:
         """Run a command until it ends, beside the ranks whose messages it needs.
 
@@ -308,54 +265,49 @@ class Session:
             raise RunFailedError(f"cannot run {command[0]!r}: no such command")
         nodes = re.search(r"--(nnodes|num_machines|num_nodes)[= ](?!1\b)\d+", " ".join(command))
         if nodes and self.messages:
-            raise RunFailedError(
-                f"cannot run {nodes[0]!r}: the launcher waits for other machines; leave it and "
-                "its options out: --ranks 16 -- python train.py"
-            )
+            instead = "leave it and its options out: --ranks 16 -- python train.py"
+            why = f"cannot run {nodes[0]!r}: the launcher waits for other machines"
+            raise RunFailedError(f"{why}; {instead}")
         # With a time limit of its own, the script ends itself, with a report.
         more = 0 if settings.seconds is None else REPORT_SECONDS
         began = time.monotonic()
         with ended_by_signals(), ExitStack() as stack:
             runs = {self.rank: self.launch(stack, command, settings, self.rank, quiet=quiet)}
-            while left := [one for one in runs.values() if one.process.poll() is None]:
+            while left := [one for one, _ in runs.values() if one.poll() is None]:
                 with suppress(subprocess.TimeoutExpired):
-                    left[0].process.wait(0.05)
-                if timeout_seconds and time.monotonic() - began > timeout_seconds + more:
-                    raise too_long("the script", timeout_seconds)
+                    left[0].wait(0.05)
+                if seconds and time.monotonic() - began > seconds + more:
+                    raise too_long("the script", seconds)
                 for rank in self.wanted(runs):
                     runs[rank] = self.launch(stack, command, settings, rank, quiet=True)
-            if snapshot is not None:
-                for made in sorted(runs[self.rank].folder.glob("*.pickle"))[:1]:
-                    shutil.copyfile(made, snapshot)
-            reports = {rank: self.finished(rank, one) for rank, one in runs.items()}
-        self.others |= reports
-        return reports[self.rank]
+            made = sorted(runs[self.rank][1].glob("*.pickle"))
+            if self.snapshot is not None and made:
+                shutil.copyfile(made[0], self.snapshot)
+            for rank, (one, folder) in runs.items():
+                report = self.report(folder, "run", one.wait(), folder / "output.log")
+                self.others[rank] = replace(report, rank=rank)
+        return self.others[self.rank]
 
-    def wanted(self, runs: dict[int, Started]) -> list[int]:
+    def wanted(self, runs: dict[int, tuple[Process, Path]]) -> list[int]:
         """Say which ranks ended, and return those that others wait for."""
         if not self.messages:
             return []
-        for rank, one in runs.items():
-            if one.process.poll() is not None:
+        for rank, (one, _) in runs.items():
+            if one.poll() is not None:
                 Path(self.messages, f"ended-{rank}").touch()
         found = [int(file.name[7:]) for file in Path(self.messages).glob("wanted-*")]
         return [rank for rank in found if rank not in runs and rank not in self.others]
 
     def launch(
         self, stack: ExitStack, command: list[str], settings: Settings, rank: int, *, quiet: bool
-    ) -> Started:
-        """Start a process that plays a rank; the stack ends it."""
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phantomgpu-")))
+    ) -> tuple[Process, Path]:
+        """Start a process that plays a rank, in its own folder; the stack ends it."""
+        folder = Path(stack.enter_context(scratch()))
         output = stack.enter_context((folder / "output.log").open("wb"))
         settings.folder, settings.messages = str(folder), self.messages
         quietly = {"stdout": output, "stderr": subprocess.STDOUT} if quiet else {}
         process = started(command, env=self.environment(settings, rank), **quietly)
-        return Started(stack.enter_context(process), folder)
-
-    def finished(self, rank: int, one: Started) -> Report:
-        """Return the report of a rank."""
-        report = self.report(one.folder, "run", one.process.wait(), one.folder / "output.log")
-        return replace(report, rank=rank)
+        return stack.enter_context(process), folder
 
     def report(self, folder: Path, name: str, code: int, log: Path | None = None) -> Report:
         """Return the report that the processes of a run left.
@@ -367,25 +319,15 @@ class Session:
         results = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-*.json"))]
         if not results:
             text = log.read_text(errors="replace")[-2000:] if log else ""
-            raise RunFailedError(
-                f"the script ended with exit code {code} and left no report: it did not use CUDA, "
-                f"or it was killed\n{text}".rstrip()
-            )
+            why = "and left no report: it did not use CUDA, or it was killed"
+            raise RunFailedError(f"the script ended with exit code {code} {why}\n{text}".rstrip())
         order = ("cannot run", "does not fit", "failed", "fits")
-        result = min(
-            results, key=lambda one: (order.index(one["status"]), -one.get("peak_allocated", 0))
-        )
+        results.sort(key=lambda one: (order.index(one["status"]), -one.get("peak_allocated", 0)))
+        result = results[0]
         if result["status"] == "cannot run":
             raise SetupNeededError(result["problem"])
         if result["status"] == "fits" and code:
             status = "does not fit" if result.get("out_of_memory") else "failed"
             result |= {"status": status, "problem": f"it ended with exit code {code}"}
-        return build_report(
-            result,
-            self.kind,
-            gpu=self.name,
-            memory=self.memory,
-            context=self.context,
-            ranks=self.ranks,
-            exit_code=CANNOT_RUN if result["status"] == "cannot run" else code,
-        )
+        how = {"memory": self.memory, "context": self.context, "ranks": self.ranks}
+        return build_report(result, self.kind, gpu=self.name, exit_code=code, **how)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import select
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ from phantomgpu import standins
 from phantomgpu.child import Settings
 from phantomgpu.errors import RunFailedError
 from phantomgpu.report import Report
-from phantomgpu.running import Session, command_of, ended_by_signals, started, too_long
+from phantomgpu.running import Session, command_of, ended_by_signals, scratch, started, too_long
 
 Trial = Callable[[int], Report]
+Used = Callable[[int], tuple[int, int]]
 TRIAL_SECONDS = 600.0
 """How long a trial may take."""
-MOST_BEYOND = 1
-"""Indices that are tried above the first that does not fit, by what they leave in fragments."""
 MOST_GUESSES = 8
 """From then on, a search halves what is left."""
 
@@ -94,11 +92,8 @@ class Answer:
         """What ends the range: memory, or a number with which nothing was trained."""
         above = [number for number in self.trials if number > (self.largest or 0)]
         if above and self.trials[min(above)].fits:
-            what = (
-                "took no more memory"
-                if self.trials[min(above)].steps
-                else "ended no optimizer step"
-            )
+            trains = self.trials[min(above)].steps
+            what = "took no more memory" if trains else "ended no optimizer step"
             return f"{min(above)} {what}: are there fewer samples?"
         return f"{min(above)} does not fit" if above else "no larger one was asked for"
 
@@ -161,15 +156,15 @@ def search(
 
     with ExitStack() as stack:
         command = stack.enter_context(command_of(script, args, kwargs))
-        if callable(script):
-            trial = stack.enter_context(_served(session, settings, command, timeout_seconds))
-        elif argument is None:
+        if not callable(script) and argument is None:
             raise ValueError("a command needs the option that takes the number: argument='--size'")
-        else:
 
-            def trial(number: int) -> Report:
-                numbered = [*command, argument, str(number)]
-                return session.start(numbered, settings, None, timeout_seconds, quiet=True)
+        def started_anew(number: int) -> Report:
+            numbered = [*command, str(argument), str(number)]
+            return session.start(numbered, settings, timeout_seconds, quiet=True)
+
+        served = _served(session, settings, command, timeout_seconds)
+        trial = stack.enter_context(served) if callable(script) else started_anew
 
         found = bisect(
             lambda index: tried.fits(numbers.number(index), trial),
@@ -180,10 +175,8 @@ def search(
             farthest=(lambda index: index + 5) if powers else (lambda index: 32 * index),
         )
         answer = Answer(None if found is None else numbers.number(found), trials)
-        if details:
-            settings.details = True
-            answer = _detailed(answer, trial)
-    return answer
+        settings.details = details
+        return _detailed(answer, trial) if details else answer
 
 
 def _detailed(answer: Answer, trial: Trial) -> Answer:
@@ -224,17 +217,15 @@ class _Tried:
         if report.steps or not report.fits or not self.trains:
             return report.fits
         if not any(one.steps for one in self.reports.values()):
-            raise RunFailedError(
-                f"the run with {number} ended without an optimizer step; if the script does not "
-                "train, run it to its end (--whole, or steps=None)"
-            )
+            why = "ended without an optimizer step; if the script does not train, run it to its end"
+            raise RunFailedError(f"the run with {number} {why} (--whole, or steps=None)")
         self.idle = number
         return False
 
 
 def bisect(
     fits: Callable[[int], bool],
-    used: Callable[[int], tuple[int, int]],
+    used: Used,
     available: int,
     *,
     first: int,
@@ -264,45 +255,36 @@ def bisect(
     start = max(first, min(2, last))  # batch normalisation refuses a single sample
     if not fits(start):
         return next((index for index in range(start - 1, first - 1, -1) if fits(index)), None)
-    good, bad, left = [start], set[int](), MOST_BEYOND
+    good, bad, hole = [start], {last + 1}, None
     while True:
-        high = min((index for index in bad if index > good[-1]), default=last + 1)
+        high = min(index for index in bad if index > good[-1])
         while high - good[-1] > max(1, within * good[-1]):
-            most = min(high - 1, farthest(good[-1]))
-            tries = len(good) + len(bad)
-            guess = _guess(
-                good, most, used, available, high=high if high <= last else None, tries=tries
-            )
+            most, known = min(high - 1, farthest(good[-1])), high if high <= last else None
+            tries = len(good) + len(bad) - 1
+            guess = _guess(good, most, used, available, high=known, tries=tries)
             if fits(guess):
                 good.append(guess)
             else:
                 high = guess
                 bad.add(guess)
         top = min(last, farthest(good[-1]), _line(good, used, available, 0) or 0)
-        for index in _beyond(good[-1], bad, top, left):
-            left -= 1
-            if fits(index):
-                good.append(index)
-                break
-            bad.add(index)
-        else:
+        hole = None if hole else _beyond(good[-1], bad, top)
+        if hole is None or not fits(hole):
             return good[-1]
+        good.append(hole)
 
 
-def _beyond(low: int, bad: set[int], top: int, most: int) -> list[int]:
-    """Return indices above `low`, up to the top, that were not tried; the largest first.
+def _beyond(low: int, bad: set[int], top: int) -> int | None:
+    """Return an index above `low`, up to the top, that was not tried.
 
-    Of many, those that powers of two divide: their blocks leave the fewest fragments.
+    It is the one that powers of two divide best: its blocks leave the fewest fragments.
     """
     stride = 1 << max(0, (top - low).bit_length() - 10)
-    every = range(-(-(low + 2) // stride) * stride, top + 1, stride)
-    untried = sorted(set(every) - bad, key=lambda index: (-(index & -index), -index))
-    return sorted(untried[:most], reverse=True)
+    untried = set(range(-(-(low + 2) // stride) * stride, top + 1, stride)) - bad
+    return max(untried, key=lambda index: (index & -index, index), default=None)
 
 
-def _line(
-    good: list[int], used: Callable[[int], tuple[int, int]], available: int, which: int
-) -> int | None:
+def _line(good: list[int], used: Used, available: int, which: int) -> int | None:
     """Return where the line of the allocated (0) or reserved (1) bytes reaches the limit.
 
     None: there are no two indices that far enough apart, or no more bytes in the larger.
@@ -316,13 +298,7 @@ def _line(
 
 
 def _guess(
-    good: list[int],
-    most: int,
-    used: Callable[[int], tuple[int, int]],
-    available: int,
-    *,
-    high: int | None,
-    tries: int,
+    good: list[int], most: int, used: Used, available: int, *, high: int | None, tries: int
 ) -> int:
     """Return an index above the largest that fits, up to `most`.
 
@@ -340,9 +316,8 @@ def _guess(
     low, middle = good[-1], (good[-1] + most + 1) // 2
     full, line = (_line(good, used, available, which) for which in (0, 1))
     if high and (tries > MOST_GUESSES or line is None or not low // 8 > high - low):
-        if line is not None and low < line < high and tries <= MOST_GUESSES:
-            return line
-        return middle
+        is_inside = line is not None and low < line < high and tries <= MOST_GUESSES
+        return line if line is not None and is_inside else middle
     if line is None:  # as far from what is known as from where memory ends if nothing is constant
         reserved = used(low)[1]
         if not reserved and 2 * good[0] <= low:
@@ -368,23 +343,16 @@ def _served(
     """Keep a process that has imported torch, and fork it for each trial."""
     with (
         ended_by_signals(),
-        tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder,
+        scratch() as folder,
         Path(folder, "output.log").open("wb") as output,
     ):
         settings.folder = folder
         # numpy's threads begin with its import; a process that is forked must have none.
         environment = {**session.environment(settings), "OPENBLAS_NUM_THREADS": "1"}
-        with started(
-            [*command, "--serve"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            text=True,
-        ) as server:
-            asked, answered = server.stdin, server.stdout
-            assert asked is not None
-            assert answered is not None
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output}
+        with started([*command, "--serve"], env=environment, text=True, **pipes) as server:
+            asked: Any = server.stdin
+            answered: Any = server.stdout
 
             def trial(number: int) -> Report:
                 name = f"{number}-details" if settings.details else str(number)
@@ -395,13 +363,8 @@ def _served(
                     if not select.select([answered], [], [], timeout_seconds)[0]:
                         raise too_long(f"the run with {number}", timeout_seconds)
                     line = answered.readline()
-                log = Path(folder, "output.log")
-                if not line:
-                    return session.report(Path(folder), "run", server.wait(), log)
-                return session.report(Path(folder), name, int(line), log)
+                log, code = Path(folder, "output.log"), int(line) if line else server.wait()
+                return session.report(Path(folder), name if line else "run", code, log)
 
-            try:
+            with asked, answered:
                 yield trial
-            finally:
-                asked.close()
-                answered.close()

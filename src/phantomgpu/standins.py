@@ -137,13 +137,11 @@ def beside(folder: Path) -> Iterator[Path]:
 
 def load(folder: Path) -> ctypes.CDLL:
     """Load the stand-ins, so that torch finds them under their names; return the device's."""
+    stems = {file.stem for file in folder.glob("*.phantom")}
     first = ["libcuda", "libcudart"]  # the others link these
-    rest = sorted({file.stem for file in folder.glob("*.phantom")} - set(first))
-    loaded = [
-        ctypes.CDLL(str(folder / f"{stem}.phantom"), mode=ctypes.RTLD_GLOBAL)
-        for stem in (*first, *rest)
-    ]
-    return loaded[0]
+    files = [str(folder / f"{stem}.phantom") for stem in (*first, *sorted(stems - set(first)))]
+    device, *_ = [ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL) for file in files]
+    return device
 
 
 def wanted(torch: Path) -> dict[str, Library]:
@@ -207,18 +205,14 @@ def _owner(function: str) -> str:
 def compile_all(libraries: dict[str, Library], folder: Path) -> None:
     """Compile a stand-in for each library."""
     for stem, library in libraries.items():  # libcuda is the first: the others link it
-        prefix = PREFIXES[stem]
-        sources = [NATIVE / name for name in SOURCES.get(stem, ["others.c"])]
+        sources = [NATIVE / name for name in SOURCES.get(stem, [])]
         text = "\n".join(source.read_text() for source in sources)
-        if stem not in SOURCES:
-            ours = re.findall(rf"#ifdef LIBRARY_{prefix}\n(.*?)#endif", text, re.DOTALL)
-            text = "\n".join(ours)
         rest = (library.functions | library.others) - set(DEFINED.findall(text))
         lines = ['#include "device.h"', "#include <stdio.h>", "#include <string.h>"]
         lines += [_default(name, stem, called=name in library.functions) for name in sorted(rest)]
         generated = folder / f"{stem}.c"
         generated.write_text("\n".join(lines))
-        command = ["gcc", "-w", "-O1", "-fPIC", "-shared", f"-DLIBRARY_{prefix}", f"-I{NATIVE}"]
+        command = ["gcc", "-w", "-O1", "-fPIC", "-shared", f"-I{NATIVE}"]
         command.append(f"-DCUDA={libraries['libcudart'].soname.rpartition('.')[2]}")
         command += [*map(str, sources), str(generated), f"-Wl,-soname,{library.soname}"]
         # Not libcudart.so: torch looks for that name, and then loads all real libraries itself.

@@ -69,7 +69,7 @@ def ended(folder: Path) -> bool:
 
 def test_a_run_has_a_time_limit(tmp_path: Path, sleeper: list[str]) -> None:
     with pytest.raises(RunFailedError, match="--timeout"):
-        Session("h100", None).start(sleeper, Settings(""), None, 2, quiet=True)
+        Session("h100", None).start(sleeper, Settings(""), 2, quiet=True)
     assert ended(tmp_path)
 
 
@@ -84,7 +84,7 @@ def test_a_trial_has_a_time_limit(tmp_path: Path, sleeper: list[str]) -> None:
 
 
 CALLS = {
-    "run": "Session('h100', None).start(sys.argv[1:], Settings(''), None, None, quiet=True)",
+    "run": "Session('h100', None).start(sys.argv[1:], Settings(''), None, quiet=True)",
     "search": (
         "served = _served(Session('h100', None), Settings(''), sys.argv[1:])\n"
         "with served as trial: trial(8)"

@@ -19,23 +19,7 @@ int cuMemCreate(size_t *handle, size_t bytes, const int *property, uint64_t flag
   return OK;
 }
 
-int cuMemRelease(size_t handle) {
-  phantom_give(handle % MOST_DEVICES, handle / MOST_DEVICES * MOST_DEVICES);
-  return OK;
-}
-
-int cuMemAddressReserve(address *first, size_t bytes, size_t alignment, address near,
-                        uint64_t flags) {
-  *first = phantom_reserve(current_device, bytes);
-  return *first ? OK : OUT_OF_MEMORY;
-}
-
 /* Devices and contexts: what is not here gives an answer only (answers.txt). */
-int cuCtxSetCurrent(void *context) {
-  if (context) current_device = (int)(size_t)context - 1;
-  return OK;
-}
-
 int cuPointerGetAttribute(void *value, int attribute, address pointer) {
   int owner = phantom_owner((void *)pointer);
   if (owner < 0) return INVALID_VALUE;
