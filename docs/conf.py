@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 import urllib.error
@@ -30,7 +29,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "names",
 ]
-exclude_patterns = ["_build", "_generated", "_ext", "_templates"]
+exclude_patterns = ["_build", "_ext", "_templates"]
 templates_path = ["_templates"]
 html_theme = "furo"
 html_title = f"stretto {release}"
@@ -115,14 +114,6 @@ def process_docstring(*event: object) -> None:
     lines[:] = translate(lines)
 
 
-def write_pages(*event: object) -> None:
-    """Write the pages and pictures that are made from code."""
-    del event
-    for name, folder in (("generated", "_generated"), ("pictures", "_generated/pictures")):
-        importlib.import_module(name).write(HERE / folder)
-
-
 def setup(app: Sphinx) -> None:
     """Connect the hooks; Sphinx calls this."""
-    app.connect("config-inited", write_pages)
     app.connect("autodoc-process-docstring", process_docstring, priority=400)
