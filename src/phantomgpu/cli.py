@@ -34,7 +34,6 @@ AsJSON = Annotated[bool, option("--json", help="Print JSON.")]
 Whole = Annotated[bool, option("--whole", help="Run the script to its end, or to --timeout.")]
 Timeout = Annotated[float | None, option(min=1, help="Seconds that the script may take.")]
 Stages = Annotated[bool, option("--every-stage", help="Run a rank of each pipeline stage.")]
-Modules = Annotated[bool, option("--modules", help="Run a second time for the names of modules.")]
 Longest = Annotated[bool, option("--longest", help="Let loaders give their longest samples first.")]
 Argument = Annotated[str, option(help="The option of the command to vary.")]
 Largest = Annotated[int, option(min=1, help="The last number to try.")]
@@ -68,7 +67,6 @@ def run(
     whole: Whole = False,
     timeout: Timeout = None,
     devices: Annotated[int | None, option(help="GPUs that the process sees.")] = None,
-    modules: Modules = False,
     cudnn: Annotated[bool, option("--cudnn", help="Leave cuDNN on.")] = False,
     longest: Longest = False,
     json: Annotated[Path | None, file_option("Write a report with all details; - prints.")] = None,
@@ -82,7 +80,7 @@ def run(
     prints = str(json) == "-"
     how: dict[str, Any] = {"gpu": gpu, "memory": memory, "devices": devices, "cudnn": cudnn}
     how |= {"ranks": ranks, "rank": rank, "every_stage": every_stage, "timeout_seconds": timeout}
-    how |= {"steps": None if whole else steps, "longest": longest, "modules": modules}
+    how |= {"steps": None if whole else steps, "longest": longest}
     report = run_script(command, snapshot=snapshot, quiet=quiet or prints, **how)
     typer.echo(report.to_json() if prints else f"\n{report}")  # progress bars leave a line open
     if json is not None and not prints:

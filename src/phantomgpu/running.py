@@ -47,7 +47,6 @@ def run(
     devices: int | None = None,
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    modules: bool = False,
     cudnn: bool = False,
     longest: bool = False,
     values: bool = True,
@@ -70,7 +69,6 @@ def run(
         devices: The number of GPUs that the process sees; 1, or up to 8 with ranks.
         args: Arguments of the function, or of the script.
         kwargs: Keyword arguments of the function.
-        modules: Run a second time, with hooks, for the names of modules.
         cudnn: Leave cuDNN on; what needs it is then refused.
         longest: Let every DataLoader that knows its samples give the longest first.
         values: Compute small whole numbers for real.
@@ -101,13 +99,6 @@ def run(
         report = start(quiet=quiet)
         if every_stage:
             report = fullest(session, report, lambda: start(quiet=quiet))
-        if modules and report.status in ("fits", "does not fit"):
-            settings.modules, settings.snapshot = True, False
-            session.rank = report.rank
-            named = start(quiet=True)
-            differs = named.peak_allocated != report.peak_allocated
-            note = ("names of modules are of a second run, whose peak differed",) * differs
-            report = replace(report, places=named.places, notes=report.notes + note)
     if callable(script):
         return report
     how: dict[str, Any] = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": report.rank}

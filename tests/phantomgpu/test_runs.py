@@ -791,12 +791,6 @@ def test_a_report_that_is_lost_is_no_fit() -> None:
     assert report.problem == "its report failed"
 
 
-def test_modules_are_named_in_backward_too() -> None:
-    places = run(train, 1 << 14, modules=True).places
-    assert {"0", "1", "2"} & set(places)
-    assert "backward" not in places
-
-
 def meshed(kind: str) -> None:
     """Train with the Trainer on a mesh of all ranks."""
     import torch
