@@ -30,7 +30,7 @@ PART = re.compile(
     r"(?P<start><!-- generated: (?P<name>\S+) -->\n).*?(?P<end><!-- end of generated -->)",
     re.DOTALL,
 )
-LANGUAGES = {".diff": "diff", ".py": "python", ".yaml": "yaml"}
+LANGUAGES = {".diff": "diff", ".py": "python", ".txt": "text", ".yaml": "yaml"}
 SECTIONS = {
     "Data": "data",
     "Optimizer": "optimizer",
@@ -121,10 +121,13 @@ def command_line() -> str:
 
 
 def code(path: Path) -> str:
-    """Return a file as a block of code; a diff without the names of its files."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    shown = lines[2:] if path.suffix == ".diff" else lines
-    return f"```{LANGUAGES[path.suffix]}\n{''.join(shown)}```\n"
+    """Return a file as a block of code; a diff without its header, of results the first table."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".diff":
+        text = "".join(text.splitlines(keepends=True)[2:])
+    elif path.suffix == ".txt":
+        text = text.partition("\n\n")[0] + "\n"
+    return f"```{LANGUAGES[path.suffix]}\n{text}```\n"
 
 
 def part(name: str) -> str:
