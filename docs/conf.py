@@ -45,7 +45,7 @@ myst_heading_anchors = 3
 autosummary_generate = True
 autosummary_ignore_module_all = False
 autodoc_member_order = "bysource"
-# Each page has a copy of the table of contents: with 1,100 names in it, that takes half of the build.
+# Each page has a copy of the table of contents: with 1,100 names, that takes half of the build.
 toc_object_entries = False
 # Links into packages of others are made where their index is found; ours must all resolve.
 # `stretto.module.file.Name` is a base or an alias without a page: public names are found before.
