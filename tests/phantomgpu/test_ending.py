@@ -70,15 +70,15 @@ def ended(folder: Path) -> bool:
 
 def test_a_run_has_a_time_limit(tmp_path: Path, sleeper: list[str]) -> None:
     with pytest.raises(RunFailedError, match="--timeout"):
-        Session("h100", None).start(sleeper, Settings(""), 2, quiet=True)
+        Session("h100", None, Settings()).start(sleeper, 2)
     assert ended(tmp_path)
 
 
 def test_a_trial_has_a_time_limit(tmp_path: Path, sleeper: list[str]) -> None:
-    session = Session("h100", None)
+    session = Session("h100", None, Settings())
     with (
         pytest.raises(RunFailedError, match="the run with 8 did not end within 2 seconds"),
-        _served(session, Settings(""), sleeper, 2) as trial,
+        _served(session, sleeper, 2) as trial,
     ):
         trial(8)
     assert ended(tmp_path)
@@ -115,9 +115,9 @@ def test_a_setup_without_torch_says_what_to_write(
 
 
 CALLS = {
-    "run": "Session('h100', None).start(sys.argv[1:], Settings(''), None, quiet=True)",
+    "run": "Session('h100', None, Settings()).start(sys.argv[1:], None)",
     "search": (
-        "served = _served(Session('h100', None), Settings(''), sys.argv[1:])\n"
+        "served = _served(Session('h100', None, Settings()), sys.argv[1:])\n"
         "with served as trial: trial(8)"
     ),
 }
@@ -182,13 +182,14 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         standins.check_system()
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(PhantomError, match="PHANTOMGPU_CACHE"),
-        standins.beside(tmp_path / "file" / "a"),
-    ):
-        pass
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    monkeypatch.setenv("PHANTOMGPU_CACHE", str(tmp_path / "lib" / "libtorch_cuda.so"))
+    with pytest.raises(PhantomError, match="PHANTOMGPU_CACHE"):
+        standins.build(tmp_path)
 
 
 class Pip:
