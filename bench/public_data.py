@@ -187,7 +187,7 @@ def sentences(folder: Path) -> None:
         "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
         "device": "cuda", "dtype": "bf16", "enable_activation_checkpointing": True,
         "enable_activation_offloading": False, "metric_logger": logs, "log_every_n_steps": 1,
-        "log_peak_memory_stats": True,
+        "log_peak_memory_stats": True, "log_level": "INFO",
     }  # fmt: skip
     (folder / "full.yaml").write_text(json.dumps(settings))
 

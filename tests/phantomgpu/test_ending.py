@@ -98,7 +98,7 @@ def test_a_trial_has_a_time_limit(tmp_path: Path, sleeper: list[str]) -> None:
 def test_why_there_is_no_report(code: str, why: str) -> None:
     command = [sys.executable, "-c", code]
     with pytest.raises(RunFailedError, match=why):
-        Session("h100", None).start(command, Settings(""), None, quiet=True)
+        Session("h100", None, Settings()).start(command, None)
 
 
 def test_a_setup_without_torch_says_what_to_write(
