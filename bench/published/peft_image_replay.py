@@ -24,6 +24,7 @@ with patch.object(torch.cuda, "is_available", return_value=True):
     from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
     from diffusers import Flux2KleinPipeline as Pipeline
     from peft import get_peft_config, get_peft_model
+
     from published.peft_text_replay import first_weights, leave_frod_out
 
 IMAGES, BATCH, WORDS, SIDE = 14, 2, 512, 512

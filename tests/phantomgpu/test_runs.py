@@ -496,7 +496,7 @@ def decomposed() -> None:
 def test_workspaces_of_decompositions() -> None:
     report = run(decomposed)
     assert report.fits, report.problem
-    assert "Xgeev (assumed" in str(report)
+    assert "Xgeev (four matrices)" in str(report)
     assert report.peak_allocated > 4 * 8_000_000
 
 
@@ -515,7 +515,7 @@ def transformed() -> None:
 def test_workspaces_of_fourier_transforms_are_as_large_as_the_data() -> None:
     report = run(transformed)
     assert report.fits, report.problem
-    assert "cuFFT (the data; 0 in 1D)" in str(report)
+    assert "cuFFT (as the data; 1D: 0)" in str(report)
 
 
 def fits_line(size: int) -> None:
