@@ -775,6 +775,42 @@ def test_a_script_that_empties_the_cache() -> None:
     assert report.fits, report.problem
 
 
+def behind() -> None:
+    """What a second stream uses is not free before the device has got that far."""
+    import torch
+
+    side = torch.cuda.Stream()
+
+    def use(count: int) -> int:
+        for _ in range(count):
+            buffer = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
+            buffer.record_stream(side)
+            del buffer
+        return torch.cuda.memory_reserved() >> 20
+
+    number = torch.ones((), device="cuda")
+    before = use(0)
+    assert use(3) == before + 96
+    torch.cuda.synchronize()
+    assert use(3) == before + 96
+    assert use(1) == before + 128
+    assert number.item() == 1.0  # waits for the device
+    assert use(4) == before + 128
+    for _ in range(1100):  # waits for a place in the queue
+        number.add_(1)
+    assert use(4) == before + 128
+    event = torch.cuda.Event()
+    event.record()
+    assert not event.query()
+    while not event.query():
+        pass
+
+
+def test_the_device_is_behind_the_program() -> None:
+    report = run(behind)
+    assert report.fits, report.problem
+
+
 def unreadable() -> None:
     """Its own report fails, and that of a process that it has started says that it fits."""
     import torch

@@ -20,7 +20,7 @@ struct facts facts = {(size_t)80 << 30, 0, 1, 9, 0, 90, 132, 2048, 32, 232448, 2
                       "phantomgpu"};
 _Thread_local int current_device;
 double phantom_inside, phantom_between;
-size_t phantom_most_managed, phantom_nccl, phantom_assumed;
+size_t phantom_most_managed, phantom_nccl, phantom_assumed, phantom_now;
 
 /* Ranges of addresses that do not overlap, in ascending order. */
 struct range {
