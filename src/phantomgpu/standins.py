@@ -259,7 +259,7 @@ def _default(name: str, stem: str, *, called: bool) -> str:
         refused = not called or re.search("bufferSize|SpGEMM", name) or stem == "libcudnn"
         accepted = does == "+" or name.startswith(("cudnnDestroy", "__cuda")) or not refused
         code = f"return {0 if accepted else UNSUPPORTED.get(stem, 801)};"
-    launch = "phantom_now += LAUNCH;" * bool(LAUNCHES.search(name))
+    launch = "LAUNCH;" * bool(LAUNCHES.search(name))
     return f"long {name}({_GIVEN}) {{ {launch} {code} return 0; }}"
 
 

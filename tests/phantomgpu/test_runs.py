@@ -811,6 +811,31 @@ def test_the_device_is_behind_the_program() -> None:
     assert report.fits, report.problem
 
 
+def collecting() -> None:
+    """Collectives hold tensors of 32 MiB until the device has got that far, and one more begins."""
+    import torch
+    from torch import distributed as dist
+
+    dist.init_process_group("nccl")
+    number = torch.ones((), device="cuda")
+
+    def held() -> int:
+        whole = torch.empty(8 << 20, device="cuda")
+        dist.reduce_scatter_tensor(whole[: 1 << 20], whole, async_op=True).get_future().wait()
+        return torch.cuda.memory_allocated() >> 25
+
+    assert [held(), held(), held()] == [1, 2, 3]
+    for _ in range(1100):
+        number.add_(1)
+    torch.cuda.synchronize()
+    assert held() == 1
+
+
+def test_what_collectives_hold() -> None:
+    report = run(collecting, ranks=8)
+    assert report.fits, report.problem
+
+
 def unreadable() -> None:
     """Its own report fails, and that of a process that it has started says that it fits."""
     import torch

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "device.h"
 
@@ -192,27 +193,30 @@ static int is_captured(stream_t stream) {
    the queue holds: about 1,000 (forums.developer.nvidia.com/t/68937). Until then memory that other
    streams use stays taken. A thread that only asks is NCCL's watchdog: it asks every 0.1 seconds,
    which is about as many launches again where a kernel takes 0.1 ms. */
-#define QUEUE (1024 * LAUNCH)
+#define QUEUE (1024 * 64)
 static size_t waited, recorded[1 << 16];
-static _Thread_local int records;
 
 static size_t *time_of(event_t event) { return recorded + (size_t)event / 64 % (1 << 16); }
 
-int cudaDeviceSynchronize(void) { return waited = phantom_now, OK; }
-
-int cudaEventSynchronize(event_t event) {
-  if (*time_of(event) > waited) waited = *time_of(event);
+/* While a program waits for much, NCCL's watchdog asks. */
+int cudaDeviceSynchronize(void) {
+  size_t late = phantom_now - waited;
+  waited = phantom_now;
+  if (phantom_nccl && late > QUEUE) usleep(150000);
   return OK;
 }
 
+int cudaEventSynchronize(event_t event) {
+  return waited = *time_of(event) > waited ? *time_of(event) : waited, OK;
+}
+
 int cudaEventQuery(event_t event) {
-  size_t time = *time_of(event), behind = records ? QUEUE : 2 * QUEUE;
+  size_t time = *time_of(event), behind = phantom_launches ? QUEUE : 2 * QUEUE;
   return time <= waited || time + behind <= phantom_now++ ? OK : NOT_READY;
 }
 
 int cudaEventRecord(event_t event, stream_t stream) {
-  records = 1;
-  *time_of(event) = phantom_now += LAUNCH;
+  *time_of(event) = LAUNCH;
   if (is_captured(stream) && num_joins < MOST_JOINS) joins[num_joins++] = event;
   return OK;
 }
