@@ -10,11 +10,12 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch
 
 Event = dict[str, Any]
 _Points = dict[int, tuple[Counter[str], Counter[str]]]
@@ -47,10 +48,6 @@ class History:
     owners: list[tuple[int, str, set[int]]] = field(default_factory=list)
     modes: list[tuple[int, str]] = field(default_factory=list)
     """Where the script turned gradients off ("no_grad", "evaluation") and on again ("")."""
-    spans: list[tuple[int, str]] = field(default_factory=list)
-    """Names of modules, by when they were entered."""
-    backward: dict[int, int] = field(default_factory=dict)
-    """When the last backward pass before an optimizer's step ended, by when the step began."""
 
 
 _OURS = "phantomgpu/values.py", "torch/_dynamo/eval_frame.py"
@@ -59,46 +56,38 @@ _OURS = "phantomgpu/values.py", "torch/_dynamo/eval_frame.py"
 
 def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
     """Return what the report says of memory as plain values, from the traces of all devices."""
-    import torch
-
     device = max(range(len(traces)), key=lambda index: peak(traces[index])[0], default=0)
     trace = traces[device] if traces else []
-    for event in trace:  # kernels that are computed run in Python; those of backward have no frames
-        frames = event.get("frames", ())  # segments that `empty_cache` frees have none
-        event["frames"] = [f for f in frames if not f["filename"].endswith(_OURS)]
-    seen.backward = backward_ends(seen, trace)
+    annotate(seen, trace)
     allocated, at, reserved = peak(trace)
     ends, now = lives(trace), time.time_ns() // 1000
     owned = tensors_now() if trace else []
     owners = [*seen.owners, *((now, what, found) for what, found in owned)]
-    named = categorise(seen, trace, ends, owners)
+    named = categorise(trace, ends, owners)
     categories: Counter[str] = Counter()
     places: Counter[str] = Counter()
     for index in (one for one, end in ends.items() if one <= at < end):
         categories[named[index]] += trace[index]["size"]
         if named[index] not in _OWNED:
-            places[place(seen, trace[index])] += trace[index]["size"]
-    phase, step = phase_of(seen, trace[at]) if trace else ("start", 0)
+            places[place(trace[index])] += trace[index]["size"]
     stats = torch.cuda.memory_stats(device)
     return {
         "device": device,
         "peak_allocated": max(allocated, stats.get("allocated_bytes.all.peak", 0)),
         "peak_reserved": max(reserved, stats.get("reserved_bytes.all.peak", 0)),
-        "phase": phase,
-        "step": step,
+        "phase": trace[at]["phase"] if trace else "start",
+        "step": trace[at]["step"] if trace else 0,
         "categories": dict(categories.most_common()),
         "places": dict(places.most_common(12)),
-        "peaks_by_phase": peaks_by_phase(seen, trace),
+        "peaks_by_phase": peaks_by_phase(trace),
         "peaks_by_step": peaks_by_step(seen, trace) if trace else [],
         "out_of_memory": stats.get("num_ooms", 0),
-        "timeline": timeline(seen, trace, at, named) if trace else {},
+        "timeline": timeline(trace, at, named) if trace else {},
     }
 
 
 def is_distributed() -> bool:
     """Return whether the script has joined a process group."""
-    import torch
-
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -136,14 +125,45 @@ def levels(trace: list[Event]) -> Iterator[tuple[int, int]]:
         yield used, held
 
 
+def annotate(seen: History, trace: list[Event]) -> None:
+    """Add to each event its phase and step, and the bytes allocated and reserved after it."""
+    phases = [(0, "start", 0), *seen.phases]
+    backward: dict[int, int] = {}
+    """When backward ended last, by the index of the phase."""
+    for event, (used, held) in zip(trace, levels(trace), strict=True):
+        at = bisect(phases, event["time_us"], key=itemgetter(0)) - 1
+        # Kernels that are computed run in Python. Segments that `empty_cache` frees have no frames.
+        frames = [f for f in event.get("frames", ()) if not f["filename"].endswith(_OURS)]
+        event |= {"frames": frames, "step": phases[at][2], "used": used, "held": held, "at": at}
+        event["phase"] = phases[at][1] if phases[at][1] != "step" else phase_in_step(seen, event)
+        if event["phase"] == "backward" and event["action"] == "alloc":
+            backward[at] = event["time_us"]
+    for event in trace:
+        until = backward.get(event["at"], event["time_us"])
+        is_over = event["time_us"] > until and event["at"] + 1 < len(phases)
+        if event["phase"] == "forward" and is_over and phases[event["at"] + 1][1] == "optimizer":
+            event["phase"] = "the part after backward"
+
+
+def phase_in_step(seen: History, event: Event) -> str:
+    """Return what was done in a step, outside of the optimizer, when something was allocated."""
+    frames = event["frames"]
+    active = "\n".join(f"{f['filename']}:{f['name']}" for f in frames)
+    for phase, pattern in _PHASES.items():
+        if pattern.search(active):
+            return phase
+    if not frames or any("autograd/graph.py" in f["filename"] for f in frames[:30]):
+        return "backward"
+    if not _EVALUATES.isdisjoint(f["name"] for f in frames):
+        return "evaluation"
+    at = bisect(seen.modes, event["time_us"], key=itemgetter(0))
+    return (at and seen.modes[at - 1][1]) or "forward"
+
+
 def peak(trace: list[Event]) -> tuple[int, int, int]:
     """Return the most bytes allocated, the event of that, and the most bytes reserved."""
-    at = allocated = reserved = 0
-    for index, (used, held) in enumerate(levels(trace)):
-        reserved = max(reserved, held)
-        if used > allocated:
-            at, allocated = index, used
-    return allocated, at, reserved
+    used, held = zip(*levels(trace), strict=True) if trace else ((0,), (0,))
+    return max(used), used.index(max(used)), max(held)
 
 
 def peaks_by_step(seen: History, trace: list[Event]) -> list[tuple[int, ...]]:
@@ -152,25 +172,23 @@ def peaks_by_step(seen: History, trace: list[Event]) -> list[tuple[int, ...]]:
     Each begins with what is there at the end of the one before, as after torch's
     `reset_peak_memory_stats`.
     """
-    began = [time for time, _, _ in seen.phases]
     ended = max(step for _, _, step in seen.phases) - 1
     peaks: list[tuple[int, ...]] = []
     before = 0, 0
-    for event, now in zip(trace, levels(trace), strict=True):
-        step = seen.phases[max(bisect(began, event["time_us"]) - 1, 0)][2]
+    for event in trace:
+        now, step = (event["used"], event["held"]), max(event["step"], 1)
         peaks += [before] * (step - len(peaks))  # a replayed CUDA graph has no events
         peaks[step - 1] = tuple(map(max, peaks[step - 1], now))
         before = now
     return [*peaks, *[before] * (ended - len(peaks))][:ended]
 
 
-def peaks_by_phase(seen: History, trace: list[Event]) -> dict[str, int]:
+def peaks_by_phase(trace: list[Event]) -> dict[str, int]:
     """Return the most bytes allocated in each phase that allocated something."""
     peaks: Counter[str] = Counter()
-    for event, (used, _) in zip(trace, levels(trace), strict=True):
+    for event in trace:
         if event["action"] == "alloc":
-            phase = phase_of(seen, event)[0]
-            peaks[phase] = max(peaks[phase], used)
+            peaks[event["phase"]] = max(peaks[event["phase"]], event["used"])
     return dict(peaks.most_common())
 
 
@@ -187,14 +205,13 @@ def lives(trace: list[Event]) -> dict[int, int]:
 
 
 def timeline(
-    seen: History, trace: list[Event], at: int, named: dict[int, str], most: int = 2000
+    trace: list[Event], at: int, named: dict[int, str], most: int = 2000
 ) -> dict[str, Any]:
     """Return bytes over the step of the peak, and over others (docs/phantomgpu/report.md).
 
     Of events that share a point, the one with the most bytes is kept.
     """
-    phases = [(0, "", 0), *seen.phases]
-    steps = [phases[bisect(phases, one["time_us"], key=itemgetter(0)) - 1][2] for one in trace]
+    steps = [one["step"] for one in trace]
     sizes, main = Counter(steps), steps[at]
     shown = {main, *list(sizes)[:: -(-len(sizes) // MOST_STEPS)]}
     widths = {step: 1 + sizes[step] // (most if step == main else -(-most // 8)) for step in shown}
@@ -212,11 +229,11 @@ def timeline(
             now[named[block]] += size
             if abs(size) >= _LARGE and named[block] not in _OWNED:
                 if block not in where:
-                    where[block] = place(seen, event)
+                    where[block] = place(event)
                 large[where[block]] += size
         if step in shown:
             if event["action"] == "alloc":
-                marks[step].setdefault(phase_of(seen, event)[0], index - first[step])
+                marks[step].setdefault(event["phase"], index - first[step])
             point = (index - first[step]) // widths[step]
             if point not in points[step] or now.total() > points[step][point][0].total():
                 points[step][point] = now.copy(), large.copy()
@@ -245,8 +262,6 @@ def _drawn(step: int, width: int, points: _Points, marks: dict[str, int]) -> dic
 
 def tensors_now() -> list[tuple[str, set[int]]]:
     """Return where parameters, gradients, buffers and optimizer states are now."""
-    import torch
-
     found: dict[str, set[int]] = defaultdict(set)
     for one in gc.get_objects():
         bases = type(one).__mro__
@@ -269,8 +284,6 @@ def tensors_now() -> list[tuple[str, set[int]]]:
 
 def addresses(tensors: Any) -> set[int]:
     """Return where the memory of tensors begins, looking into subclasses and sparse tensors."""
-    import torch
-
     found: set[int] = set()
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
@@ -288,7 +301,7 @@ def addresses(tensors: Any) -> set[int]:
 
 
 def categorise(
-    seen: History, trace: list[Event], ends: dict[int, int], owners: list[tuple[int, str, set[int]]]
+    trace: list[Event], ends: dict[int, int], owners: list[tuple[int, str, set[int]]]
 ) -> dict[int, str]:
     """Return the category of each block, by the event that allocated it."""
     known: dict[int, list[tuple[int, str]]] = defaultdict(list)
@@ -308,18 +321,17 @@ def categorise(
         owner = next((what for when, what in owned if event["time_us"] <= when <= until), None)
         if owner is None and event["size"] in _WORKSPACES and is_kept:
             owner = "workspaces"
-        named[index] = owner or category(seen, event, logits)
+        named[index] = owner or category(event, logits)
     return named
 
 
-def category(seen: History, event: Event, logits: set[int]) -> str:
+def category(event: Event, logits: set[int]) -> str:
     """Return what a block is that belongs to no parameter, gradient or optimizer."""
-    phase, _ = phase_of(seen, event)
     if is_loss(event) or event["size"] in logits:
         return "logits"
-    if phase in ("optimizer", "clipping", "the part after backward"):
+    if event["phase"] in ("optimizer", "clipping", "the part after backward"):
         return "scratch of the optimizer"
-    return "scratch of the backward" if phase == "backward" else "activations"
+    return "scratch of the backward" if event["phase"] == "backward" else "activations"
 
 
 def is_loss(event: Event) -> bool:
@@ -328,50 +340,9 @@ def is_loss(event: Event) -> bool:
     return any(part in names for part in _LOSSES)
 
 
-def phase_of(seen: History, event: Event) -> tuple[str, int]:
-    """Return the phase and the step in which something was allocated."""
-    at = bisect(seen.phases, event["time_us"], key=itemgetter(0))
-    when, what, step = seen.phases[at - 1] if at else (0, "start", 0)
-    if what != "step":
-        return what, step
-    frames = event["frames"]
-    active = "\n".join(f"{f['filename']}:{f['name']}" for f in frames)
-    for phase, pattern in _PHASES.items():
-        if pattern.search(active):
-            return phase, step
-    if not frames or any("autograd/graph.py" in f["filename"] for f in frames[:30]):
-        return "backward", step
-    at = bisect(seen.modes, event["time_us"], key=itemgetter(0))
-    if not _EVALUATES.isdisjoint(f["name"] for f in frames):
-        return "evaluation", step
-    if at and seen.modes[at - 1][1]:
-        return seen.modes[at - 1][1], step
-    if event["time_us"] > seen.backward.get(when, 1 << 62):
-        return "the part after backward", step
-    return "forward", step
-
-
-def backward_ends(seen: History, trace: list[Event]) -> dict[int, int]:
-    """Return when the last backward pass before each step of an optimizer ended."""
-    ends: dict[int, int] = {}
-    follows = {
-        began: over
-        for (began, what, _), (over, following, _) in pairwise(seen.phases)
-        if (what, following) == ("step", "optimizer")
-    }
-    for event in (one for one in trace if one["action"] == "alloc"):
-        began = max((one for one in follows if one <= event["time_us"] < follows[one]), default=0)
-        if began and phase_of(seen, event)[0] == "backward":
-            ends[began] = event["time_us"]
-    return ends
-
-
-def place(seen: History, event: Event) -> str:
-    """Return the module that a block was allocated in, or else the line of code."""
-    at = bisect(seen.spans, event["time_us"], key=itemgetter(0))
-    if at and seen.spans[at - 1][1]:
-        return seen.spans[at - 1][1]
+def place(event: Event) -> str:
+    """Return the line of code that a block was allocated in."""
     for frame in event["frames"]:
         if not any(part in frame["filename"] for part in _SKIPPED):
             return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
-    return "torch" if event["frames"] or seen.spans else "backward"
+    return "torch" if event["frames"] else "backward"

@@ -17,8 +17,6 @@ from phantomgpu.searching import search
 GREW = 5
 """The exit code of `check` if the peak grew by more than the tolerance."""
 MOST_KINDS = 3
-UNITS = {"bfloat16 units, flash attention": (8, 0), "FP8 units": (8, 9)}
-"""The compute capability that has them."""
 ALLOCATOR = {
     "expandable_segments:True": "segments that grow leave fewer fragments",
     "roundup_power2_divisions:8": "sizes are rounded, so that blocks are used again",
@@ -100,8 +98,7 @@ def cheapest(
         if report.fits:
             row: dict[str, Any] = {"gpu": kind.key, "memory_bytes": report.memory}
             row |= {"peak_bytes": report.peak_allocated, "reserved_bytes": report.peak_reserved}
-            lacks = [name for name, least in UNITS.items() if kind.capability < least]
-            rows.append({**row, "lacks": ", ".join(lacks)})
+            rows.append(row)
     return rows
 
 

@@ -78,7 +78,6 @@ def test_the_smallest_kinds_that_fit(runs: list[dict[str, Any]]) -> None:
     assert runs[-1]["script"] == ["train.py", "--lr", "1"]
     assert "t4" not in said.output
     assert "30.00 GiB" in said.output
-    assert "FP8" in said.output  # an A100 has none
     none = ask("cheapest", "train.py", "--gpu", "t4,l4")
     assert (none.exit_code, "fits no kind" in none.output) == (3, True)
 
