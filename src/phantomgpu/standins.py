@@ -11,8 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -42,6 +41,8 @@ UNSUPPORTED = {"libcudnn": 3000, "libcusolver": 9, "libcusparse": 10}
 FUNCTION = re.compile(r"(?:__)?(?:cu|nccl|nvrtc|nvshmem|nvml)\w")
 DEFINED = re.compile(r"^[\w *]*?\b(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
 _GIVEN = ", ".join(f"long a{number}" for number in range(19))  # as many as any function has
+LAUNCHES = re.compile(r"LaunchKernel|gemm|Gemm(Ex|Strided)|LtMatmul$|cudaMem(cpy|set)Async")
+"""What takes a place in the queue of a stream."""
 LOOKED_UP = re.compile(rb"\0((?:cu[A-Z]|nvml)\w+)(?=\0)")
 
 
@@ -106,33 +107,23 @@ def build(torch: Path) -> Path:
     parts += [path.read_text() for path in sorted([*NATIVE.iterdir(), Path(__file__)])]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = cache_folder() / "standins" / name
-    if not folder.exists():
-        with beside(folder) as scratch:
-            new = scratch / "new"
-            new.mkdir()
-            compile_all(wanted(torch), new)
-            try:
-                new.rename(folder)  # another process may have been faster
-            except OSError:
-                if not folder.exists():
-                    raise
-    return folder
-
-
-@contextmanager
-def beside(folder: Path) -> Iterator[Path]:
-    """Make a folder beside another one for a while: what is in it can be renamed to that one.
-
-    Raises:
-        PhantomError: That is not possible.
-    """
+    if folder.exists():
+        return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=folder.parent)
     except OSError as error:
         raise PhantomError(f"{error}; set PHANTOMGPU_CACHE to a folder of this user") from None
-    with scratch as name:
-        yield Path(name)
+    with scratch:
+        new = Path(scratch.name, "new")
+        new.mkdir()
+        compile_all(wanted(torch), new)
+        try:
+            new.rename(folder)  # another process may have been faster
+        except OSError:
+            if not folder.exists():
+                raise
+    return folder
 
 
 def load(folder: Path) -> ctypes.CDLL:
@@ -257,7 +248,8 @@ def _default(name: str, stem: str, *, called: bool) -> str:
         refused = not called or re.search("bufferSize|SpGEMM", name) or stem == "libcudnn"
         accepted = does == "+" or name.startswith(("cudnnDestroy", "__cuda")) or not refused
         code = f"return {0 if accepted else UNSUPPORTED.get(stem, 801)};"
-    return f"long {name}({_GIVEN}) {{ {code} return 0; }}"
+    launch = "LAUNCH;" * bool(LAUNCHES.search(name))
+    return f"long {name}({_GIVEN}) {{ {launch} {code} return 0; }}"
 
 
 @cache

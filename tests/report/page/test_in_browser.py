@@ -353,6 +353,7 @@ def test_memory_is_stacked_below_the_limit(seen: Seen, tmp_path: Path) -> None:
 
 def test_memory_without_a_cursor_is_that_of_the_peak(seen: Seen, tmp_path: Path) -> None:
     page = seen.show(payloads.memory(), tmp_path)
+    assert page.locator(".top small").text_content() == "at the peak"
     assert "activations 5.5 GiB" in (page.locator(".values").text_content() or "")
     assert page.locator("#stages h2").text_content() == "Largest at the peak"
     rows = page.locator(".largest").all_text_contents()
@@ -405,28 +406,24 @@ def test_labels_of_memory_do_not_overlap(seen: Seen, tmp_path: Path, width: int)
     assert page.evaluate("document.documentElement.scrollWidth") <= edge
 
 
-def test_a_million_batches_switch_their_axis_in_a_fifth_of_a_second(
-    seen: Seen, tmp_path: Path
-) -> None:
+def test_a_million_batches_are_drawn_by_their_points(seen: Seen, tmp_path: Path) -> None:
+    seen.page.add_init_script(
+        """globalThis.drawn = 0;
+        for (const name of ["lineTo", "moveTo", "arc"]) {
+          const own = Path2D.prototype[name];
+          Path2D.prototype[name] = function (...at) { drawn++; return own.apply(this, at); };
+        }"""
+    )
     sizes = (8, 16, 24, 32, 48, 64, 96, 128)
     big = payloads.run("big", 1_000_000, sizes=sizes, points=4_000)
     page = seen.show(payloads.payload(big), tmp_path)
-    session = page.context.new_cdp_session(page)
-    # Of the processor, for script, layout and drawing: other tests run beside this one.
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
-
-    def used() -> float:
-        found = session.send("Performance.getMetrics")["metrics"]
-        return next(one["value"] for one in found if one["name"] == "TaskDuration")
-
-    taken = []
+    points = page.evaluate("strettoPage.panels.flatMap(p => p.traces).length") * 4_000
     for unit in UNITS[1:]:
-        before = used()
+        page.evaluate("drawn = 0")
         page.evaluate(f"document.querySelector('#axis [value={unit}]').click()")
         seen.frames()
-        taken.append(used() - before)
-    print("seconds of the processor for each switch:", [round(one, 3) for one in taken])
-    assert max(taken) < 0.2
+        # A switch draws once; a point is at most two corners and two ends of its band.
+        assert 0 < page.evaluate("drawn") < 4 * points
 
 
 class TestLive:
@@ -508,3 +505,122 @@ def test_a_run_that_cannot_be_read_is_a_panel(seen: Seen, tmp_path: Path) -> Non
     assert page.locator("#problems h2").inner_text() == "bad"
     assert page.locator("#problems p").text_content() == f"cannot be read: it has {HOSTILE}"
     assert page.locator("#panels .panel").count() > 3
+
+
+def colours_of(page: Page, panel: str) -> list[str]:
+    return [
+        str(line.get_attribute("stroke"))
+        for line in page.locator(f".panel:has(h2:text('{panel}')) .values line").all()
+    ]
+
+
+def test_training_and_validation_have_colours_of_their_own(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.payload(payloads.run("a")), tmp_path)
+    training, validation = colours_of(page, "loss")
+    assert training != validation
+    assert len(set(colours_of(page, "batch size"))) == 2
+    first = page.locator(".panel .values span span").all_text_contents()[:2]
+    assert [text.split()[0] for text in first] == ["training", "validation"]
+    page = seen.show(payloads.three(), tmp_path)
+    assert len(set(colours_of(page, "loss"))) == 6
+    dotted = page.locator(".panel").first.locator(".values .swatch:has(circle)")
+    assert dotted.count() == 3  # of the validation losses
+    run = page.locator("#legend button .swatch").first.evaluate("e => getComputedStyle(e).color")
+    rgb = [int(part) for part in re.findall(r"\d+", run)]
+    assert "#{:02x}{:02x}{:02x}".format(*rgb) == colours_of(page, "loss")[0]
+
+
+def test_the_key_names_lines_and_marks(seen: Seen, tmp_path: Path) -> None:
+    page = seen.show(payloads.payload(payloads.run("a")), tmp_path)
+    key = page.locator("#key > span")
+    texts = [text.strip("○▲◆↻▶✕■") for text in key.all_text_contents()]
+    marks = ["evaluation", "checkpoint", "change of size", "start", "resume", "out of memory"]
+    assert texts == ["measured", "planned", *marks]
+    dashes = [key.nth(i).locator("line").get_attribute("stroke-dasharray") for i in (0, 1)]
+    assert dashes[0] == ""
+    assert dashes[1]
+    batch_size = page.locator(".panel:has(h2:text('batch size')) .values line")
+    assert {line.get_attribute("stroke-dasharray") for line in batch_size.all()} == set(dashes)
+    # The marks of sizes are where the size changes.
+    found = page.evaluate(
+        "strettoPage.runs[0].events.filter(e => e.kind === 'decided_size').map(e => e.text)"
+    )
+    assert found == ["8 to 16", "16 to 32", "32 to 64"]
+    page.locator("#legend button").click()
+    seen.frames()
+    assert key.count() == 0
+
+
+TEXTS = """globalThis.texts = [];
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  const {a, e} = this.getTransform();
+  if (this.textAlign !== "left") texts.push([text, this.textAlign, a * x + e, this.measureText(text).width * a]);
+  return write.call(this, text, x, y);
+};"""  # noqa: E501
+
+
+def labels(page: Page, align: str) -> set[str]:
+    found = page.evaluate("texts")
+    half = {"right": 1, "center": 0.5}
+    for text, how, x, width in found:
+        assert x - half[how] * width > -2, f"{text} is clipped"
+    return {text for text, how, _, _ in found if how == align}
+
+
+@pytest.mark.parametrize(
+    ("unit", "wanted"),
+    [
+        ("sp", {"0", "50M", "100M", "8,192", "16K", "128K"}),
+        ("tok", {"0", "5B", "10B"}),
+        ("ba", {"0", "1,000", "2,000"}),
+        ("dur", {"0%", "50%", "100%"}),
+        ("ep", {"0", "1", "2", "3"}),
+    ],
+)
+def test_labels_of_axes_are_round_and_not_clipped(
+    seen: Seen, tmp_path: Path, unit: str, wanted: set[str]
+) -> None:
+    seen.page.add_init_script(TEXTS)
+    big = payloads.run("a", 2_000, sizes=(8192, 16384, 65536, 131072))
+    page = seen.show(payloads.payload(big), tmp_path, f"#axis={unit}")
+    found = labels(page, "right") | labels(page, "center")
+    assert wanted <= found
+    for button in page.get_by_role("button", name="log", exact=True).all():
+        button.click()
+    seen.frames()
+    found |= labels(page, "right")
+    round_one = re.compile(r"-?[\d,]{1,5}(\.\d{1,3})?[KMBT%]?|\d+e-\d+|[\d.]+ [KMGT]?i?B")
+    assert [text for text in found if not round_one.fullmatch(text)] == []
+
+
+@pytest.mark.parametrize(("low", "is_log"), [(0.4, False), (0.04, True), (-0.04, False)])
+def test_a_loss_over_a_decade_has_a_logarithmic_axis(
+    seen: Seen, tmp_path: Path, low: float, is_log: bool
+) -> None:
+    record = payloads.run("a", points=20)
+    rows = np.frombuffer(base64.b64decode(record["series"][0]["rows"]), "<u4")
+    values = np.geomspace(3, abs(low), rows.size) * np.where(rows == rows[-1], np.sign(low), 1)
+    record["series"] = [payloads.series("loss", "loss", rows, values)]
+    page = seen.show(payloads.payload(record), tmp_path)
+    button = page.locator(".panel button", has_text="log")
+    assert button.get_attribute("aria-pressed") == str(is_log).lower()
+    button.click()
+    seen.frames()
+    assert button.get_attribute("aria-pressed") == str(not is_log).lower()
+
+
+def test_a_wide_table_scrolls_on_a_phone(seen: Seen, tmp_path: Path) -> None:
+    seen.page.set_viewport_size({"width": 390, "height": 800})
+    page = seen.show(payloads.three(), tmp_path)
+    for table in page.locator(".scroll").all():
+        inner, outer = table.evaluate("e => [e.scrollWidth, e.clientWidth]")
+        assert inner > outer
+        table.evaluate("e => { e.scrollLeft = 200; }")
+        first = table.locator("tbody td").first.bounding_box()
+        box = table.bounding_box()
+        assert first
+        assert box
+        assert first["x"] == box["x"], "the name of a row stays"
+        assert table.get_attribute("tabindex") == "0"
+    assert page.evaluate("document.documentElement.scrollWidth") == 390

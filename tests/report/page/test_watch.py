@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +19,11 @@ from typing import Any, NamedTuple, final
 import pytest
 from tests.report.page.test_reading import array, clock, measured, write_run
 
+from stretto.errors import ConfigError
 from stretto.planning import plan
 from stretto.planning.plan import plan_record
 from stretto.report.page import build, payload, read_or_problem
-from stretto.report.page.watch import MOST_READ, WatchedRuns, server
+from stretto.report.page.watch import MOST_READ, WatchedRuns, opened, server
 from stretto.run_folder import event_line, json_line
 from stretto.timing import Horizon
 
@@ -199,3 +202,22 @@ def test_a_server_that_starts_again_tells_an_open_page_everything(tmp_path: Path
     at = WatchedRuns(tmp_path).payload()["at"]
     time.sleep(0.005)
     assert [run["name"] for run in WatchedRuns(tmp_path).payload(at)["runs"]] == ["a"]
+
+
+def test_the_address_is_said_when_it_can_be_asked(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    command = [sys.executable, "-m", "stretto", "watch", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            line = process.stdout.readline()
+            port = re.findall(r"http://127\.0\.0\.1:(\d+)/", line)[0]
+            assert ask(int(port)).status == 200
+        finally:
+            process.terminate()
+
+
+def test_nothing_is_said_before_an_error(tmp_path: Path, port: int) -> None:
+    for folder, taken in ((tmp_path / "none", 0), (tmp_path, port), (tmp_path, 1 << 20)):
+        with pytest.raises(ConfigError):
+            opened(folder, taken)

@@ -7,11 +7,10 @@ const TITLES = new Map([["loss", "loss"], ["batch_size", "batch size"], ["accumu
   ["grad_norm", "gradient norm"], ["noise_scale", "noise scale"], ["memory", "memory"], ["throughput", "throughput"], ["step_memory", "memory of a step"]]);
 const DOUBLING = new Set(["batch_size", "accumulation", "noise_scale"]);  // logarithmic, with powers of two on the axis
 const FROM_ZERO = new Set(["lr", "memory", "throughput", "step_memory"]);
-const DASHES = [[], [9, 4], [2, 3], [12, 4, 2, 4], [5, 2]];  // 5 dashes and 7 colours: 35 runs that differ
-const COLOURS = 7, STACK = 9;
+const COLOURS = 9, DASHES = [[], [2, 3], [12, 4, 2, 4], [6, 3]], PLANNED = [10, 5];  // a colour for each run; dashes from the tenth run on
 // What happened, by weight: the first kind is what a crowded mark shows, and "grave" ones cross every panel.
 const EVENTS = {out_of_memory: ["✕", "out of memory"], checkpoint_failed: ["!", "checkpoint failed"], resume: ["↻", "resume"],
-  skipped_step: ["∅", "skipped step"], stop: ["■", "stop"], start: ["▶", "start"], decided_size: ["◆", "size decided"],
+  skipped_step: ["∅", "skipped step"], stop: ["■", "stop"], start: ["▶", "start"], decided_size: ["◆", "change of size"],
   checkpoint: ["▲", "checkpoint"], evaluation: ["○", "evaluation"]};
 const WEIGHTS = Object.keys(EVENTS);
 const GRAVE = new Set(["out_of_memory", "checkpoint_failed", "resume", "skipped_step"]);
@@ -20,7 +19,7 @@ const GRAVE = new Set(["out_of_memory", "checkpoint_failed", "resume", "skipped_
 const SVG = "http://www.w3.org/2000/svg";
 const byId = id => document.getElementById(id);
 function make(tag, attributes = {}, ...children) {
-  const element = tag === "svg" || tag === "line" ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  const element = ["svg", "line", "circle"].includes(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") element.addEventListener(name, value);
     else if (value !== false && value != null) element.setAttribute(name, value === true ? "" : value);
@@ -28,9 +27,9 @@ function make(tag, attributes = {}, ...children) {
   element.append(...children);
   return element;
 }
-function swatch(colour, dash, short = false) {
-  const line = make("line", {x1: 0, x2: short ? 16 : 28, y1: 5, y2: 5, stroke: "currentColor", "stroke-width": 2.5, "stroke-dasharray": dash.join(" ")});
-  return make("svg", {class: `swatch c${colour}${short ? " short" : ""}`, "aria-hidden": "true"}, line);
+function swatch({colour = "currentColor", dash = [], width = 2.5, alpha = 1, dots = false}, name = "") {
+  const drawn = {stroke: colour, "stroke-opacity": alpha}, line = make("line", {...drawn, x1: 0, x2: 28, y1: 5, y2: 5, "stroke-width": width, "stroke-dasharray": dash.join(" ")});
+  return make("svg", {class: `swatch ${name}`, "aria-hidden": "true"}, line, ...(dots ? [make("circle", {...drawn, cx: 10, cy: 5, r: 3, fill: colours.raised, "stroke-width": 1.6})] : []));
 }
 
 // ---- data
@@ -51,8 +50,13 @@ function readSeries(raw) {
 function readRun(raw) {
   const clock = {};
   for (const [unit] of AXES) if (raw.clock[unit] != null) clock[unit] = decode(raw.clock[unit], Float64Array);
-  const n = Object.values(clock)[0]?.length ?? 0;
-  return {...raw, n, clock, smooth: {}, series: (raw.series ?? []).map(readSeries), events: raw.events ?? [], shown: true};
+  const n = Object.values(clock)[0]?.length ?? 0, series = (raw.series ?? []).map(readSeries), events = raw.events ?? [];
+  return {...raw, n, clock, smooth: {}, series, events: [...events, ...changes(series, events)], shown: true};
+}
+function changes(series, events) {  // of the batch size, unless the run says them; a ramp of more than 100 is no list of marks
+  const sizes = events.some(event => event.kind === "decided_size") ? null : series.find(s => s.name === "batch_size" && s.step && !s.planned);
+  const at = [...(sizes?.values ?? []).keys()].filter(i => i && sizes.values[i] !== sizes.values[i - 1] && Number.isFinite(sizes.values[i]));
+  return at.length > 100 ? [] : at.map(i => ({row: sizes.rows[i], kind: "decided_size", attempt: 1, text: `${quantity(sizes.values[i - 1])} to ${quantity(sizes.values[i])}`}));
 }
 
 function readMemory(raw, number = raw.step) {  // a step on the phantom as a run whose clock counts events, its categories one above the other
@@ -61,7 +65,7 @@ function readMemory(raw, number = raw.step) {  // a step on the phantom as a run
   let low = new Float64Array(n);
   const series = one.categories.map((category, i) => {
     const own = decode(category.bytes, Float64Array), high = low.map((v, k) => v + own[k]);
-    const made = {name: category.name, label: category.name, panel: "step_memory", step: true, unit: "bytes", rows, values: high, own, low, high, colour: i % STACK};
+    const made = {name: category.name, label: category.name, panel: "step_memory", step: true, unit: "bytes", rows, values: high, own, low, high, colour: i % COLOURS};
     low = high;
     return made;
   });
@@ -92,6 +96,7 @@ function above(values, v) {  // the first index whose value is larger
 }
 const logarithm = v => v <= 0 ? -Infinity : Math.log2(v);
 const limitOf = panel => panel.traces.find(t => t.run.limit)?.run.limit;
+const inTwos = panel => panel.log && (DOUBLING.has(panel.key) || panel.unit === "bytes");
 const labelOf = trace => trace.s.label || trace.s.name;
 const slope = (values, n) => n > 1 && values[n - 1] > values[0] ? (values[n - 1] - values[0]) / (n - 1) : 1;
 function at(run, unit, row) {  // beyond the run's ends, its mean pace
@@ -166,12 +171,18 @@ function xTicks(low, high, width) {
   const unit = state.axis, zone = unit === "utc" ? -60 * new Date(low * 1000).getTimezoneOffset() : 0;
   return multiples(low, high, stepOf(low, high, width / (unit === "utc" ? 85 : 62), unit), zone);
 }
-function plain(values) {  // one suffix and one number of decimals for all ticks
-  const step = values.length > 1 ? values[1] - values[0] : 1, most = Math.max(...values.map(Math.abs));
-  const [factor, suffix] = most >= 1e4 ? THOUSANDS.find(([f]) => most >= f) : [1, ""];
-  if (most < 1e-3) return values.map(v => v === 0 ? "0" : trimmed(v.toPrecision(3)));
-  if (step / factor < 1e-3) return values.map(v => grouped(v, digits(step)));
-  return values.map(v => v === 0 ? "0" : grouped(v / factor, digits(step / factor)) + suffix);
+const tiny = v => Number(v.toPrecision(3)).toExponential();
+function plain(values, step = values.length > 1 ? values[1] - values[0] : 1) {
+  const most = Math.max(...values.map(Math.abs));
+  if (most < 1e-3) return values.map(v => v === 0 ? "0" : tiny(v));
+  return values.map(v => {
+    const [factor, suffix] = most >= 1e4 && THOUSANDS.find(([f]) => Math.abs(v) >= f) || [1, ""];
+    return step / factor < 1e-3 ? grouped(v, digits(step)) : trimmed(grouped(v / factor, digits(step / factor))) + suffix;
+  });
+}
+function power(exponent) {  // of two, with 1K for 1,024: a batch of 16,384 is one of 16K
+  const tens = exponent < 14 ? 0 : Math.min(4, Math.floor(exponent / 10));
+  return exponent < 0 ? trimmed((2 ** exponent).toPrecision(3)) : grouped(2 ** (exponent - 10 * tens), 0) + ["", "K", "M", "B", "T"][tens];
 }
 
 function xLabels(values) {
@@ -188,17 +199,18 @@ function xLabels(values) {
 }
 
 function yTicks(panel, low, high, height) {  // low and high are logarithms of base two on a logarithmic panel
-  const count = Math.max(2, height / (DOUBLING.has(panel.key) ? 22 : 32));
+  const count = Math.max(2, height / (inTwos(panel) ? 22 : 32));
   if (!panel.log) {
     const factor = panel.unit === "bytes" ? (BYTES.find(([f]) => high >= f) ?? [1])[0] : 1;
     return multiples(low / factor, high / factor, stepOf(low / factor, high / factor, count)).map(v => v * factor);
   }
-  if (DOUBLING.has(panel.key)) return multiples(low, high, Math.max(1, Math.ceil((high - low) / count)));
+  if (inTwos(panel)) return multiples(low, high, Math.max(1, Math.ceil((high - low) / count)));
   const out = [];
   const tens = v => Math.min(Math.max(Math.floor(v * Math.LOG10E / Math.LOG2E), -330), 310);  // all that a double has
   for (let power = tens(low); power <= tens(high); power++)
     for (const m of [1, 2, 5]) out.push({m, v: Math.log2(m * 10 ** power)});
   const inside = out.filter(t => t.v >= low && t.v <= high), decades = inside.filter(t => t.m === 1);
+  if (inside.length < 3 && high - low < 40) return multiples(2 ** low, 2 ** high, stepOf(2 ** low, 2 ** high, count)).filter(v => v > 0).map(Math.log2);
   const used = inside.length <= count + 1 ? inside : decades.filter((_, i) => i % Math.ceil(decades.length / count) === 0);
   return used.map(t => t.v);
 }
@@ -206,7 +218,8 @@ function yTicks(panel, low, high, height) {  // low and high are logarithms of b
 function yLabels(panel, values) {
   const numbers = panel.log ? values.map(v => 2 ** v) : values;
   if (panel.unit === "bytes") return numbers.map(v => v === 0 ? "0" : quantity(v, "bytes"));
-  return panel.log ? numbers.map(v => v >= 1e4 ? plain([v])[0] : trimmed(v.toPrecision(3))) : plain(numbers);
+  if (!panel.log) return plain(numbers);
+  return DOUBLING.has(panel.key) ? values.map(power) : numbers.map(v => v < 1e-3 ? tiny(v) : v >= 1e3 ? plain([v])[0] : trimmed(v.toPrecision(3)));
 }
 
 // ---- state
@@ -218,7 +231,12 @@ let range = [0, 1], colours = {};
 
 const shown = () => runs.filter(run => run.shown && run.n);
 const colourOf = run => runs.indexOf(run) % COLOURS;
-const dashOf = run => DASHES[runs.indexOf(run) % DASHES.length];
+const dashOf = run => DASHES[Math.floor(runs.indexOf(run) / COLOURS) % DASHES.length];
+function styleOf({run, s, order}) {  // of one run, each series has a colour; of several, each run, and its second series is nearer to the ink
+  const isOne = runs.length === 1, colour = colours[`c${s.colour ?? (isOne ? order : colourOf(run)) % COLOURS}${order && !isOne ? "+" : ""}`];
+  if (s.planned) return {colour, dash: PLANNED, width: 4.5, alpha: 0.45};
+  return {colour, dash: s.own ? [] : dashOf(run), width: s.own ? 1 : order ? 2.1 : 1.5, dots: order > 0 && !s.step};
+}
 const named = name => runs.find(run => run.name === name);
 const reference = () => shown().find(run => run.clock[state.axis]);
 function xOf(run, row) {  // through batches, if the run has no such unit
@@ -311,10 +329,19 @@ function pointsOf(run, s) {
 }
 
 function place(panel) {
-  panel.traces = shown().flatMap(run => run.series.filter(s => s.panel === panel.key).sort((a, b) => Boolean(b.planned) - Boolean(a.planned))
-    .map((s, i, all) => ({run, s, ...pointsOf(run, s), second: !s.planned && all.findIndex(other => !other.planned) < i})));
+  panel.traces = shown().flatMap(run => {
+    const all = run.series.filter(s => s.panel === panel.key).sort((a, b) => Boolean(b.planned) - Boolean(a.planned)), own = s => s.name.replace(/^planned\//, "");
+    const names = [...new Set([...all.filter(s => !s.planned), ...all].map(own))];
+    return all.map(s => ({run, s, ...pointsOf(run, s), order: s.own ? 0 : names.indexOf(own(s))}));
+  });
   panel.unit = panel.traces.find(t => t.s.unit)?.s.unit ?? "";
+  panel.wide = panel.key === "loss" && spans(panel.traces.map(t => t.s.values));
   panel.placed = true;
+}
+function spans(series) {  // a decade, all above zero
+  let low = Infinity, high = 0;
+  for (const values of series) for (const v of values) if (Number.isFinite(v)) { low = Math.min(low, v); high = Math.max(high, v); }
+  return low > 0 && high >= 10 * low;
 }
 function visible(trace) {  // indices of the points in view; of a step also the one that holds at its start
   const first = above(trace.x, range[0] - (range[1] - range[0]) * 1e-12), last = above(trace.x, range[1]) - 1;
@@ -406,7 +433,7 @@ function paint(panel, u) {
 
 function paintTrace(ctx, t, box, X, Y) {
   const {s} = t, [first, last] = visible(t), from = Math.max(0, first - 1), to = Math.min(t.x.length - 1, last + 1);
-  const colour = colours[`c${s.colour ?? colourOf(t.run)}`], good = finiteAt(t, s.values, Y);
+  const {colour, dash, width, alpha = 1, dots: dotted} = styleOf(t), good = finiteAt(t, s.values, Y);
   ctx.fillStyle = colour;
   ctx.globalAlpha = s.own ? 0.55 : 0.18;
   // An end that the axis does not hold, such as zero on a logarithmic one, lies at its edge.
@@ -417,8 +444,7 @@ function paintTrace(ctx, t, box, X, Y) {
   // On the time of day, a run that was away has a gap.
   const away = state.axis === "utc" && !s.step ? t.run.events.filter(event => event.kind === "resume").map(event => event.row) : [];
   const parts = stretches(from, to, good, i => away.some(row => s.rows[t.index[i - 1]] <= row && s.rows[t.index[i]] > row));
-  const dash = s.planned ? [10, 5] : s.own ? [] : dashOf(t.run), width = s.planned ? 4.5 : s.own ? 1 : t.second ? 2.1 : 1.5;
-  const line = new Path2D(), dots = new Path2D(), few = t.second && !s.step && last - first < box.width / 14, r = t.second ? 2.6 : 2.2;
+  const line = new Path2D(), dots = new Path2D(), few = dotted && last - first < box.width / 14, r = dotted ? 2.6 : 2.2;
   for (const [a, b] of parts) {
     line.addPath(trail(corners(t, a, b, s.values, X, Y)));
     if (few || a === b) for (let i = a; i <= b; i++) {
@@ -427,10 +453,10 @@ function paintTrace(ctx, t, box, X, Y) {
       dots.arc(x, y, r, 0, 7);
     }
   }
-  stroke(ctx, line, colour, width, dash, s.planned ? 0.4 : 1);
-  ctx.fillStyle = t.second ? colours.raised : colour;
+  stroke(ctx, line, colour, width, dash, alpha);
+  ctx.fillStyle = dotted ? colours.raised : colour;
   ctx.fill(dots);
-  if (t.second) stroke(ctx, dots, colour, 1.4);
+  if (dotted) stroke(ctx, dots, colour, 1.4);
 }
 
 function paintEvents(ctx, box, X) {
@@ -452,21 +478,20 @@ function paintEvents(ctx, box, X) {
 }
 
 // ---- panels
-const isLog = key => state.logs.get(key) ?? DOUBLING.has(key);
+const isLog = panel => state.logs.get(panel.key) ?? (DOUBLING.has(panel.key) || panel.wide);
 function newPanel(key) {
-  const panel = {key, log: isLog(key), placed: false, traces: [], y: [0, 1], unit: ""};
+  const panel = {key, log: false, wide: false, placed: false, traces: [], y: [0, 1], unit: ""};
   const title = key === "step_memory" ? runs.find(run => run.kind === "memory").name : TITLES.get(key) ?? key;
   panel.values = make("div", {class: "values"});
   panel.small = make("small");
-  const log = make("button", {type: "button", "aria-pressed": String(panel.log), title: "logarithmic axis", click: () => {
-    state.logs.set(key, !isLog(key));  // `render` changes the panel, together with what it shows
-    log.setAttribute("aria-pressed", String(isLog(key)));
+  panel.button = make("button", {type: "button", title: "logarithmic axis", click: () => {
+    state.logs.set(key, !isLog(panel));  // `render` changes the panel, together with what it shows
     schedule();
   }}, "log");
   panel.lanes = make("div", {class: "lanes"});
   panel.plot = make("div", {class: "plot"});
   panel.root = make("section", {class: "panel", tabindex: 0, role: "group", "aria-label": `${title}: Shift with arrow keys moves the cursor`, keydown: event => press(panel, event)},
-    make("div", {class: "top"}, make("h2", {}, title, " ", panel.small), ...(key === "step_memory" ? [] : [log]), panel.values), panel.lanes, panel.plot);
+    make("div", {class: "top"}, make("h2", {}, title, " ", panel.small), ...(key === "step_memory" ? [] : [panel.button]), panel.values), panel.lanes, panel.plot);
   return panel;
 }
 
@@ -480,7 +505,7 @@ function mount(panel) {
     scales: {x: {time: false, range: () => range}, y: {range: () => panel.y}},
     series: [{}, {paths: () => null, points: {show: false}}],
     axes: [{stroke: ink, font, grid, ticks: {show: false}, size: () => state.axis === "utc" ? 42 : 26, gap: 6, splits: (u, _, low, high) => xTicks(low, high, u.over.clientWidth || u.width), values: (_, v) => xLabels(v)},
-      {stroke: ink, font, grid, ticks: {show: false}, size: 56, gap: 6, splits: (_, __, low, high) => yTicks(panel, low, high, heightOf(panel) - 40), values: (_, v) => yLabels(panel, v)}],
+      {stroke: ink, font, grid, ticks: {show: false}, size: (_, texts) => Math.max(56, ...(texts ?? []).map(text => 12 + 7 * text.length)), gap: 6, splits: (_, __, low, high) => yTicks(panel, low, high, heightOf(panel) - 40), values: (_, v) => yLabels(panel, v)}],
     cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false}, bind: {dblclick: () => () => look(null)}},
     hooks: {draw: [u => paint(panel, u)], setCursor: [u => moveCursor(u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null, panel)],
       setSelect: [u => {
@@ -547,7 +572,8 @@ function render() {
   byId("whole").disabled = !state.zoom;
   panels.forEach((panel, i) => {
     if (!panel.placed) place(panel);
-    panel.log = isLog(panel.key);
+    panel.log = isLog(panel);
+    panel.button.setAttribute("aria-pressed", String(panel.log));
     panel.y = extent(panel);
     panel.small.textContent = panel.unit === "bytes" ? "" : panel.unit;
     panel.u.setScale("x", {min: range[0], max: range[1]});
@@ -555,6 +581,7 @@ function render() {
     panel.lanes.hidden = i !== 0;
     if (i === 0) layLanes(panel);
   });
+  layKey();
   showCursor();
 }
 
@@ -630,7 +657,7 @@ function showCursor(source = null) {
     if (panel !== source) panel.u.setCursor({left, top: 0}, false);
     panel.values.replaceChildren(...readouts(panel, x));
   }
-  if (payload.kind === "memory") layLargest(x);
+  if (payload.kind === "memory") layLargest(x, panels[0].small);
   byId("reading").textContent = run ? AXES.filter(([unit]) => run.clock[unit]).map(([unit]) => reading(unit, at(run, unit, state.cursor.row))).filter(Boolean).join("  ·  ") : "";
   if (!source) return;
   const near = x == null ? [] : nearEvents(x, 4 * (range[1] - range[0]) / source.u.over.clientWidth);
@@ -638,10 +665,12 @@ function showCursor(source = null) {
   tip(near.length ? describe(near) : "", {left: box.left + source.u.cursor.left, width: 0, top: box.top, bottom: box.top});
 }
 
-function layLargest(x) {  // what no parameter, gradient or optimizer owns, by the line or module that allocated it
-  const run = runs[0], i = x == null ? run.top : Math.max(0, above(run.clock.ev, x) - 1), most = Math.max(...run.places.map(place => place.bytes[i]), 1);
+function layLargest(x, small) {  // what no parameter, gradient or optimizer owns, by the line or module that allocated it
+  const run = runs[0], i = x == null ? run.top : Math.max(0, above(run.clock.ev, x) - 1), when = x == null ? "at the peak" : `at event ${Math.round(run.clock.ev[i])}`;
+  small.textContent = when;
+  const most = Math.max(...run.places.map(place => place.bytes[i]), 1);
   const rows = run.places.filter(place => place.bytes[i] > 0).sort((p, q) => q.bytes[i] - p.bytes[i]);
-  byId("stages").replaceChildren(...(rows.length ? [make("h2", {}, x == null ? "Largest at the peak" : `Largest at event ${Math.round(run.clock.ev[i])}`)] : []), ...rows.map(place => {
+  byId("stages").replaceChildren(...(rows.length ? [make("h2", {}, `Largest ${when}`)] : []), ...rows.map(place => {
     const bar = make("span", {class: "length"});
     bar.style.width = `${100 * place.bytes[i] / most}%`;
     return make("div", {class: "largest"}, make("span", {}, place.name), make("b", {}, quantity(place.bytes[i], "bytes")), bar);
@@ -684,8 +713,9 @@ function readouts(panel, x) {
   return shown().flatMap(run => {
     if (x == null && run.kind === "memory") x = run.clock.ev[run.top];
     const own = panel.traces.filter(t => t.run === run && wordsOf(t, x) != null);
-    const parts = own.map(t => make("span", {}, ...(t.s.own ? [swatch(t.s.colour, [], true), " "] : []), own.length > 1 ? `${labelOf(t)} ` : "", make("b", {}, wordsOf(t, x))));
-    return parts.length ? [make("span", {title: run.name}, ...(run.kind === "memory" ? [] : [swatch(colourOf(run), dashOf(run), true)]), ...parts)] : [];
+    const isPair = own.length === 2 && own[0].s.planned && !own[1].s.planned, nameOf = t => isPair ? t.s.planned ? "planned" : "measured" : labelOf(t);
+    const parts = own.map(t => make("span", {}, swatch(t.s.own ? {...styleOf(t), width: 8} : styleOf(t)), own.length > 1 ? `${nameOf(t)} ` : "", make("b", {}, wordsOf(t, x))));
+    return parts.length ? [make("span", {title: run.name}, ...parts)] : [];
   });
 }
 
@@ -741,9 +771,17 @@ function layLegend() {
       run.shown = !run.shown;
       button.setAttribute("aria-pressed", String(run.shown));
       renew(schedule);
-    }}, swatch(colourOf(run), dashOf(run)), run.name, ...(run.kind === "plan" ? [make("small", {}, "plan")] : []));
+    }}, ...(runs.length > 1 ? [swatch({dash: dashOf(run)}, `c${colourOf(run)}`)] : []), run.name, ...(run.kind === "plan" ? [make("small", {}, "plan")] : []));
     return button;
   })));
+}
+
+function layKey() {  // what lines and marks mean, of those that are shown
+  const all = shown().flatMap(run => run.series), item = (sign, text) => make("span", {}, sign, text), colour = colours.soft;
+  const events = shown().filter(run => run.kind !== "memory").flatMap(run => run.events.map(event => event.kind)), kinds = WEIGHTS.filter(kind => events.includes(kind));
+  byId("key").replaceChildren(...(all.some(s => s.planned) ? [item(swatch({colour}), "measured"), item(swatch({colour, dash: PLANNED, width: 4.5, alpha: 0.6}), "planned")] : []),
+    ...(runs.length > 1 && all.some(s => /\/loss$/.test(s.name)) ? [item(swatch({colour: colours.ink, dots: true}), "validation")] : []),
+    ...kinds.reverse().map(kind => item(make("b", {}, EVENTS[kind][0]), EVENTS[kind][1])));
 }
 
 function table(columns, rows, numbers) {
@@ -783,7 +821,9 @@ function layChooser() {
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["ink", "soft", "line", "grid", "warn", "raised", ...Array.from({length: STACK}, (_, i) => `c${i}`)]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+  for (const name of ["ink", "soft", "line", "grid", "warn", "raised", ...Array.from({length: COLOURS}, (_, i) => `c${i}`)]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+  const parts = colour => [1, 3, 5].map(i => parseInt(colour.slice(i, i + 2), 16)), ink = parts(colours.ink);
+  for (let i = 0; i < COLOURS; i++) colours[`c${i}+`] = `rgb(${parts(colours[`c${i}`]).map((v, k) => Math.round((v + ink[k]) / 2)).join()})`;
 }
 const system = matchMedia("(prefers-color-scheme: dark)");
 function setTheme() {

@@ -131,8 +131,8 @@ def server(folder: Path, port: int) -> ThreadingHTTPServer:
     return ThreadingHTTPServer((HOST, port), Handler)
 
 
-def serve(folder: Path, port: int) -> None:
-    """Serve the page until the process is interrupted.
+def opened(folder: Path, port: int) -> ThreadingHTTPServer:
+    """Return a server that listens; requests wait until it serves them.
 
     Raises:
         ConfigError: the folder does not exist, or the port is taken.
@@ -141,9 +141,7 @@ def serve(folder: Path, port: int) -> None:
         raise ConfigError.bad("folder", str(folder), "there is no such folder", "name one of runs")
     build(runs_payload([]))  # a part that is missing is an error here, not in the browser
     try:
-        opened = server(folder, port)
+        return server(folder, port)
     except (OSError, OverflowError) as error:
         why = (getattr(error, "strerror", None) or str(error)).lower()
         raise ConfigError.bad("--port", port, why, "choose another one") from None
-    with opened:
-        opened.serve_forever()
