@@ -101,17 +101,5 @@ def test(name: str) -> int:
     return done.returncode
 
 
-def versions() -> str:
-    """Return a table of what ran last: the exact versions, and what the tests said."""
-    lines = ["| tests of | with | |", "|---|---|---|"]
-    for path in sorted((ROOT / "bench" / "results").glob("adapters-*.txt")):
-        outcome, packages, _ = path.read_text(encoding="utf-8").split("\n", 2)
-        pinned = [one.replace("===", "==").split("==") for one in packages.split() if "==" in one]
-        shown = ", ".join(" ".join(one) for one in pinned) or packages
-        name = path.stem.removeprefix("adapters-")
-        lines.append(f"| {name} | {shown} | {outcome.partition(' in ')[0]} |")
-    return "\n".join([*lines, ""])
-
-
 if __name__ == "__main__":
     sys.exit(max([test(name) for name in sys.argv[1:] or ADAPTERS]))
