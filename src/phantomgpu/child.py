@@ -25,11 +25,11 @@ DOES_NOT_FIT = 3
 CANNOT_RUN = 4
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings:
     """What the run that started this process wants; travels as JSON in the environment."""
 
-    folder: str
+    folder: str = ""
     process: int = 0
     """The process that waits for this one."""
     steps: int | None = 3
@@ -38,8 +38,6 @@ class Settings:
     real: bool = False
     """Whether all processes that the script starts run, each on a device of its own."""
     cudnn: bool = False
-    values: bool = True
-    snapshot: bool = False
     messages: str = ""
     """The folder of what ranks send to each other."""
     details: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -49,11 +50,6 @@ def in_a_folder(file: Path | None) -> Path | None:
     return file
 
 
-def file_option(text: str) -> Any:
-    """Return the option of a file that is written."""
-    return option(callback=in_a_folder, help=text)
-
-
 @app.command(context_settings=OPEN)
 def run(
     command: Command,
@@ -69,9 +65,8 @@ def run(
     devices: Annotated[int | None, option(help="GPUs that the process sees.")] = None,
     cudnn: Annotated[bool, option("--cudnn", help="Leave cuDNN on.")] = False,
     longest: Longest = False,
-    json: Annotated[Path | None, file_option("Write a report with all details; - prints.")] = None,
+    json: Annotated[Path | None, option(callback=in_a_folder, help="For JSON; - prints.")] = None,
     quiet: Annotated[bool, option("--quiet", help="Hide what the command prints.")] = False,
-    snapshot: Annotated[Path | None, file_option("Write torch's memory snapshot.")] = None,
 ) -> None:
     """Run a command and report its memory. Exit code 0: fits; 3: does not fit."""
     from phantomgpu.running import run as run_script
@@ -81,7 +76,7 @@ def run(
     how: dict[str, Any] = {"gpu": gpu, "memory": memory, "devices": devices, "cudnn": cudnn}
     how |= {"ranks": ranks, "rank": rank, "every_stage": every_stage, "timeout_seconds": timeout}
     how |= {"steps": None if whole else steps, "longest": longest}
-    report = run_script(command, snapshot=snapshot, quiet=quiet or prints, **how)
+    report = run_script(command, quiet=quiet or prints, **how)
     typer.echo(report.to_json() if prints else f"\n{report}")  # progress bars leave a line open
     if json is not None and not prints:
         json.write_text(report.to_json())
@@ -251,7 +246,7 @@ def check(
     ranks: Ranks = 1,
     steps: Steps = 3,
     timeout: Timeout = None,
-    baseline: Annotated[Path | None, file_option("The file to compare with.")] = None,
+    baseline: Annotated[Path | None, option(callback=in_a_folder, help="To compare with.")] = None,
     tolerance: Annotated[str, option(help="By how much it may grow.")] = "64MiB",
     update: Annotated[bool, option("--update", help="Write the baseline again.")] = False,
     as_json: AsJSON = False,
@@ -297,11 +292,15 @@ def setup(
 ) -> None:
     """Download the CUDA build of torch for use beside an installed CPU build."""
     standins.check_system()
-    version = version or metadata.version("torch").partition("+")[0]
+    try:
+        version = version or metadata.version("torch").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        why = "no torch is installed beside phantomgpu; install one, or add --version"
+        raise SetupNeededError(f"cannot set up: {why}") from None
     folder = standins.setup_folder(version)
     wanted = {"torch", "triton"} if triton else {"torch"}
     there = wanted & {one.name for one in folder.glob("*")}
-    if "torch" not in there or trouble(folder, there):
+    if not standins.has_cuda(folder) or trouble(folder, there):
         typer.echo(f"downloading the CUDA build of torch {version} (about 530 MB) into {folder}")
         install(folder, [f"torch==={version}"])  # === takes no local version such as 2.13.0+cpu
     if triton and "triton" not in there:
@@ -314,22 +313,15 @@ def setup(
 
 
 def install(folder: Path, packages: list[str]) -> None:
-    """Install packages into a folder, without what they need; all of them or nothing."""
-    with standins.beside(folder) as scratch:
-        new, old = scratch / "new", scratch / "old"
-        pip = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", "--target", str(new)]
-        done = subprocess.run([*pip, *packages], check=False)  # noqa: S603
-        is_torch = packages[0].startswith("torch")
-        if done.returncode or (is_torch and not standins.has_cuda(new)):
-            what = "CUDA build of " * is_torch + packages[0]
-            where = "pip's configuration decides where packages come from (pip config list)"
-            raise SetupNeededError(f"cannot set up: pip found no {what}; {where}")
-        old.mkdir()
-        folder.mkdir(exist_ok=True)
-        for one in new.iterdir():
-            if (folder / one.name).exists():
-                (folder / one.name).rename(old / one.name)
-            one.rename(folder / one.name)
+    """Install packages into a folder, without what they need; pip replaces older ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = ["--no-deps", "--upgrade", "--target", str(folder)]
+    pip = [sys.executable, "-P", "-m", "pip", "install", *options, *packages]
+    # What pip unpacks lies beside the folder, so that it can be renamed.
+    done = subprocess.run(pip, check=False, env={**os.environ, "TMPDIR": str(folder.parent)})  # noqa: S603
+    if done.returncode or not standins.has_cuda(folder):
+        where = "pip's configuration decides where packages come from (pip config list)"
+        raise SetupNeededError(f"cannot set up: pip found no CUDA build of {packages[0]}; {where}")
 
 
 def trouble(folder: Path, names: set[str]) -> str | None:

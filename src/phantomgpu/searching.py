@@ -7,7 +7,7 @@ import select
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
@@ -144,8 +144,7 @@ def search(
         ValueError: No number is in the range.
     """
     standins.check_system()
-    session = Session(gpu, memory, ranks)
-    settings = Settings("", steps=steps, ranks=ranks, details=False)
+    session = Session(gpu, memory, Settings(steps=steps, ranks=ranks, details=False))
     numbers = Range(smallest, largest, multiple, powers)
     tried = _Tried(seen, trains=steps is not None)
     trials = tried.reports
@@ -161,9 +160,9 @@ def search(
 
         def started_anew(number: int) -> Report:
             numbered = [*command, str(argument), str(number)]
-            return session.start(numbered, settings, timeout_seconds, quiet=True)
+            return session.start(numbered, timeout_seconds)
 
-        served = _served(session, settings, command, timeout_seconds)
+        served = _served(session, command, timeout_seconds)
         trial = stack.enter_context(served) if callable(script) else started_anew
 
         found = bisect(
@@ -175,7 +174,7 @@ def search(
             farthest=(lambda index: index + 5) if powers else (lambda index: 32 * index),
         )
         answer = Answer(None if found is None else numbers.number(found), trials)
-        settings.details = details
+        session.settings = replace(session.settings, details=details)
         return _detailed(answer, trial) if details else answer
 
 
@@ -338,7 +337,7 @@ def _guess(
 
 @contextmanager
 def _served(
-    session: Session, settings: Settings, command: list[str], timeout_seconds: float = TRIAL_SECONDS
+    session: Session, command: list[str], timeout_seconds: float = TRIAL_SECONDS
 ) -> Iterator[Trial]:
     """Keep a process that has imported torch, and fork it for each trial."""
     with (
@@ -346,16 +345,15 @@ def _served(
         scratch() as folder,
         Path(folder, "output.log").open("wb") as output,
     ):
-        settings.folder = folder
         # numpy's threads begin with its import; a process that is forked must have none.
-        environment = {**session.environment(settings), "OPENBLAS_NUM_THREADS": "1"}
+        environment = {**session.environment(folder), "OPENBLAS_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output}
         with started([*command, "--serve"], env=environment, text=True, **pipes) as server:
             asked: Any = server.stdin
             answered: Any = server.stdout
 
             def trial(number: int) -> Report:
-                name = f"{number}-details" if settings.details else str(number)
+                name = f"{number}-details" if session.settings.details else str(number)
                 line = ""
                 with suppress(BrokenPipeError):
                     asked.write(f"{name}\n")

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -106,33 +105,23 @@ def build(torch: Path) -> Path:
     parts += [path.read_text() for path in sorted([*NATIVE.iterdir(), Path(__file__)])]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = cache_folder() / "standins" / name
-    if not folder.exists():
-        with beside(folder) as scratch:
-            new = scratch / "new"
-            new.mkdir()
-            compile_all(wanted(torch), new)
-            try:
-                new.rename(folder)  # another process may have been faster
-            except OSError:
-                if not folder.exists():
-                    raise
-    return folder
-
-
-@contextmanager
-def beside(folder: Path) -> Iterator[Path]:
-    """Make a folder beside another one for a while: what is in it can be renamed to that one.
-
-    Raises:
-        PhantomError: That is not possible.
-    """
+    if folder.exists():
+        return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=folder.parent)
     except OSError as error:
         raise PhantomError(f"{error}; set PHANTOMGPU_CACHE to a folder of this user") from None
-    with scratch as name:
-        yield Path(name)
+    with scratch:
+        new = Path(scratch.name, "new")
+        new.mkdir()
+        compile_all(wanted(torch), new)
+        try:
+            new.rename(folder)  # another process may have been faster
+        except OSError:
+            if not folder.exists():
+                raise
+    return folder
 
 
 def load(folder: Path) -> ctypes.CDLL:

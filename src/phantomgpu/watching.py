@@ -6,11 +6,10 @@ import atexit
 import ctypes
 import importlib.util
 import os
-import pickle
 import sys
 import threading
 import time
-from pathlib import Path
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +35,7 @@ class Run:
         self.steps: dict[int, int] = {}
         self.seen = History()
         self.problem: dict[str, Any] = {}
-        self.finished = self.computes = False
+        self.finished = False
         self.stopped = ""
         self.work: bound.Work | None = None
         self.process = os.getpid()
@@ -73,16 +72,14 @@ class Run:
         native = torch.cuda.memory.get_allocator_backend() == "native"
         if self.settings.details and native:  # cudaMallocAsync has no history
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
-        if self.settings.values:
-            from phantomgpu import values
+        from phantomgpu import values
 
-            self.work = bound.Work(self.library) if self.settings.details else None
-            bytes_of = values.start(self.library, self.seen.modes, self.work)
-            self.computes = bytes_of is not None
-            if bytes_of is not None and torch.distributed.is_available():
-                from phantomgpu import ranks
+        self.work = bound.Work(self.library) if self.settings.details else None
+        bytes_of = values.start(self.library, self.seen.modes, self.work)
+        if bytes_of is not None and torch.distributed.is_available():
+            from phantomgpu import ranks
 
-                ranks.follow(bytes_of)
+            ranks.follow(bytes_of)
         self.seen.phases.append((_now(), "step", 1))
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
@@ -154,9 +151,6 @@ class Run:
         seconds = time.perf_counter() - self.began
         native = torch.cuda.memory.get_allocator_backend() == "native" and self.settings.details
         snapshot = torch.cuda.memory._snapshot() if native else {"device_traces": [[]]}
-        if self.settings.snapshot:
-            with Path(self.settings.folder, f"{self.process}.pickle").open("wb") as file:
-                pickle.dump(snapshot, file)
         values = sys.modules.get("phantomgpu.values")
         ranks = sys.modules.get("phantomgpu.ranks")
         host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
@@ -166,11 +160,11 @@ class Run:
             "host_pinned": host.get("allocated_bytes.peak", 0),
             "host_managed": ctypes.c_size_t.in_dll(self.library, "phantom_most_managed").value,
             "torch": torch.__version__,
-            "computes": self.computes,
+            "computes": hasattr(torch.library, "get_kernel"),
             "stopped": self.stopped,
             "unknown": [line for line, _ in values.UNKNOWN.most_common()] if values else [],
             "decides": [line for line, _ in values.DECIDES.most_common()] if values else [],
-            "longest": longest.NOTES if self.settings.longest else [],
+            "longest": [*longest.NOTES],
             "compiled": "torch._inductor.compile_fx" in sys.modules,
             "cudnn": torch.backends.cudnn.enabled,
             "distributed": is_distributed(),
@@ -189,7 +183,7 @@ def start_trial(name: str, *, details: bool) -> None:
     assert run
     end_with_parent()
     run.join()
-    run.settings.details = details
+    run.settings = replace(run.settings, details=details)
     if run.work:
         run.work.is_busy = not details  # then it counts nothing
     run.process, run.name, run.began = os.getpid(), name, time.perf_counter()

@@ -171,38 +171,13 @@ int cudaGetSymbolAddress(void **pointer, const void *symbol) {
   return OK;
 }
 
-/* Streams and events are handles that are never read. While a stream is captured, torch allocates
-   from the pools of the graph; streams that wait for an event of a captured one join it. */
+/* Streams and events are handles that are never read. While one stream is captured, torch allocates
+   from the pool of the graph, on those that join it, too: so all of them are. */
 
-#define MOST_CAPTURED 64
-#define MOST_JOINS 256
-static stream_t captured[MOST_CAPTURED];
-static event_t joins[MOST_JOINS];
-static int num_captured, num_joins;
 static uint64_t capture;
 static graph_t graph;
 
-static int is_captured(stream_t stream) {
-  for (int i = 0; i < num_captured; i++)
-    if (captured[i] == stream) return 1;
-  return 0;
-}
-
-int cudaEventRecord(event_t event, stream_t stream) {
-  if (is_captured(stream) && num_joins < MOST_JOINS) joins[num_joins++] = event;
-  return OK;
-}
-
-int cudaStreamWaitEvent(stream_t stream, event_t event, unsigned flags) {
-  for (int i = 0; num_captured && !is_captured(stream) && i < num_joins; i++)
-    if (joins[i] == event && num_captured < MOST_CAPTURED) captured[num_captured++] = stream;
-  return OK;
-}
-
 int cudaStreamBeginCapture(stream_t stream, int mode) {
-  captured[0] = stream;
-  num_captured = 1;
-  num_joins = 0;
   capture++;
   graph = phantom_handle();
   return OK;
@@ -216,19 +191,19 @@ int cudaStreamBeginCaptureToGraph(stream_t stream, graph_t to, const void *nodes
 }
 
 int cudaStreamEndCapture(stream_t stream, graph_t *to) {
-  num_captured = 0;
   *to = graph;
+  graph = NULL;
   return OK;
 }
 
 int cudaStreamIsCapturing(stream_t stream, int *status) {
-  *status = is_captured(stream);
+  *status = graph != NULL;
   return OK;
 }
 
 int cudaStreamGetCaptureInfo(stream_t stream, int *status, uint64_t *id, graph_t *to,
                              const void **nodes, const void **edges, size_t *count) {
-  *status = is_captured(stream);
+  *status = graph != NULL;
   if (*status && id) *id = capture;
   if (*status && to) *to = graph;
   if (nodes) *nodes = NULL;
@@ -247,7 +222,7 @@ int cudaGraphGetNodes(graph_t from, void **nodes, size_t *count) {
 }
 
 int cudaLaunchHostFunc(stream_t stream, void (*function)(void *), void *argument) {
-  if (!is_captured(stream)) function(argument);
+  if (!graph) function(argument);
   return OK;
 }
 
