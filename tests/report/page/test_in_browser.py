@@ -434,7 +434,7 @@ class TestLive:
         yield started
         started.close()
 
-    def test_new_rows_keep_what_is_looked_at(self, seen: Seen, server: LiveServer) -> None:
+    def test_new_rows_keep_what_is_looked_at(self, server: LiveServer, seen: Seen) -> None:
         page = seen.go(server.address)
         page.evaluate("strettoPage.zoomTo(100, 300)")
         seen.frames()
@@ -453,7 +453,7 @@ class TestLive:
         assert asked == {server.address, server.address + "runs"}
 
     def test_a_run_sent_again_replaces_its_rows_and_keeps_the_view(
-        self, seen: Seen, server: LiveServer
+        self, server: LiveServer, seen: Seen
     ) -> None:
         page = seen.go(server.address)
         page.evaluate("strettoPage.zoomTo(100, 300)")
@@ -716,6 +716,7 @@ class TestManyRuns:
         names = ["a", *(f"old-{n}" for n in range(60))]
         made = payloads.payload(straight("a", [1, 2]), live=True)
         server = LiveServer({**made, "names": names})
+        server.more["names"] = names
         try:
             page = seen.go(server.address)
             assert page.locator("#legend button").count() == 40
@@ -740,4 +741,5 @@ class TestManyRuns:
             page.reload()
             seen.until("strettoPage.runs.length === 2")
         finally:
+            seen.page.goto("about:blank")  # it asks no more
             server.close()

@@ -447,11 +447,11 @@ const heightOf = panel => panel.root.classList.contains("wide") ? (innerWidth < 
 function mount(panel) {
   const font = "12px system-ui, sans-serif", ink = () => colours.soft, grid = {stroke: () => colours.grid, width: 1};
   const u = panel.u = new uPlot({
-    width: Math.max(80, panel.plot.clientWidth), height: heightOf(panel), pxAlign: 0, legend: {show: false}, padding: [6, 14, 0, 0],
+    width: Math.max(80, panel.plot.clientWidth), height: heightOf(panel), pxAlign: 0, legend: {show: false}, padding: [6, 20, 0, 0],
     // Runs have clocks of their own, uPlot has one for all series: it keeps scales, axes, cursor and selection, and `paint` draws.
     scales: {x: {time: false, range: () => range}, y: {range: () => panel.y}},
     series: [{}, {paths: () => null, points: {show: false}}],
-    axes: [{stroke: ink, font, grid, ticks: {show: false}, size: () => state.axis === "utc" ? 42 : 26, gap: 6, splits: (u, _, low, high) => xTicks(low, high, u.over.clientWidth || u.width), values: (u, v) => xLabels(v).map((text, i) => u.valToPos(v[i], "x") + 3.5 * text.split("\n")[0].length < u.over.clientWidth + 16 ? text : "")},
+    axes: [{stroke: ink, font, grid, ticks: {show: false}, size: () => state.axis === "utc" ? 42 : 26, gap: 6, splits: (u, _, low, high) => xTicks(low, high, u.over.clientWidth || u.width), values: (u, v) => xLabels(v).map((text, i) => u.valToPos(v[i], "x") + 3.8 * text.split("\n")[0].length < u.over.clientWidth + 20 ? text : "")},
       {stroke: ink, font, grid, ticks: {show: false}, size: (_, texts) => Math.max(56, ...(texts ?? []).map(text => 12 + 7 * text.length)), gap: 6, splits: (_, __, low, high) => yTicks(panel, low, high, heightOf(panel) - 40), values: (_, v) => yLabels(panel, v)}],
     cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false}, bind: {dblclick: () => () => look(null)}},
     hooks: {draw: [u => paint(panel, u)], setCursor: [u => moveCursor(u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null, panel)],
