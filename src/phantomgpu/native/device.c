@@ -35,7 +35,7 @@ static struct {
   size_t used, highest;
   int mapped;
   struct ranges reserved;
-} devices[MOST_DEVICES];
+} devices[PLACES];
 static struct ranges written; /* all other bytes of the devices are zero */
 static size_t kept;           /* bytes in these ranges */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -131,9 +131,18 @@ int phantom_connect(int device, long bytes) {
   return 1;
 }
 
+static int place_of(size_t address) {
+  size_t place = (address - FIRST_ADDRESS) / ADDRESSES;
+  return address >= FIRST_ADDRESS && place < PLACES ? (int)place : -1;
+}
+
+int phantom_place(const void *address) {
+  return phantom_block((size_t)address, NULL, NULL) ? -1 : place_of((size_t)address);
+}
+
 int phantom_owner(const void *address) {
-  size_t device = ((size_t)address - FIRST_ADDRESS) / ADDRESSES;
-  return (size_t)address >= FIRST_ADDRESS && device < (size_t)facts.devices ? (int)device : -1;
+  int place = place_of((size_t)address);
+  return place < facts.devices ? place : -1;
 }
 
 /* The first place behind all ranges; when that is used up, the first gap that is large enough.
@@ -169,6 +178,8 @@ size_t phantom_reserve(int device, size_t bytes) {
   if (!devices[device].mapped) devices[device].mapped = map(device);
   size_t index, address = place(device, bytes, &index);
   if (address) insert(&devices[device].reserved, index, address, address + bytes);
+  if (address && device == MANAGED && (devices[device].used += bytes) > phantom_most_managed)
+    phantom_most_managed = devices[device].used;
   pthread_mutex_unlock(&lock);
   return address;
 }
@@ -247,7 +258,7 @@ void phantom_set(void *to, int value, size_t width, size_t count) {
 }
 
 size_t phantom_return(size_t address) {
-  int device = phantom_owner((void *)address);
+  int device = place_of(address);
   size_t bytes = 0;
   if (device < 0) return 0;
   pthread_mutex_lock(&lock);
@@ -256,6 +267,8 @@ size_t phantom_return(size_t address) {
   if (i < ranges->count && ranges->at[i].from == address) {
     bytes = ranges->at[i].to - address;
     forget(address, address + bytes);
+    if (device >= PINNED) madvise((void *)address, bytes, MADV_DONTNEED);
+    devices[MANAGED].used -= device == MANAGED ? bytes : 0;
     erase(ranges, i, 1);
   }
   pthread_mutex_unlock(&lock);
@@ -282,7 +295,7 @@ int phantom_free(void *pointer) {
 }
 
 int phantom_block(size_t address, size_t *first, size_t *bytes) {
-  int device = phantom_owner((void *)address);
+  int device = place_of(address);
   if (device < 0) return INVALID_VALUE;
   pthread_mutex_lock(&lock);
   struct ranges *ranges = &devices[device].reserved;

@@ -6,6 +6,9 @@
 #define PAGE ((size_t)2 << 20) /* the driver hands out pages of 2 MiB */
 #define MOST_DEVICES 16
 
+/* Memory of the host that CUDA knows lies where further devices would. */
+enum { PINNED = MOST_DEVICES, MANAGED, PLACES };
+
 /* Error numbers, the same in the runtime and the driver. */
 enum {
   OK = 0,
@@ -51,8 +54,8 @@ size_t phantom_return(size_t address);
 int phantom_malloc(void **pointer, size_t bytes, int device);
 int phantom_free(void *pointer);
 int phantom_block(size_t address, size_t *first, size_t *bytes);
-/* The device that an address belongs to, or -1. */
-int phantom_owner(const void *address);
+/* The device that an address belongs to, or -1; and the place, if it is in use. */
+int phantom_owner(const void *address), phantom_place(const void *address);
 
 /* A handle that is never read: of a stream, a kernel, a library. */
 void *phantom_handle(void);

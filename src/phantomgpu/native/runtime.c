@@ -1,11 +1,9 @@
 /* libcudart: devices, memory, copies, streams, graphs. Kernels are launched and do nothing. */
 #define _GNU_SOURCE
-#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "device.h"
 
@@ -75,69 +73,27 @@ int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *value) {
   return OK;
 }
 
-/* Memory of the host that CUDA knows: pinned, or managed. Newest first. */
-struct host {
-  char *address;
-  size_t bytes;
-  int type; /* as cudaMemoryType: 1 pinned, 3 managed */
-  struct host *next;
-};
-static struct host *hosts;
-static size_t managed;
-static pthread_mutex_t host_lock = PTHREAD_MUTEX_INITIALIZER;
+/* Memory of the host that CUDA knows. */
 
-static int host_alloc(void **pointer, size_t bytes, int type) {
-  struct host *one = malloc(sizeof *one);
-  void *got = mmap(NULL, bytes ? bytes : 1, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  *pointer = got == MAP_FAILED ? NULL : got;
-  if (!*pointer || !one) return fail(OUT_OF_MEMORY);
-  pthread_mutex_lock(&host_lock);
-  *one = (struct host){got, bytes ? bytes : 1, type, hosts};
-  hosts = one;
-  if (type == 3 && (managed += bytes) > phantom_most_managed) phantom_most_managed = managed;
-  pthread_mutex_unlock(&host_lock);
-  return OK;
-}
-
-static int host_free(void *pointer) {
-  int error = pointer ? INVALID_VALUE : OK;
-  pthread_mutex_lock(&host_lock);
-  for (struct host **link = &hosts; *link; link = &(*link)->next)
-    if ((*link)->address == pointer) {
-      struct host *one = *link;
-      *link = one->next;
-      if (one->type == 3) managed -= one->bytes;
-      munmap(one->address, one->bytes);
-      free(one);
-      error = OK;
-      break;
-    }
-  pthread_mutex_unlock(&host_lock);
-  return error ? fail(error) : OK;
-}
-
-static int host_type(const void *pointer) {
-  int type = 0;
-  pthread_mutex_lock(&host_lock);
-  for (struct host *one = hosts; one && !type; one = one->next)
-    if ((size_t)((char *)pointer - one->address) < one->bytes) type = one->type;
-  pthread_mutex_unlock(&host_lock);
-  return type;
+static int host_alloc(void **pointer, size_t bytes, int place) {
+  *pointer = (void *)phantom_reserve(place, bytes ? (bytes + PAGE - 1) / PAGE * PAGE : PAGE);
+  return *pointer ? OK : fail(OUT_OF_MEMORY);
 }
 
 int cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
-  return host_alloc(pointer, bytes, 1);
+  return host_alloc(pointer, bytes, PINNED);
 }
 
 int cudaMallocManaged(void **pointer, size_t bytes, unsigned flags) {
-  return host_alloc(pointer, bytes, 3);
+  return host_alloc(pointer, bytes, MANAGED);
 }
 
-int cudaFreeHost(void *pointer) { return host_free(pointer); }
+int cudaFreeHost(void *pointer) {
+  return !pointer || phantom_return((size_t)pointer) ? OK : fail(INVALID_VALUE);
+}
 
 int cudaFree(void *pointer) {
-  if (pointer && phantom_owner(pointer) < 0) return host_free(pointer);
+  if (phantom_owner(pointer) < 0) return cudaFreeHost(pointer);
   int error = phantom_free(pointer);
   return error ? fail(error) : OK;
 }
@@ -149,8 +105,9 @@ struct pointer_facts {
 };
 
 int cudaPointerGetAttributes(struct pointer_facts *to, const void *pointer) {
-  int owner = phantom_owner(pointer);
-  *to = (struct pointer_facts){owner < 0 ? host_type(pointer) : 2, owner < 0 ? 0 : owner};
+  int owner = phantom_owner(pointer), place = phantom_place(pointer);
+  int type = place == PINNED ? 1 : place == MANAGED ? 3 : 0; /* as cudaMemoryType */
+  *to = (struct pointer_facts){owner < 0 ? type : 2, owner < 0 ? 0 : owner};
   if (to->type) to->on_device = (void *)pointer;
   if (owner < 0) to->on_host = (void *)pointer;
   return OK;
