@@ -110,9 +110,10 @@ size_t phantom_highest(int device) { return devices[device].highest + facts.cont
 
 int phantom_take(int device, size_t bytes) {
   pthread_mutex_lock(&lock);
-  int fits = devices[device].used + facts.context + bytes <= facts.memory;
+  int fits = device >= PINNED || devices[device].used + facts.context + bytes <= facts.memory;
   if (fits && (devices[device].used += bytes) > devices[device].highest)
     devices[device].highest = devices[device].used;
+  phantom_most_managed = devices[MANAGED].highest;
   pthread_mutex_unlock(&lock);
   return fits;
 }
@@ -178,8 +179,6 @@ size_t phantom_reserve(int device, size_t bytes) {
   if (!devices[device].mapped) devices[device].mapped = map(device);
   size_t index, address = place(device, bytes, &index);
   if (address) insert(&devices[device].reserved, index, address, address + bytes);
-  if (address && device == MANAGED && (devices[device].used += bytes) > phantom_most_managed)
-    phantom_most_managed = devices[device].used;
   pthread_mutex_unlock(&lock);
   return address;
 }
@@ -268,7 +267,6 @@ size_t phantom_return(size_t address) {
     bytes = ranges->at[i].to - address;
     forget(address, address + bytes);
     if (device >= PINNED) madvise((void *)address, bytes, MADV_DONTNEED);
-    devices[MANAGED].used -= device == MANAGED ? bytes : 0;
     erase(ranges, i, 1);
   }
   pthread_mutex_unlock(&lock);
@@ -290,7 +288,7 @@ int phantom_free(void *pointer) {
   if (!pointer) return OK;
   size_t bytes = phantom_return((size_t)pointer);
   if (!bytes) return INVALID_VALUE;
-  phantom_give(phantom_owner(pointer), bytes);
+  phantom_give(place_of((size_t)pointer), bytes);
   return OK;
 }
 

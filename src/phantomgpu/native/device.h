@@ -33,6 +33,7 @@ struct facts {
 };
 extern struct facts facts;
 extern _Thread_local int current_device;
+int phantom_fail(int error); /* of the runtime, which remembers errors */
 extern size_t phantom_most_managed; /* most bytes of managed memory, which lie on the host */
 extern double phantom_inside, phantom_between; /* bytes that NCCL moved, see nccl.c */
 extern size_t phantom_nccl;         /* most bytes of NCCL's own buffers */
