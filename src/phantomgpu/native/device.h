@@ -10,15 +10,8 @@
 enum { PINNED = MOST_DEVICES, MANAGED, PLACES };
 
 /* Error numbers, the same in the runtime and the driver. */
-enum {
-  OK = 0,
-  INVALID_VALUE = 1,
-  OUT_OF_MEMORY = 2,
-  NO_DEVICE = 100,
-  INVALID_DEVICE = 101,
-  NOT_FOUND = 500,
-  NOT_SUPPORTED = 801,
-};
+enum { OK, INVALID_VALUE, OUT_OF_MEMORY };
+enum { NO_DEVICE = 100, INVALID_DEVICE, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
 
 /* From the environment variable PHANTOMGPU_FACTS, in this order, separated by spaces. */
 struct facts {
