@@ -289,7 +289,11 @@ def setup(
 ) -> None:
     """Download the CUDA build of torch for use beside an installed CPU build."""
     standins.check_system()
-    version = version or metadata.version("torch").partition("+")[0]
+    try:
+        version = version or metadata.version("torch").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        why = "no torch is installed beside phantomgpu; install one, or add --version"
+        raise SetupNeededError(f"cannot set up: {why}") from None
     folder = standins.setup_folder(version)
     wanted = {"torch", "triton"} if triton else {"torch"}
     there = wanted & {one.name for one in folder.glob("*")}

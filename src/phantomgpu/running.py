@@ -297,8 +297,7 @@ class Session:
         results = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-*.json"))]
         if not results:
             text = log.read_text(errors="replace")[-2000:] if log else ""
-            why = "and left no report: it did not use CUDA, or it was killed"
-            raise RunFailedError(f"the script ended with exit code {code} {why}\n{text}".rstrip())
+            raise RunFailedError(f"the script left no report: {_ended(code)}\n{text}".rstrip())
         results.sort(key=lambda one: (WORST.index(one["status"]), -one.get("peak_allocated", 0)))
         result = results[0]
         if result["status"] == "cannot run":
@@ -308,3 +307,13 @@ class Session:
             result |= {"status": status, "problem": f"it ended with exit code {code}"}
         how = {"memory": self.memory, "context": self.context, "ranks": self.settings.ranks}
         return build_report(result, self.kind, gpu=self.name, exit_code=code, **how)
+
+
+def _ended(code: int) -> str:
+    """Say how a process ended that left no report."""
+    if code < 0:
+        killed = ", perhaps because this machine has too little memory" * (code == -signal.SIGKILL)
+        return f"{signal.Signals(-code).name} ended it{killed}"
+    if code:
+        return f"it failed with exit code {code} before it used CUDA"
+    return "it ended without using CUDA; choose the GPU, as by its option --device cuda"

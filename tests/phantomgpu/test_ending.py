@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,36 @@ def test_a_trial_has_a_time_limit(tmp_path: Path, sleeper: list[str]) -> None:
     ):
         trial(8)
     assert ended(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("raise SystemExit(7)", "it failed with exit code 7 before it used CUDA"),
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("pass", "it ended without using CUDA; choose the GPU"),
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL ended it, perhaps because"),
+        ("import os; os.kill(os.getpid(), 6)", "SIGABRT ended it$"),
+    ],
+    ids=["fails", "lacks-a-module", "cpu", "killed", "aborted"],
+)
+def test_why_there_is_no_report(code: str, why: str) -> None:
+    command = [sys.executable, "-c", code]
+    with pytest.raises(RunFailedError, match=why):
+        Session("h100", None, Settings()).start(command, None)
+
+
+def test_a_setup_without_torch_says_what_to_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    monkeypatch.setattr(sys, "argv", ["phantomgpu", "setup"])
+    with pytest.raises(SystemExit, match="4"):
+        cli.main()
+    assert "add --version" in capsys.readouterr().err
 
 
 CALLS = {

@@ -496,8 +496,26 @@ def decomposed() -> None:
 def test_workspaces_of_decompositions() -> None:
     report = run(decomposed)
     assert report.fits, report.problem
-    assert "Xgeev (assumed" in str(report)
+    assert "Xgeev (four matrices)" in str(report)
     assert report.peak_allocated > 4 * 8_000_000
+
+
+def transformed() -> None:
+    import torch
+
+    for kind, size in ((torch.complex64, 80_000), (torch.complex128, 160_000)):
+        data = torch.zeros(100, 100, dtype=kind, device="cuda")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.fft.fft2(data)
+        grown = torch.cuda.max_memory_allocated() - before
+        assert 2 * size <= grown < 2 * size + 2048, grown  # the result, and as much to work in
+
+
+def test_workspaces_of_fourier_transforms_are_as_large_as_the_data() -> None:
+    report = run(transformed)
+    assert report.fits, report.problem
+    assert "cuFFT (as the data; 1D: 0)" in str(report)
 
 
 def fits_line(size: int) -> None:
