@@ -104,8 +104,9 @@ class Report:
 
     def to_json(self) -> str:
         """Return the report as JSON."""
-        head = {"title": self.lines()[0], "time": line_of(self.bound) if self.bound else ""}
-        head |= {"limit_bytes": self.available, "peak_bytes": self.peak_allocated}
+        head: dict[str, Any] = {"title": self.lines()[0], "limit_bytes": self.available}
+        head |= {"peak_bytes": self.peak_allocated}
+        head |= {"time": line_of(self.bound) if self.bound else ""}
         said = {"fits": self.fits, "depends_on_values": self.depends_on_values}
         return json.dumps({**asdict(self), **said, "timeline": {**head, **self.timeline}})
 

@@ -26,7 +26,10 @@ struct facts {
 };
 extern struct facts facts;
 extern _Thread_local int current_device;
-int phantom_fail(int error); /* of the runtime, which remembers errors */
+/* Of the runtime, which remembers errors; and the graph that is captured, and how many there were. */
+int phantom_fail(int error);
+extern void *phantom_graph;
+extern size_t phantom_captures;
 extern size_t phantom_most_managed; /* most bytes of managed memory, which lie on the host */
 extern double phantom_inside, phantom_between; /* bytes that NCCL moved, see nccl.c */
 extern size_t phantom_nccl;         /* most bytes of NCCL's own buffers */
