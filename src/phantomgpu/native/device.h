@@ -5,13 +5,14 @@
 
 #define PAGE ((size_t)2 << 20) /* the driver hands out pages of 2 MiB */
 #define MOST_DEVICES 16
+#define LAUNCH (phantom_launches = 1, phantom_now += 64)
 
 /* Memory of the host that CUDA knows lies where further devices would. */
 enum { PINNED = MOST_DEVICES, MANAGED, PLACES };
 
 /* Error numbers, the same in the runtime and the driver. */
-enum { OK, INVALID_VALUE, OUT_OF_MEMORY };
-enum { NO_DEVICE = 100, INVALID_DEVICE, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
+enum { OK, INVALID_VALUE, OUT_OF_MEMORY, NO_DEVICE = 100, INVALID_DEVICE };
+enum { NOT_FOUND = 500, NOT_READY = 600, NOT_SUPPORTED = 801 };
 
 /* From the environment variable PHANTOMGPU_FACTS, in this order, separated by spaces. */
 struct facts {
@@ -32,6 +33,8 @@ extern void *phantom_graph;
 extern size_t phantom_captures;
 extern size_t phantom_most_managed; /* most bytes of managed memory, which lie on the host */
 extern double phantom_inside, phantom_between; /* bytes that NCCL moved, see nccl.c */
+extern size_t phantom_now;          /* one more for a question, and 64 more for a launch */
+extern _Thread_local int phantom_launches; /* whether this thread ever did, or only asks */
 extern size_t phantom_nccl;         /* most bytes of NCCL's own buffers */
 extern size_t phantom_assumed;      /* whose workspaces are not known: 1 Xgeev, 2 cuFFT, 4 cuSPARSE */
 
