@@ -115,8 +115,9 @@ bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5
 	$(BIN)/python bench/clock.py
 	$(BIN)/python bench/step_cost.py
 
-golden: $(VENV)/.develop  ## rewrite the golden files; read the diff before you commit it
+golden: $(VENV)/.develop  ## rewrite the golden files and the generated parts of docs/; read the diff before you commit it
 	STRETTO_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_public_face.py tests/planning/test_table.py
+	$(BIN)/python tools/generated_docs.py
 
 page: $(VENV)/.python  ## take the chart library of the run page from npm (an installation does it, too)
 	$(BIN)/python tools/vendor_uplot.py

@@ -192,7 +192,7 @@ def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str
             "other ranks are not there: what this rank gathers are its own values; NCCL's buffers "
             "are counted as on A100 with NVLink, and other machines differ"
         )
-    names = ("cuSOLVER's Xgeev (assumed: four matrices)", "cuFFT (0)", "cuSPARSE (0)")
+    names = ("cuSOLVER's Xgeev (four matrices)", "cuFFT (as the data; 1D: 0)", "cuSPARSE (0)")
     if seen := [name for bit, name in enumerate(names) if result.get("assumed", 0) >> bit & 1]:
         notes.append(f"workspaces are not known, and assumed, of {', '.join(seen)}")
     if result.get("computes") is False:

@@ -41,6 +41,8 @@ UNSUPPORTED = {"libcudnn": 3000, "libcusolver": 9, "libcusparse": 10}
 FUNCTION = re.compile(r"(?:__)?(?:cu|nccl|nvrtc|nvshmem|nvml)\w")
 DEFINED = re.compile(r"^[\w *]*?\b(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
 _GIVEN = ", ".join(f"long a{number}" for number in range(19))  # as many as any function has
+LAUNCHES = re.compile(r"LaunchKernel|gemm|Gemm(Ex|Strided)|LtMatmul$|cudaMem(cpy|set)Async")
+"""What takes a place in the queue of a stream."""
 LOOKED_UP = re.compile(rb"\0((?:cu[A-Z]|nvml)\w+)(?=\0)")
 
 
@@ -246,7 +248,8 @@ def _default(name: str, stem: str, *, called: bool) -> str:
         refused = not called or re.search("bufferSize|SpGEMM", name) or stem == "libcudnn"
         accepted = does == "+" or name.startswith(("cudnnDestroy", "__cuda")) or not refused
         code = f"return {0 if accepted else UNSUPPORTED.get(stem, 801)};"
-    return f"long {name}({_GIVEN}) {{ {code} return 0; }}"
+    launch = "LAUNCH;" * bool(LAUNCHES.search(name))
+    return f"long {name}({_GIVEN}) {{ {launch} {code} return 0; }}"
 
 
 @cache

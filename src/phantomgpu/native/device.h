@@ -5,6 +5,7 @@
 
 #define PAGE ((size_t)2 << 20) /* the driver hands out pages of 2 MiB */
 #define MOST_DEVICES 16
+#define LAUNCH (phantom_launches = 1, phantom_now += 64)
 
 /* Error numbers, the same in the runtime and the driver. */
 enum {
@@ -14,6 +15,7 @@ enum {
   NO_DEVICE = 100,
   INVALID_DEVICE = 101,
   NOT_FOUND = 500,
+  NOT_READY = 600,
   NOT_SUPPORTED = 801,
 };
 
@@ -32,6 +34,8 @@ extern struct facts facts;
 extern _Thread_local int current_device;
 extern size_t phantom_most_managed; /* most bytes of managed memory, which lie on the host */
 extern double phantom_inside, phantom_between; /* bytes that NCCL moved, see nccl.c */
+extern size_t phantom_now;          /* one more for a question, and 64 more for a launch */
+extern _Thread_local int phantom_launches; /* whether this thread ever did, or only asks */
 extern size_t phantom_nccl;         /* most bytes of NCCL's own buffers */
 extern size_t phantom_assumed;      /* whose workspaces are not known: 1 Xgeev, 2 cuFFT, 4 cuSPARSE */
 
