@@ -79,8 +79,8 @@ class Model:
             raise SetupNeededError(f"cannot build {name}: pip install {library}")
         kind, auto = config.get("model_type"), Path(str(spec.origin)).parent / "models" / "auto"
         if kind and not any(f'"{kind}"' in one.read_text() for one in auto.glob("*.py")):
-            why = f"the installed transformers has no model_type {kind!r}"
-            raise PhantomError(f"cannot build {name}: {why}; correct {file}, or install a newer one")
+            why = f"this transformers has no model_type {kind!r}"
+            raise PhantomError(f"cannot build {name}: {why}; correct {file}, or upgrade it")
         return library, name, config
 
     def checked(self, length: int, *, learns: bool) -> str:
