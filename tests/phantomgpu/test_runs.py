@@ -657,6 +657,10 @@ def captured() -> None:
     with torch.cuda.graph(graph):
         model(x).sum().backward()
         optimizer.step()
+    pools = {(one["stream"], one["segment_pool_id"]) for one in torch.cuda.memory_snapshot()}
+    assert (0, (0, 0)) in pools
+    assert any(pool != (0, 0) for _, pool in pools)
+    assert all(pool == (0, 0) for stream, pool in pools if stream == 0)  # where seeds are
     graph.replay()
 
 
