@@ -205,7 +205,8 @@ class Kernel:
             return self.sized(keys, args, kwargs, tensors)
         if self.zeroes and args[0].is_contiguous() and not any(args[1:]):
             out = self.boxed(keys, *args, **kwargs)
-            self.bytes.zero(args[0])
+            self.bytes.set(args[0].data_ptr(), 0, 1, args[0].nbytes)
+            self.bytes.note(args[0], _KNOWN)
             return out
         targets = self.targets(args, kwargs)
         most = max((one.numel() for one in tensors), default=0)
@@ -500,11 +501,6 @@ class Bytes:
 
         reference = weakref.ref(storage, forget) if old is None else self.states[address][0]
         self.states[address] = reference, state
-
-    def zero(self, tensor: torch.Tensor) -> None:
-        """Make the bytes of a contiguous tensor zero: no values are computed for that."""
-        self.set(tensor.data_ptr(), 0, 1, tensor.nbytes)
-        self.note(tensor, _KNOWN)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return its values on the CPU: the true ones, or random ones between 0 and 1."""
