@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from phantomgpu import bound, longest, names, standins
@@ -221,9 +222,9 @@ class Run:
             longest.start()
         self.join()
         if self.settings.seconds is not None:
-            timer = threading.Timer(self.settings.seconds, self.interrupt)
-            timer.daemon = True
-            timer.start()
+            # In the main thread, which must not train beside the report.
+            signal.signal(signal.SIGALRM, self.interrupt)
+            signal.setitimer(signal.ITIMER_REAL, self.settings.seconds)
         sys.excepthook = self.failed
         atexit.register(self.ended)
 
@@ -276,13 +277,12 @@ class Run:
             self.stopped = line_of(sys._getframe())[0]
             self.finish("fits", 0)
 
-    def interrupt(self) -> None:
+    def interrupt(self, _number: int, frame: FrameType | None) -> None:
         """End a run that takes longer than it may."""
         import torch
 
         if torch.cuda.is_initialized():  # or else a process that starts others
-            main = sys._current_frames()[threading.main_thread().ident or 0]
-            self.stopped = line_of(main)[0]
+            self.stopped = line_of(frame)[0]
             self.finish("fits", 0)
 
     def failed(
