@@ -15,12 +15,26 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from public_data import (
+    coco,
+    images,
+    kinds,
+    language,
+    lessons,
+    painter,
+    pairs,
+    sentences,
+    text,
+    titan,
+    tokens,
+    wiki,
+)
+
 RESULTS = Path(__file__).resolve().parent / "results" / "public_scripts.json"
-TEXT = "the quick brown fox jumps over the lazy dog and runs away from the cat "
 
 
 class Script(NamedTuple):
@@ -37,81 +51,11 @@ class Script(NamedTuple):
     """Of `phantomgpu run`."""
     path: str = ""
     """Folders of the project for PYTHONPATH."""
+    variables: Mapping[str, str] = {}
 
 
-def tokens(folder: Path) -> None:
-    """Make the binary files of nanoGPT, inside its own folder of data."""
-    import numpy
-
-    made = Path("data/made")
-    made.mkdir(parents=True, exist_ok=True)
-    for name in ("train.bin", "val.bin"):
-        numpy.arange(1 << 20, dtype=numpy.uint16).tofile(made / name)
-    (folder / "input.txt").write_text(TEXT * 2000)
-
-
-def text(folder: Path) -> None:
-    """Make the text of minGPT's chargpt, which it reads from its own folder."""
-    (folder / "made").touch()
-    Path("input.txt").write_text((TEXT + "O God, O God! ") * 2000)
-
-
-def images(folder: Path) -> None:
-    """Make folders of images, two classes."""
-    from PIL import Image
-
-    for split in ("train", "val", "validation"):
-        for label in ("cat", "dog"):
-            (folder / split / label).mkdir(parents=True, exist_ok=True)
-            for number in range(96):
-                image = Image.new("RGB", (256, 256), (number, 30, 200))
-                image.save(folder / split / label / f"{number}.jpg")
-
-
-def language(folder: Path) -> None:
-    """Make a small Llama, its tokenizer, and data for TRL."""
-    import torch
-    from safetensors.torch import save_file
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", *set(TEXT.split())])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    (folder / "model").mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "model" / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m['content'] }} </s>{% endfor %}"
-    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    named |= {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(named))
-    width, inner, vocabulary, layers = 512, 1376, 32000, 8
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
-        "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 8,
-        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
-    }  # fmt: skip
-    (folder / "model" / "config.json").write_text(json.dumps(config))
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocabulary, width)}
-    shapes["lm_head"] = (vocabulary, width)
-    shapes["model.norm"] = (width,)
-    for layer in range(layers):
-        at = f"model.layers.{layer}"
-        shapes |= {f"{at}.self_attn.{one}_proj": (width, width) for one in "qkvo"}
-        shapes |= {f"{at}.mlp.{one}_proj": (inner, width) for one in ("gate", "up")}
-        shapes |= {f"{at}.mlp.down_proj": (width, inner), f"{at}.input_layernorm": (width,)}
-        shapes[f"{at}.post_attention_layernorm"] = (width,)
-    weights = {f"{name}.weight": torch.ones(shape).bfloat16() for name, shape in shapes.items()}
-    save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
-    for name, row in {
-        "sft": {"text": TEXT * 20},
-        "dpo": {"prompt": TEXT, "chosen": TEXT * 5, "rejected": TEXT * 4},
-        "grpo": {"prompt": [{"role": "user", "content": TEXT}]},
-    }.items():
-        (folder / name).mkdir(exist_ok=True)
-        lines = "\n".join([json.dumps(row)] * 64)
-        (folder / name / "train.jsonl").write_text(lines)
-
-
+HERE = ("tokens", "text", "pairs", "wiki", "titan")
+"""What is made in the folder of the script itself."""
 TRL = "--model_name_or_path {data}/model --output_dir {data}/out --report_to none"
 SCRIPTS = (
     Script(
@@ -190,7 +134,92 @@ SCRIPTS = (
         "--train-iters 10 --bf16 --transformer-impl local --tensor-model-parallel-size 2 "
         "--pipeline-model-parallel-size 2 --no-masked-softmax-fusion --no-persist-layer-norm "
         "--no-gradient-accumulation-fusion --eval-iters 0",
-        "d98e8a64", options="--ranks 8 --every-stage",
+        "fc61ce5a", options="--ranks 8 --every-stage",
+        variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    ),
+    Script(
+        "torchvision: classification, ResNet-50", "vision", "references/classification",
+        "train.py --data-path {data} --model resnet50 -b 32 -j 0 --epochs 1 --output-dir {data}",
+        "acccf864", kinds,
+    ),
+    Script(
+        "torchvision: detection, Faster R-CNN", "vision", "references/detection",
+        "train.py --data-path {data} --model fasterrcnn_resnet50_fpn -j 0 -b 2 --epochs 1 "
+        "--output-dir {data}",
+        "acccf864", coco,
+    ),
+    Script(
+        "torchvision: segmentation, FCN", "vision", "references/segmentation",
+        "train.py --data-path {data} --dataset coco --model fcn_resnet50 -j 0 -b 4 --epochs 1 "
+        "--output-dir {data}",
+        "acccf864", coco,
+    ),
+    Script(
+        "transformers: run_clm.py", "transformers", "examples/pytorch/language-modeling",
+        "run_clm.py --config_name {data}/model --tokenizer_name {data}/model --train_file "
+        "{data}/text/a.txt --do_train --block_size 512 --output_dir {data}/out --bf16",
+        "5a67f0a7ac", lessons,
+    ),
+    Script(
+        "transformers: run_mlm.py", "transformers", "examples/pytorch/language-modeling",
+        "run_mlm.py --model_name_or_path {data}/bert --train_file {data}/text/a.txt --do_train "
+        "--max_seq_length 256 --output_dir {data}/out",
+        "5a67f0a7ac", lessons,
+    ),
+    Script(
+        "transformers: run_glue.py", "transformers", "examples/pytorch/text-classification",
+        "run_glue.py --model_name_or_path {data}/bert --train_file {data}/train.csv "
+        "--validation_file {data}/validation.csv --do_train --output_dir {data}/out",
+        "5a67f0a7ac", lessons,
+    ),
+    Script(
+        "sentence-transformers: STS", "sentence-transformers",
+        "examples/sentence_transformer/training/sts", "training_stsbenchmark.py {data}/bert",
+        "85ec6455", pairs, path=".",
+    ),
+    Script(
+        "Lightning: FSDP2 and TP, 4 ranks", "lightning", "examples/pytorch/tensor_parallel",
+        "train.py", "7f0c3436cd", options="--ranks 4",
+    ),
+    Script(
+        "Lightning: language model", "lightning", "examples/pytorch/basics", "transformer.py",
+        "7f0c3436cd", wiki,
+    ),
+    Script(
+        "DeepSpeed: ZeRO 3 by its launcher", "DeepSpeedExamples", "training/bf16_master_weight",
+        "-m deepspeed.launcher.runner --num_gpus 2 train.py --deepspeed_config "
+        "configs/baseline.json",
+        "45b4b715", options="--ranks 2",
+    ),
+    Script(
+        "DeepSpeed: offloaded states", "DeepSpeedExamples", "training/offload_states",
+        "-m deepspeed.launcher.runner --num_gpus 1 offload_states.py --hidden_dim 1024 --nlayers 4",
+        "45b4b715",
+    ),
+    Script(
+        "torchtune: full_finetune_single_device", "torchtune", "recipes",
+        "full_finetune_single_device.py --config {data}/full.yaml", "bd2a0fc7c", sentences,
+        path=".",
+    ),
+    Script(
+        "litgpt: pretrain pythia-160m", "litgpt", ".",
+        "-m litgpt pretrain --model_name pythia-160m --tokenizer_dir {data}/model --data TextFiles "
+        "--data.train_data_path {data}/text --data.num_workers 0 --train.micro_batch_size 4 "
+        "--train.global_batch_size 8 --out_dir {data}/out --precision bf16-true",
+        "26857050", lessons, path=".",
+    ),
+    Script(
+        "torchtitan: debug model, 8 ranks", "torchtitan", ".",
+        "-m torchtitan.train --job.config_file "
+        "torchtitan/models/llama3/train_configs/debug_model.toml",
+        "e7c0cae", titan, options="--ranks 8", path=".",
+    ),
+    Script(
+        "diffusers: train_text_to_image.py, SD 1.5", "diffusers", "examples/text_to_image",
+        "train_text_to_image.py --pretrained_model_name_or_path {data}/model --train_data_dir "
+        "{data}/train --resolution 512 --train_batch_size 4 --output_dir {data}/out "
+        "--mixed_precision bf16 --gradient_checkpointing",
+        "58eb52c0", painter, path="src",
     ),
 )  # fmt: skip
 
@@ -200,7 +229,7 @@ def run(script: Script, source: Path, data: Path) -> dict[str, object]:
     root = source / script.project
     os.chdir(root / script.folder)
     made = data / script.make.__name__
-    if not made.exists() or script.make.__name__ in ("tokens", "text"):
+    if not made.exists() or script.make.__name__ in HERE:
         made.mkdir(parents=True, exist_ok=True)
         script.make(made)
     paths = [str(root / one) for one in script.path.split()] + [os.environ.get("PYTHONPATH", "")]
@@ -211,13 +240,15 @@ def run(script: Script, source: Path, data: Path) -> dict[str, object]:
     done = subprocess.run(
         [sys.executable, "-m", "phantomgpu", "run", "--gpu", "h100", "--quiet", "--timeout", "900",
          "--json", str(out), *script.options.split(), "--", sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": ":".join(filter(None, paths)), "WANDB_MODE": "disabled"},
+        env={**os.environ, "PYTHONPATH": ":".join(filter(None, paths)), "WANDB_MODE": "disabled",
+             **script.variables},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     row: dict[str, object] = {"commit": script.commit, "command": script.command}
     row |= {"options": script.options, "cpu_seconds": round(seconds, 1)}
+    row |= {"variables": dict(script.variables)} if script.variables else {}
     if not out.exists():
         return row | {"status": "no report", "problem": (done.stderr or done.stdout)[-600:]}
     report = json.loads(out.read_text())
@@ -236,12 +267,11 @@ def main(arguments: Iterable[str] | None = None) -> None:
     for script in SCRIPTS:
         if asked.names and not any(name in script.name for name in asked.names):
             continue
+        row = run(script, asked.source.resolve(), asked.data.resolve())
         rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        rows[script.name] = run(script, asked.source.resolve(), asked.data.resolve())
+        rows[script.name] = row
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-        print(
-            script.name, {k: v for k, v in rows[script.name].items() if k != "command"}, flush=True
-        )
+        print(script.name, {k: v for k, v in row.items() if k != "command"}, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ import re
 import time
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch
 
 Event = dict[str, Any]
 _Points = dict[int, tuple[Counter[str], Counter[str]]]
@@ -47,10 +47,6 @@ class History:
     owners: list[tuple[int, str, set[int]]] = field(default_factory=list)
     modes: list[tuple[int, str]] = field(default_factory=list)
     """Where the script turned gradients off ("no_grad", "evaluation") and on again ("")."""
-    spans: list[tuple[int, str]] = field(default_factory=list)
-    """Names of modules, by when they were entered."""
-    backward: dict[int, int] = field(default_factory=dict)
-    """When the last backward pass before an optimizer's step ended, by when the step began."""
 
 
 _OURS = "phantomgpu/values.py", "torch/_dynamo/eval_frame.py"
@@ -59,46 +55,38 @@ _OURS = "phantomgpu/values.py", "torch/_dynamo/eval_frame.py"
 
 def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
     """Return what the report says of memory as plain values, from the traces of all devices."""
-    import torch
-
-    device = max(range(len(traces)), key=lambda index: peak(traces[index])[0], default=0)
+    for trace in traces:
+        follow(trace)
+    device = max(range(len(traces)), key=lambda one: most(traces[one], "used"), default=0)
     trace = traces[device] if traces else []
-    for event in trace:  # kernels that are computed run in Python; those of backward have no frames
-        frames = event.get("frames", ())  # segments that `empty_cache` frees have none
-        event["frames"] = [f for f in frames if not f["filename"].endswith(_OURS)]
-    seen.backward = backward_ends(seen, trace)
-    allocated, at, reserved = peak(trace)
-    ends, now = lives(trace), time.time_ns() // 1000
-    owned = tensors_now() if trace else []
-    owners = [*seen.owners, *((now, what, found) for what, found in owned)]
-    named = categorise(seen, trace, ends, owners)
+    annotate(seen, trace)
+    owned, now = tensors_now() if trace else [], time.time_ns() // 1000
+    categorise(trace, [*seen.owners, *((now, what, found) for what, found in owned)])
+    at = max(range(len(trace)), key=lambda one: trace[one]["used"], default=0)
     categories: Counter[str] = Counter()
     places: Counter[str] = Counter()
-    for index in (one for one, end in ends.items() if one <= at < end):
-        categories[named[index]] += trace[index]["size"]
-        if named[index] not in _OWNED:
-            places[place(seen, trace[index])] += trace[index]["size"]
-    phase, step = phase_of(seen, trace[at]) if trace else ("start", 0)
+    for block in (one for one in trace[: at + 1] if one.get("end", 0) > at):
+        categories[block["category"]] += block["size"]
+        if block["category"] not in _OWNED:
+            places[place(block)] += block["size"]
     stats = torch.cuda.memory_stats(device)
     return {
         "device": device,
-        "peak_allocated": max(allocated, stats.get("allocated_bytes.all.peak", 0)),
-        "peak_reserved": max(reserved, stats.get("reserved_bytes.all.peak", 0)),
-        "phase": phase,
-        "step": step,
+        "peak_allocated": max(most(trace, "used"), stats.get("allocated_bytes.all.peak", 0)),
+        "peak_reserved": max(most(trace, "held"), stats.get("reserved_bytes.all.peak", 0)),
+        "phase": trace[at]["phase"] if trace else "start",
+        "step": trace[at]["step"] if trace else 0,
         "categories": dict(categories.most_common()),
         "places": dict(places.most_common(12)),
-        "peaks_by_phase": peaks_by_phase(seen, trace),
+        "peaks_by_phase": peaks_by_phase(trace),
         "peaks_by_step": peaks_by_step(seen, trace) if trace else [],
         "out_of_memory": stats.get("num_ooms", 0),
-        "timeline": timeline(seen, trace, at, named) if trace else {},
+        "timeline": timeline(trace, at) if trace else {},
     }
 
 
 def is_distributed() -> bool:
     """Return whether the script has joined a process group."""
-    import torch
-
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -118,32 +106,65 @@ def line_of(frame: FrameType | None) -> tuple[str, str]:
     return "backward", inner  # autograd's thread has no frame of the script
 
 
-def levels(trace: list[Event]) -> Iterator[tuple[int, int]]:
-    """Yield the bytes allocated and reserved after each event."""
+def follow(trace: list[Event]) -> None:
+    """Add to each event the bytes allocated and reserved after it; blocks get their ends."""
     used = held = 0
-    sizes: dict[int, int] = {}
-    for event in trace:
+    live: dict[int, Event] = {}
+    for index, event in enumerate(trace):
         action, size = event["action"], event["size"]
         if action == "alloc":
-            sizes[event["addr"]] = size
+            live[event["addr"]] = event
+            event["end"] = len(trace)
             used += size
-        elif action == "free_completed":
-            used -= sizes.pop(event["addr"], 0)
+        elif action == "free_completed" and event["addr"] in live:
+            block = event["frees"] = live.pop(event["addr"])
+            block["end"] = index
+            used -= block["size"]
         elif action in ("segment_alloc", "segment_map"):
             held += size
         elif action in ("segment_free", "segment_unmap"):
             held -= size
-        yield used, held
+        event["used"], event["held"] = used, held
 
 
-def peak(trace: list[Event]) -> tuple[int, int, int]:
-    """Return the most bytes allocated, the event of that, and the most bytes reserved."""
-    at = allocated = reserved = 0
-    for index, (used, held) in enumerate(levels(trace)):
-        reserved = max(reserved, held)
-        if used > allocated:
-            at, allocated = index, used
-    return allocated, at, reserved
+def most(trace: list[Event], what: str) -> int:
+    """Return the most bytes "used" or "held"."""
+    return max((event[what] for event in trace), default=0)
+
+
+def annotate(seen: History, trace: list[Event]) -> None:
+    """Add to each event its phase and step."""
+    phases = [(0, "start", 0), *seen.phases]
+    backward: dict[int, int] = {}
+    """When backward ended last, by the index of the phase."""
+    for event in trace:
+        at = bisect(phases, event["time_us"], key=itemgetter(0)) - 1
+        # Kernels that are computed run in Python. Segments that `empty_cache` frees have no frames.
+        frames = [f for f in event.get("frames", ()) if not f["filename"].endswith(_OURS)]
+        event |= {"frames": frames, "step": phases[at][2], "at": at}
+        event["phase"] = phases[at][1] if phases[at][1] != "step" else phase_in_step(seen, event)
+        if event["phase"] == "backward" and event["action"] == "alloc":
+            backward[at] = event["time_us"]
+    for event in trace:
+        until = backward.get(event["at"], event["time_us"])
+        is_over = event["time_us"] > until and event["at"] + 1 < len(phases)
+        if event["phase"] == "forward" and is_over and phases[event["at"] + 1][1] == "optimizer":
+            event["phase"] = "the part after backward"
+
+
+def phase_in_step(seen: History, event: Event) -> str:
+    """Return what was done in a step, outside of the optimizer, when something was allocated."""
+    frames = event["frames"]
+    active = "\n".join(f"{f['filename']}:{f['name']}" for f in frames)
+    for phase, pattern in _PHASES.items():
+        if pattern.search(active):
+            return phase
+    if not frames or any("autograd/graph.py" in f["filename"] for f in frames[:30]):
+        return "backward"
+    if not _EVALUATES.isdisjoint(f["name"] for f in frames):
+        return "evaluation"
+    at = bisect(seen.modes, event["time_us"], key=itemgetter(0))
+    return (at and seen.modes[at - 1][1]) or "forward"
 
 
 def peaks_by_step(seen: History, trace: list[Event]) -> list[tuple[int, ...]]:
@@ -152,71 +173,51 @@ def peaks_by_step(seen: History, trace: list[Event]) -> list[tuple[int, ...]]:
     Each begins with what is there at the end of the one before, as after torch's
     `reset_peak_memory_stats`.
     """
-    began = [time for time, _, _ in seen.phases]
     ended = max(step for _, _, step in seen.phases) - 1
     peaks: list[tuple[int, ...]] = []
     before = 0, 0
-    for event, now in zip(trace, levels(trace), strict=True):
-        step = seen.phases[max(bisect(began, event["time_us"]) - 1, 0)][2]
+    for event in trace:
+        now, step = (event["used"], event["held"]), max(event["step"], 1)
         peaks += [before] * (step - len(peaks))  # a replayed CUDA graph has no events
         peaks[step - 1] = tuple(map(max, peaks[step - 1], now))
         before = now
     return [*peaks, *[before] * (ended - len(peaks))][:ended]
 
 
-def peaks_by_phase(seen: History, trace: list[Event]) -> dict[str, int]:
+def peaks_by_phase(trace: list[Event]) -> dict[str, int]:
     """Return the most bytes allocated in each phase that allocated something."""
     peaks: Counter[str] = Counter()
-    for event, (used, _) in zip(trace, levels(trace), strict=True):
+    for event in trace:
         if event["action"] == "alloc":
-            phase = phase_of(seen, event)[0]
-            peaks[phase] = max(peaks[phase], used)
+            peaks[event["phase"]] = max(peaks[event["phase"]], event["used"])
     return dict(peaks.most_common())
 
 
-def lives(trace: list[Event]) -> dict[int, int]:
-    """Return which event ends the life of each block, by the event that allocated it."""
-    ends: dict[int, int] = {}
-    live: dict[int, int] = {}
-    for index, event in enumerate(trace):
-        if event["action"] == "alloc":
-            live[event["addr"]], ends[index] = index, len(trace)
-        elif event["action"] == "free_completed" and event["addr"] in live:
-            ends[live.pop(event["addr"])] = index
-    return ends
-
-
-def timeline(
-    seen: History, trace: list[Event], at: int, named: dict[int, str], most: int = 2000
-) -> dict[str, Any]:
+def timeline(trace: list[Event], at: int, most: int = 2000) -> dict[str, Any]:
     """Return bytes over the step of the peak, and over others (docs/phantomgpu/report.md).
 
     Of events that share a point, the one with the most bytes is kept.
     """
-    phases = [(0, "", 0), *seen.phases]
-    steps = [phases[bisect(phases, one["time_us"], key=itemgetter(0)) - 1][2] for one in trace]
+    steps = [one["step"] for one in trace]
     sizes, main = Counter(steps), steps[at]
     shown = {main, *list(sizes)[:: -(-len(sizes) // MOST_STEPS)]}
     widths = {step: 1 + sizes[step] // (most if step == main else -(-most // 8)) for step in shown}
     points: dict[int, _Points] = defaultdict(dict)
     marks: dict[int, dict[str, int]] = defaultdict(dict)
-    ends = lives(trace)
-    freed = {end: index for index, end in ends.items()}
-    where: dict[int, str] = {}
     now, large, first = Counter[str](), Counter[str](), {step: steps.index(step) for step in shown}
     marks[main]["peak"] = at - first[main]
     for index, (event, step) in enumerate(zip(trace, steps, strict=True)):
-        block = index if index in ends else freed.get(index)
+        block = event if "end" in event else event.get("frees")
         if block is not None:
-            size = trace[block]["size"] * (1 if block == index else -1)
-            now[named[block]] += size
-            if abs(size) >= _LARGE and named[block] not in _OWNED:
-                if block not in where:
-                    where[block] = place(seen, event)
-                large[where[block]] += size
+            size = block["size"] * (1 if block is event else -1)
+            now[block["category"]] += size
+            if abs(size) >= _LARGE and block["category"] not in _OWNED:
+                if block is event:
+                    event["place"] = place(event)
+                large[block["place"]] += size
         if step in shown:
             if event["action"] == "alloc":
-                marks[step].setdefault(phase_of(seen, event)[0], index - first[step])
+                marks[step].setdefault(event["phase"], index - first[step])
             point = (index - first[step]) // widths[step]
             if point not in points[step] or now.total() > points[step][point][0].total():
                 points[step][point] = now.copy(), large.copy()
@@ -245,8 +246,6 @@ def _drawn(step: int, width: int, points: _Points, marks: dict[str, int]) -> dic
 
 def tensors_now() -> list[tuple[str, set[int]]]:
     """Return where parameters, gradients, buffers and optimizer states are now."""
-    import torch
-
     found: dict[str, set[int]] = defaultdict(set)
     for one in gc.get_objects():
         bases = type(one).__mro__
@@ -269,8 +268,6 @@ def tensors_now() -> list[tuple[str, set[int]]]:
 
 def addresses(tensors: Any) -> set[int]:
     """Return where the memory of tensors begins, looking into subclasses and sparse tensors."""
-    import torch
-
     found: set[int] = set()
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
@@ -287,39 +284,31 @@ def addresses(tensors: Any) -> set[int]:
     return found
 
 
-def categorise(
-    seen: History, trace: list[Event], ends: dict[int, int], owners: list[tuple[int, str, set[int]]]
-) -> dict[int, str]:
-    """Return the category of each block, by the event that allocated it."""
+def categorise(trace: list[Event], owners: list[tuple[int, str, set[int]]]) -> None:
+    """Add to each block its category."""
     known: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for when, what, found in owners:
         for address in found:
             known[address].append((when, what))
-    logits = {
-        trace[index]["size"]
-        for index in ends
-        if trace[index]["size"] >= _LARGE and is_loss(trace[index])
-    }
-    named: dict[int, str] = {}
-    for index, end in ends.items():
-        event, is_kept = trace[index], end == len(trace)
-        until = 1 << 62 if is_kept else trace[end]["time_us"]
-        owned = known.get(event["addr"], ())
-        owner = next((what for when, what in owned if event["time_us"] <= when <= until), None)
-        if owner is None and event["size"] in _WORKSPACES and is_kept:
+    blocks = [one for one in trace if "end" in one]
+    logits = {one["size"] for one in blocks if one["size"] >= _LARGE and is_loss(one)}
+    for block in blocks:
+        is_kept = block["end"] == len(trace)
+        until = 1 << 62 if is_kept else trace[block["end"]]["time_us"]
+        owned = known.get(block["addr"], ())
+        owner = next((what for when, what in owned if block["time_us"] <= when <= until), None)
+        if owner is None and block["size"] in _WORKSPACES and is_kept:
             owner = "workspaces"
-        named[index] = owner or category(seen, event, logits)
-    return named
+        block["category"] = owner or category(block, logits)
 
 
-def category(seen: History, event: Event, logits: set[int]) -> str:
+def category(event: Event, logits: set[int]) -> str:
     """Return what a block is that belongs to no parameter, gradient or optimizer."""
-    phase, _ = phase_of(seen, event)
     if is_loss(event) or event["size"] in logits:
         return "logits"
-    if phase in ("optimizer", "clipping", "the part after backward"):
+    if event["phase"] in ("optimizer", "clipping", "the part after backward"):
         return "scratch of the optimizer"
-    return "scratch of the backward" if phase == "backward" else "activations"
+    return "scratch of the backward" if event["phase"] == "backward" else "activations"
 
 
 def is_loss(event: Event) -> bool:
@@ -328,50 +317,9 @@ def is_loss(event: Event) -> bool:
     return any(part in names for part in _LOSSES)
 
 
-def phase_of(seen: History, event: Event) -> tuple[str, int]:
-    """Return the phase and the step in which something was allocated."""
-    at = bisect(seen.phases, event["time_us"], key=itemgetter(0))
-    when, what, step = seen.phases[at - 1] if at else (0, "start", 0)
-    if what != "step":
-        return what, step
-    frames = event["frames"]
-    active = "\n".join(f"{f['filename']}:{f['name']}" for f in frames)
-    for phase, pattern in _PHASES.items():
-        if pattern.search(active):
-            return phase, step
-    if not frames or any("autograd/graph.py" in f["filename"] for f in frames[:30]):
-        return "backward", step
-    at = bisect(seen.modes, event["time_us"], key=itemgetter(0))
-    if not _EVALUATES.isdisjoint(f["name"] for f in frames):
-        return "evaluation", step
-    if at and seen.modes[at - 1][1]:
-        return seen.modes[at - 1][1], step
-    if event["time_us"] > seen.backward.get(when, 1 << 62):
-        return "the part after backward", step
-    return "forward", step
-
-
-def backward_ends(seen: History, trace: list[Event]) -> dict[int, int]:
-    """Return when the last backward pass before each step of an optimizer ended."""
-    ends: dict[int, int] = {}
-    follows = {
-        began: over
-        for (began, what, _), (over, following, _) in pairwise(seen.phases)
-        if (what, following) == ("step", "optimizer")
-    }
-    for event in (one for one in trace if one["action"] == "alloc"):
-        began = max((one for one in follows if one <= event["time_us"] < follows[one]), default=0)
-        if began and phase_of(seen, event)[0] == "backward":
-            ends[began] = event["time_us"]
-    return ends
-
-
-def place(seen: History, event: Event) -> str:
-    """Return the module that a block was allocated in, or else the line of code."""
-    at = bisect(seen.spans, event["time_us"], key=itemgetter(0))
-    if at and seen.spans[at - 1][1]:
-        return seen.spans[at - 1][1]
+def place(event: Event) -> str:
+    """Return the line of code that a block was allocated in."""
     for frame in event["frames"]:
         if not any(part in frame["filename"] for part in _SKIPPED):
             return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
-    return "torch" if event["frames"] or seen.spans else "backward"
+    return "torch" if event["frames"] else "backward"

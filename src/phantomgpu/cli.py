@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import metadata
-from itertools import product
-from json import dumps, loads
+from itertools import chain, product
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +35,6 @@ AsJSON = Annotated[bool, option("--json", help="Print JSON.")]
 Whole = Annotated[bool, option("--whole", help="Run the script to its end, or to --timeout.")]
 Timeout = Annotated[float | None, option(min=1, help="Seconds that the script may take.")]
 Stages = Annotated[bool, option("--every-stage", help="Run a rank of each pipeline stage.")]
-Modules = Annotated[bool, option("--modules", help="Run a second time for the names of modules.")]
 Longest = Annotated[bool, option("--longest", help="Let loaders give their longest samples first.")]
 Argument = Annotated[str, option(help="The option of the command to vary.")]
 Largest = Annotated[int, option(min=1, help="The last number to try.")]
@@ -50,11 +50,6 @@ def in_a_folder(file: Path | None) -> Path | None:
     return file
 
 
-def file_option(text: str) -> Any:
-    """Return the option of a file that is written."""
-    return option(callback=in_a_folder, help=text)
-
-
 @app.command(context_settings=OPEN)
 def run(
     command: Command,
@@ -68,12 +63,10 @@ def run(
     whole: Whole = False,
     timeout: Timeout = None,
     devices: Annotated[int | None, option(help="GPUs that the process sees.")] = None,
-    modules: Modules = False,
     cudnn: Annotated[bool, option("--cudnn", help="Leave cuDNN on.")] = False,
     longest: Longest = False,
-    json: Annotated[Path | None, file_option("Write a report with all details; - prints.")] = None,
+    json: Annotated[Path | None, option(callback=in_a_folder, help="For JSON; - prints.")] = None,
     quiet: Annotated[bool, option("--quiet", help="Hide what the command prints.")] = False,
-    snapshot: Annotated[Path | None, file_option("Write torch's memory snapshot.")] = None,
 ) -> None:
     """Run a command and report its memory. Exit code 0: fits; 3: does not fit."""
     from phantomgpu.running import run as run_script
@@ -82,8 +75,8 @@ def run(
     prints = str(json) == "-"
     how: dict[str, Any] = {"gpu": gpu, "memory": memory, "devices": devices, "cudnn": cudnn}
     how |= {"ranks": ranks, "rank": rank, "every_stage": every_stage, "timeout_seconds": timeout}
-    how |= {"steps": None if whole else steps, "longest": longest, "modules": modules}
-    report = run_script(command, snapshot=snapshot, quiet=quiet or prints, **how)
+    how |= {"steps": None if whole else steps, "longest": longest}
+    report = run_script(command, quiet=quiet or prints, **how)
     typer.echo(report.to_json() if prints else f"\n{report}")  # progress bars leave a line open
     if json is not None and not prints:
         json.write_text(report.to_json())
@@ -232,13 +225,10 @@ def why(
     as_json: AsJSON = False,
 ) -> None:
     """Say what would save memory: tried where the script need not change, else computed."""
-    from phantomgpu.questions import why as ask
+    from phantomgpu import questions
 
-    try:
-        read = loads(report.read_text())
-    except ValueError as error:
-        raise ValueError(f"{report} is no report: {error}; write it by run --json") from None
-    advice = ask(read if isinstance(read, dict) else {})
+    read = questions.read(report, "categories", dict, "report (write it by run --json)")
+    advice = questions.why(read)
     first = "tried: fewer reserved bytes, by running it again; computed: at most, of the peak"
     lines = "\n".join([first, *map(str, advice)])
     typer.echo(dumps([one._asdict() for one in advice], indent=2) if as_json else lines)
@@ -253,7 +243,7 @@ def check(
     ranks: Ranks = 1,
     steps: Steps = 3,
     timeout: Timeout = None,
-    baseline: Annotated[Path | None, file_option("The file to compare with.")] = None,
+    baseline: Annotated[Path | None, option(callback=in_a_folder, help="To compare with.")] = None,
     tolerance: Annotated[str, option(help="By how much it may grow.")] = "64MiB",
     update: Annotated[bool, option("--update", help="Write the baseline again.")] = False,
     as_json: AsJSON = False,
@@ -299,39 +289,36 @@ def setup(
 ) -> None:
     """Download the CUDA build of torch for use beside an installed CPU build."""
     standins.check_system()
-    version = version or metadata.version("torch").partition("+")[0]
+    try:
+        version = version or metadata.version("torch").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        why = "no torch is installed beside phantomgpu; install one, or add --version"
+        raise SetupNeededError(f"cannot set up: {why}") from None
     folder = standins.setup_folder(version)
     wanted = {"torch", "triton"} if triton else {"torch"}
     there = wanted & {one.name for one in folder.glob("*")}
-    if "torch" not in there or trouble(folder, there):
+    if not standins.has_cuda(folder) or trouble(folder, there):
         typer.echo(f"downloading the CUDA build of torch {version} (about 530 MB) into {folder}")
         install(folder, [f"torch==={version}"])  # === takes no local version such as 2.13.0+cpu
     if triton and "triton" not in there:
-        found = [one.requires or [] for one in metadata.distributions(path=[str(folder)])]
-        needs = [need.partition(";")[0] for needs in found for need in needs]
-        install(folder, [need for need in needs if need.startswith("triton")])
+        requires = [one.requires or [] for one in metadata.distributions(path=[str(folder)])]
+        needs = [need.partition(";")[0] for need in chain(*requires) if need.startswith("triton")]
+        install(folder, needs)
     if problem := trouble(folder, wanted):
         raise SetupNeededError(f"cannot set up: {problem}; delete {folder} and try again")
     typer.echo("ready: phantomgpu run --gpu h100 -- python train.py")
 
 
 def install(folder: Path, packages: list[str]) -> None:
-    """Install packages into a folder, without what they need; all of them or nothing."""
-    with standins.beside(folder) as scratch:
-        new, old = scratch / "new", scratch / "old"
-        pip = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", "--target", str(new)]
-        done = subprocess.run([*pip, *packages], check=False)  # noqa: S603
-        is_torch = packages[0].startswith("torch")
-        if done.returncode or (is_torch and not standins.has_cuda(new)):
-            what = "CUDA build of " * is_torch + packages[0]
-            where = "pip's configuration decides where packages come from (pip config list)"
-            raise SetupNeededError(f"cannot set up: pip found no {what}; {where}")
-        old.mkdir()
-        folder.mkdir(exist_ok=True)
-        for one in new.iterdir():
-            if (folder / one.name).exists():
-                (folder / one.name).rename(old / one.name)
-            one.rename(folder / one.name)
+    """Install packages into a folder, without what they need; pip replaces older ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = ["--no-deps", "--upgrade", "--target", str(folder)]
+    pip = [sys.executable, "-P", "-m", "pip", "install", *options, *packages]
+    # What pip unpacks lies beside the folder, so that it can be renamed.
+    done = subprocess.run(pip, check=False, env={**os.environ, "TMPDIR": str(folder.parent)})  # noqa: S603
+    if done.returncode or not standins.has_cuda(folder):
+        where = "pip's configuration decides where packages come from (pip config list)"
+        raise SetupNeededError(f"cannot set up: pip found no CUDA build of {packages[0]}; {where}")
 
 
 def trouble(folder: Path, names: set[str]) -> str | None:

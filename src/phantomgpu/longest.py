@@ -9,8 +9,8 @@ from typing import Any
 LOOKED_AT = 2000
 """Samples that are looked at, and batches if a sampler makes them of different sizes."""
 NOBODY = "no DataLoader was asked"
-NOTES = [NOBODY]
-"""For the report."""
+NOTES: dict[str, None] = {}
+"""For the report; in the order in which they were made."""
 _SEEN: dict[int, tuple[Any, dict[int, int]]] = {}
 
 
@@ -18,14 +18,15 @@ def start() -> None:
     """Let every DataLoader that knows its samples begin with the longest ones."""
     from torch.utils import data
 
+    NOTES[NOBODY] = None
     plain = data.DataLoader.__iter__
 
     def iterate(loader: Any) -> Any:
-        before, sizes = loader.batch_sampler, {}
-        if before is not None and not isinstance(loader.dataset, data.IterableDataset):
-            sizes = sizes_of(loader.dataset)
-        else:
-            note(f"not possible for {type(loader.dataset).__name__}: it is iterable or not batched")
+        NOTES.pop(NOBODY, None)
+        before = loader.batch_sampler
+        if before is None:
+            NOTES["not possible without batches: batch_size is None"] = None
+        sizes = sizes_of(loader.dataset) if before is not None else {}
         if not sizes:
             return plain(loader)
         # A loader refuses another sampler; its iterator keeps the one that it begins with.
@@ -44,14 +45,11 @@ class Ordered:
     def __init__(self, batches: Any, sizes: dict[int, int]) -> None:
         self.batches, self.sizes = batches, sizes
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
     def __iter__(self) -> Iterator[list[int]]:
         rest = iter(self.batches)
         first = [list(batch) for batch in islice(rest, LOOKED_AT)]
         if len({len(batch) for batch in first[:-1]}) > 1:  # such as batches of so many tokens
-            yield from sorted(first, key=self.cost, reverse=True)
+            yield from sorted(first, key=self.padded, reverse=True)
             yield from rest
             return
         longest = iter(sorted(self.sizes, key=self.sizes.__getitem__, reverse=True))
@@ -59,36 +57,29 @@ class Ordered:
             found = list(islice(longest, len(batch)))
             yield found if len(found) == len(batch) else batch
 
-    def cost(self, batch: list[int]) -> int:
+    def padded(self, batch: list[int]) -> int:
         """Return the elements of a batch, padded to its longest sample."""
         return len(batch) * max(self.sizes.get(one, 0) for one in batch)
-
-
-def note(text: str) -> None:
-    """Say it in the report, once."""
-    if NOTES == [NOBODY]:
-        NOTES.clear()
-    if text not in NOTES:
-        NOTES.append(text)
 
 
 def sizes_of(data: Any) -> dict[int, int]:
     """Return how many elements samples have, from a column of lengths or from the samples."""
     if id(data) in _SEEN:
         return _SEEN[id(data)][1]
-    columns = getattr(data, "column_names", None) or ()
     sizes: dict[int, int] = {}
     try:
         total = len(data)
-        names = [name for name in ("length", "lengths") if name in columns]
-        step = max(1, total // LOOKED_AT)
-        found = data[names[0]] if names else ()
-        shown = range(0, total, step)[:LOOKED_AT]
-        sizes = dict(enumerate(found)) if names else {at: elements(data[at]) for at in shown}
+        columns = {"length", "lengths"} & {*(getattr(data, "column_names", None) or ())}
+        if columns:
+            sizes = dict(enumerate(data[min(columns)]))
+        else:
+            shown = range(0, total, max(1, total // LOOKED_AT))[:LOOKED_AT]
+            sizes = {at: elements(data[at]) for at in shown}
         most = max(sizes.values())
-        note(f"looked at {len(sizes)} of {total} samples; the longest has {most} elements")
+        said = f"looked at {len(sizes)} of {total} samples; the longest has {most} elements"
     except Exception as error:  # noqa: BLE001  a data set may raise anything
-        note(f"not possible for {type(data).__name__}: {error!r}")
+        said = f"not possible for {type(data).__name__}: {error!r}"
+    NOTES[said] = None
     _SEEN[id(data)] = data, sizes
     return sizes
 

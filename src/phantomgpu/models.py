@@ -174,13 +174,12 @@ def _class_of(library: str, name: str) -> Any:
 
 def _checkpoint(model: Any) -> None:
     """Compute blocks again in backward, in the words of transformers or diffusers."""
-    verbs = "activation_checkpointing_enable", "gradient_checkpointing_enable"
-    found = next((verb for verb in verbs if hasattr(model, verb)), None)
+    how = {"use_reentrant": False}
+    verbs = {"activation_checkpointing_enable": [how], "gradient_checkpointing_enable": [how]}
+    verbs["enable_gradient_checkpointing"] = []  # of diffusers
+    verb = next(one for one in verbs if hasattr(model, one))
     try:
-        if found is None:
-            model.enable_gradient_checkpointing()
-        else:
-            getattr(model, found)({"use_reentrant": False})
+        getattr(model, verb)(*verbs[verb])
     except ValueError as error:
         raise PhantomError(f"{error}; write --no-checkpointing") from error
 

@@ -17,8 +17,6 @@ from phantomgpu.searching import search
 GREW = 5
 """The exit code of `check` if the peak grew by more than the tolerance."""
 MOST_KINDS = 3
-UNITS = {"bfloat16 units, flash attention": (8, 0), "FP8 units": (8, 9)}
-"""The compute capability that has them."""
 ALLOCATOR = {
     "expandable_segments:True": "segments that grow leave fewer fragments",
     "roundup_power2_divisions:8": "sizes are rounded, so that blocks are used again",
@@ -100,8 +98,7 @@ def cheapest(
         if report.fits:
             row: dict[str, Any] = {"gpu": kind.key, "memory_bytes": report.memory}
             row |= {"peak_bytes": report.peak_allocated, "reserved_bytes": report.peak_reserved}
-            lacks = [name for name, least in UNITS.items() if kind.capability < least]
-            rows.append({**row, "lacks": ", ".join(lacks)})
+            rows.append(row)
     return rows
 
 
@@ -172,7 +169,9 @@ def check(
     Raises:
         PhantomError: The baseline is of another GPU or number of ranks, or no baseline.
     """
-    before = None if baseline is None or update or not baseline.exists() else _read(baseline)
+    before = None
+    if baseline is not None and baseline.exists() and not update:
+        before = read(baseline, "peak_allocated", int, "baseline (write --update)")
     report = run(command, **how)
     kept = ("gpu", "memory", "ranks", "rank", "torch", "peak_allocated", "peak_reserved")
     now = {name: getattr(report, name) for name in kept}
@@ -192,10 +191,15 @@ def check(
     return Checked(report, report.peak_allocated - before["peak_allocated"], notes)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path, needed: str, kind: type, what: str) -> dict[str, Any]:
+    """Return what JSON a file holds.
+
+    Raises:
+        PhantomError: It has nothing of that kind under the name that is needed.
+    """
     try:
         found: dict[str, Any] = json.loads(file.read_text())
-        int(found["peak_allocated"])
+        kind(found[needed])
     except (ValueError, LookupError, TypeError) as error:
-        raise PhantomError(f"{file} is no baseline: {error!r}; write --update") from None
+        raise PhantomError(f"{file} is no {what}: {error!r}") from None
     return found

@@ -29,6 +29,8 @@ scratch = partial(tempfile.TemporaryDirectory, prefix="phantomgpu-")
 Process: TypeAlias = "subprocess.Popen[Any]"
 BOOT = Path(__file__).parent / "boot"
 LOCAL_RANKS, MOST_DEVICES, MOST_STAGES = 8, 16, 32
+WORST = ("cannot run", "does not fit", "failed", "fits")
+"""How runs end; the first that happened is reported."""
 GRACE_SECONDS = 5
 """How long a process has to end by itself."""
 REPORT_SECONDS = 60
@@ -47,11 +49,8 @@ def run(
     devices: int | None = None,
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    modules: bool = False,
     cudnn: bool = False,
     longest: bool = False,
-    values: bool = True,
-    snapshot: str | Path | None = None,
     timeout_seconds: float | None = None,
     variables: dict[str, str] | None = None,
     quiet: bool = True,
@@ -70,11 +69,8 @@ def run(
         devices: The number of GPUs that the process sees; 1, or up to 8 with ranks.
         args: Arguments of the function, or of the script.
         kwargs: Keyword arguments of the function.
-        modules: Run a second time, with hooks, for the names of modules.
         cudnn: Leave cuDNN on; what needs it is then refused.
         longest: Let every DataLoader that knows its samples give the longest first.
-        values: Compute small whole numbers for real.
-        snapshot: A file for torch's memory snapshot.
         timeout_seconds: How long the script may take. With `steps=None`, the report is then what
             was seen until the limit.
         variables: Environment variables of the script.
@@ -88,50 +84,39 @@ def run(
         SetupNeededError: The installed torch has no CUDA code.
     """
     standins.check_system()
-    session = Session(gpu, memory, ranks, devices)
+    how: dict[str, Any] = {"steps": steps, "ranks": ranks, "cudnn": cudnn, "longest": longest}
+    seconds = timeout_seconds if steps is None else None
+    settings = Settings(**how, real=devices is not None, seconds=seconds)
+    session = Session(gpu, memory, settings, devices)
     _within("rank", rank, 0, ranks - 1)
-    session.rank = rank
-    session.variables, session.snapshot = variables or {}, snapshot
-    settings = Settings("", steps=steps, ranks=ranks, cudnn=cudnn, values=values)
-    settings.snapshot, settings.longest = snapshot is not None, longest
-    settings.real = devices is not None
-    settings.seconds = timeout_seconds if steps is None else None
-    with command_of(script, args, kwargs) as command, scratch() as session.messages:
-        start = partial(session.start, command, settings, timeout_seconds)
-        report = start(quiet=quiet)
+    session.variables = variables or {}
+    with command_of(script, args, kwargs) as command, scratch() as messages:
+        session.settings = replace(settings, messages=messages)
+        start = partial(session.start, command, timeout_seconds, quiet=quiet)
+        report = start(rank)
         if every_stage:
-            report = fullest(session, report, lambda: start(quiet=quiet))
-        if modules and report.status in ("fits", "does not fit"):
-            settings.modules, settings.snapshot = True, False
-            session.rank = report.rank
-            named = start(quiet=True)
-            differs = named.peak_allocated != report.peak_allocated
-            note = ("names of modules are of a second run, whose peak differed",) * differs
-            report = replace(report, places=named.places, notes=report.notes + note)
+            report = fullest(session.others, report, start)
     if callable(script):
         return report
-    how: dict[str, Any] = {"gpu": gpu, "memory": memory, "ranks": ranks, "rank": report.rank}
-    how |= {"steps": steps, "longest": longest, "timeout_seconds": timeout_seconds}
-    how |= {"script": command, "folder": str(Path.cwd()), "devices": devices, "cudnn": cudnn}
+    how |= {"gpu": gpu, "memory": memory, "rank": report.rank, "timeout_seconds": timeout_seconds}
+    how |= {"script": command, "folder": str(Path.cwd()), "devices": devices}
     return replace(report, again=how)
 
 
-def fullest(session: Session, first: Report, start: Callable[[], Report]) -> Report:
+def fullest(ran: dict[int, Report], first: Report, start: Callable[[int], Report]) -> Report:
     """Run the ranks that a rank sends to, and theirs; return the report of the fullest."""
-    ran, note = session.others, ""
-    waiting = list(first.peers)
+    note, waiting = "", list(first.peers)
     if not waiting and first.ranks > 1:
         waiting = [first.ranks - 1 if first.rank == 0 else 0]
         note = f"no rank sent to another: only ranks {first.rank} and {waiting[0]} were run"
     while waiting and len(ran) < MOST_STAGES:
-        session.rank = waiting.pop(0)
-        report = ran[session.rank] if session.rank in ran else start()
+        rank = waiting.pop(0)
+        report = ran[rank] if rank in ran else start(rank)
         done = {*ran, *waiting}
         waiting += [one for one in report.peers if one not in done]
     if waiting:
         note = f"ranks {', '.join(map(str, waiting))} and those behind them were not run"
-    worst = ("fits", "failed", "does not fit", "cannot run")
-    report = max(ran.values(), key=lambda one: (worst.index(one.status), one.peak_reserved))
+    report = min(ran.values(), key=lambda one: (WORST.index(one.status), -one.peak_reserved))
     stages = [(rank, one.peak_allocated, one.peak_reserved) for rank, one in sorted(ran.items())]
     return replace(report, stages=stages, notes=(*report.notes, *filter(None, [note])))
 
@@ -169,13 +154,11 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    for one in numbers:
-        signal.signal(one, leave)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for one in numbers:
-            signal.signal(one, signal.SIG_DFL)
+            signal.signal(one, leave)
+            stack.callback(signal.signal, one, signal.SIG_DFL)
+        yield
 
 
 @contextmanager
@@ -216,97 +199,92 @@ class Session:
     """A kind of GPU, and how processes that see it are started."""
 
     def __init__(
-        self, gpu: str, memory: int | str | None, ranks: int = 1, devices: int | None = None
+        self, gpu: str, memory: int | str | None, settings: Settings, devices: int | None = None
     ) -> None:
         self.kind = kind = find_gpu(gpu)
         if memory is None:
             memory = int(kind.memory * GIB)
         self.memory = parse_memory(memory) if isinstance(memory, str) else memory
-        count = min(ranks, LOCAL_RANKS) if devices is None else devices
+        count = min(settings.ranks, LOCAL_RANKS) if devices is None else devices
         _within("memory", self.memory, 1 << 20, 1 << 40, " bytes, such as '24GiB'")
-        _within("ranks", ranks, 1, 1 << 20)
+        _within("ranks", settings.ranks, 1, 1 << 20)
         _within("devices", count, 1, MOST_DEVICES)
         self.name = f"an {kind.name}" if kind.name[0] == "N" else f"a {kind.name}"
-        self.ranks, self.rank, self.messages = ranks, 0, ""
+        self.settings = settings
         self.variables: dict[str, str] = {}
-        self.snapshot: str | Path | None = None
         self.others: dict[int, Report] = {}
         self.context = min(context_bytes(kind), self.memory)
         self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
 
-    def environment(self, settings: Settings, rank: int = 0) -> dict[str, str]:
-        """Return the environment of a process with a phantom."""
-        settings.process, settings.rank = os.getpid(), rank
-        settings.path = [entry for entry in sys.path if entry and entry != str(BOOT)]
+    def environment(self, folder: str, rank: int = 0) -> dict[str, str]:
+        """Return the environment of a process with a phantom, which writes into a folder."""
+        found = [entry for entry in sys.path if entry and entry != str(BOOT)]
+        own = {"folder": folder, "rank": rank, "process": os.getpid(), "path": found}
         path = [str(BOOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = {
-            "PHANTOMGPU_RUN": json.dumps(asdict(settings)),
+            "PHANTOMGPU_RUN": json.dumps(asdict(self.settings) | own),
             "PHANTOMGPU_FACTS": self.facts,
             "PYTHONPATH": os.pathsep.join(path),
             "TORCH_COMPILE_CACHE_KEY_TAG": "phantomgpu",  # a real GPU must not find these kernels
-            "TMPDIR": settings.folder,  # what a script that is ended leaves behind goes with it
+            "TMPDIR": folder,  # what a script that is ended leaves behind goes with it
         }
-        if self.ranks > 1:
-            ours |= rank_environment(rank, self.ranks)
+        if self.settings.ranks > 1:
+            ours |= rank_environment(rank, self.settings.ranks)
         hidden = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE")
         rest = {name: value for name, value in os.environ.items() if name not in hidden}
         kernels = {"TORCHINDUCTOR_CACHE_DIR": str(standins.cache_folder() / "kernels")}
         return {**kernels, **rest, **self.variables, **ours}
 
     def start(
-        self, command: list[str], settings: Settings, seconds: float | None, *, quiet: bool
+        self, command: list[str], seconds: float | None, own: int = 0, *, quiet: bool = True
     ) -> Report:
         """Run a command until it ends, beside the ranks whose messages it needs.
 
         Returns:
-            The report of this rank; those of the others are in `others`.
+            The report of its own rank; those of all that ran are in `others`.
         """
         if shutil.which(command[0]) is None:
             raise RunFailedError(f"cannot run {command[0]!r}: no such command")
         nodes = re.search(r"--(nnodes|num_machines|num_nodes)[= ](?!1\b)\d+", " ".join(command))
-        if nodes and self.messages:
+        if nodes and self.settings.messages:
             instead = "leave it and its options out: --ranks 16 -- python train.py"
             why = f"cannot run {nodes[0]!r}: the launcher waits for other machines"
             raise RunFailedError(f"{why}; {instead}")
         # With a time limit of its own, the script ends itself, with a report.
-        more = 0 if settings.seconds is None else REPORT_SECONDS
+        more = 0 if self.settings.seconds is None else REPORT_SECONDS
         began = time.monotonic()
         with ended_by_signals(), ExitStack() as stack:
-            runs = {self.rank: self.launch(stack, command, settings, self.rank, quiet=quiet)}
+            runs = {own: self.launch(stack, command, own, quiet=quiet)}
             while left := [one for one, _ in runs.values() if one.poll() is None]:
                 with suppress(subprocess.TimeoutExpired):
                     left[0].wait(0.05)
                 if seconds and time.monotonic() - began > seconds + more:
                     raise too_long("the script", seconds)
                 for rank in self.wanted(runs):
-                    runs[rank] = self.launch(stack, command, settings, rank, quiet=True)
-            made = sorted(runs[self.rank][1].glob("*.pickle"))
-            if self.snapshot is not None and made:
-                shutil.copyfile(made[0], self.snapshot)
+                    runs[rank] = self.launch(stack, command, rank, quiet=True)
             for rank, (one, folder) in runs.items():
                 report = self.report(folder, "run", one.wait(), folder / "output.log")
                 self.others[rank] = replace(report, rank=rank)
-        return self.others[self.rank]
+        return self.others[own]
 
     def wanted(self, runs: dict[int, tuple[Process, Path]]) -> list[int]:
         """Say which ranks ended, and return those that others wait for."""
-        if not self.messages:
+        if not self.settings.messages:
             return []
         for rank, (one, _) in runs.items():
             if one.poll() is not None:
-                Path(self.messages, f"ended-{rank}").touch()
-        found = [int(file.name[7:]) for file in Path(self.messages).glob("wanted-*")]
+                Path(self.settings.messages, f"ended-{rank}").touch()
+        found = [int(file.name[7:]) for file in Path(self.settings.messages).glob("wanted-*")]
         return [rank for rank in found if rank not in runs and rank not in self.others]
 
     def launch(
-        self, stack: ExitStack, command: list[str], settings: Settings, rank: int, *, quiet: bool
+        self, stack: ExitStack, command: list[str], rank: int, *, quiet: bool
     ) -> tuple[Process, Path]:
         """Start a process that plays a rank, in its own folder; the stack ends it."""
         folder = Path(stack.enter_context(scratch()))
         output = stack.enter_context((folder / "output.log").open("wb"))
-        settings.folder, settings.messages = str(folder), self.messages
         quietly = {"stdout": output, "stderr": subprocess.STDOUT} if quiet else {}
-        process = started(command, env=self.environment(settings, rank), **quietly)
+        process = started(command, env=self.environment(str(folder), rank), **quietly)
         return stack.enter_context(process), folder
 
     def report(self, folder: Path, name: str, code: int, log: Path | None = None) -> Report:
@@ -319,15 +297,23 @@ class Session:
         results = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-*.json"))]
         if not results:
             text = log.read_text(errors="replace")[-2000:] if log else ""
-            why = "and left no report: it did not use CUDA, or it was killed"
-            raise RunFailedError(f"the script ended with exit code {code} {why}\n{text}".rstrip())
-        order = ("cannot run", "does not fit", "failed", "fits")
-        results.sort(key=lambda one: (order.index(one["status"]), -one.get("peak_allocated", 0)))
+            raise RunFailedError(f"the script left no report: {_ended(code)}\n{text}".rstrip())
+        results.sort(key=lambda one: (WORST.index(one["status"]), -one.get("peak_allocated", 0)))
         result = results[0]
         if result["status"] == "cannot run":
             raise SetupNeededError(result["problem"])
         if result["status"] == "fits" and code:
             status = "does not fit" if result.get("out_of_memory") else "failed"
             result |= {"status": status, "problem": f"it ended with exit code {code}"}
-        how = {"memory": self.memory, "context": self.context, "ranks": self.ranks}
+        how = {"memory": self.memory, "context": self.context, "ranks": self.settings.ranks}
         return build_report(result, self.kind, gpu=self.name, exit_code=code, **how)
+
+
+def _ended(code: int) -> str:
+    """Say how a process ended that left no report."""
+    if code < 0:
+        killed = ", perhaps because this machine has too little memory" * (code == -signal.SIGKILL)
+        return f"{signal.Signals(-code).name} ended it{killed}"
+    if code:
+        return f"it failed with exit code {code} before it used CUDA"
+    return "it ended without using CUDA; choose the GPU, as by its option --device cuda"

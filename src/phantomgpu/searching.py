@@ -7,7 +7,7 @@ import select
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
@@ -146,14 +146,13 @@ def search(
         ValueError: No number is in the range.
     """
     standins.check_system()
-    session = Session(gpu, memory, ranks)
-    settings = Settings("", steps=steps, ranks=ranks, details=False)
+    session = Session(gpu, memory, Settings(steps=steps, ranks=ranks, details=False))
     numbers = Range(smallest, largest, multiple, powers)
 
     def differ(*both: int) -> bool:
-        settings.details = True
+        plain, session.settings = session.settings, replace(session.settings, details=True)
         one, other = (trial(number).peaks_by_phase for number in both)
-        settings.details = False
+        session.settings = plain
         return one != other
 
     tried = _Tried(seen, trains=steps is not None, differ=differ)
@@ -170,9 +169,9 @@ def search(
 
         def started_anew(number: int) -> Report:
             numbered = [*command, str(argument), str(number)]
-            return session.start(numbered, settings, timeout_seconds, quiet=True)
+            return session.start(numbered, timeout_seconds)
 
-        served = _served(session, settings, command, timeout_seconds)
+        served = _served(session, command, timeout_seconds)
         trial = stack.enter_context(served) if callable(script) else started_anew
 
         found = bisect(
@@ -184,7 +183,7 @@ def search(
             farthest=(lambda index: index + 5) if powers else (lambda index: 32 * index),
         )
         answer = Answer(None if found is None else numbers.number(found), trials)
-        settings.details = details
+        session.settings = replace(session.settings, details=details)
         return _detailed(answer, trial) if details else answer
 
 
@@ -232,7 +231,7 @@ class _Tried:
         first = min(self.reports)
         before = self.reports[first]
         if number >= UNMOVED * first and report.peak_allocated == before.peak_allocated:
-            if not self.differ(first, number):
+            if report.fits and not self.differ(first, number):
                 why = f"needs the bytes of {first} in each part of a step: it ignores the number"
                 raise RunFailedError(f"the run with {number} {why}, or has fewer samples")
             self.differ = lambda *_: True
@@ -360,7 +359,7 @@ def _guess(
 
 @contextmanager
 def _served(
-    session: Session, settings: Settings, command: list[str], timeout_seconds: float = TRIAL_SECONDS
+    session: Session, command: list[str], timeout_seconds: float = TRIAL_SECONDS
 ) -> Iterator[Trial]:
     """Keep a process that has imported torch, and fork it for each trial."""
     with (
@@ -368,16 +367,15 @@ def _served(
         scratch() as folder,
         Path(folder, "output.log").open("wb") as output,
     ):
-        settings.folder = folder
         # numpy's threads begin with its import; a process that is forked must have none.
-        environment = {**session.environment(settings), "OPENBLAS_NUM_THREADS": "1"}
+        environment = {**session.environment(folder), "OPENBLAS_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output}
         with started([*command, "--serve"], env=environment, text=True, **pipes) as server:
             asked: Any = server.stdin
             answered: Any = server.stdout
 
             def trial(number: int) -> Report:
-                name = f"{number}-details" if settings.details else str(number)
+                name = f"{number}-details" if session.settings.details else str(number)
                 line = ""
                 with suppress(BrokenPipeError):
                     asked.write(f"{name}\n")

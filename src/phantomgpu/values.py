@@ -517,7 +517,8 @@ class Bytes:
         return values
 
     def number(self, tensor: torch.Tensor) -> Any:
-        """Return the value of a tensor with one element."""
+        """Return the value of a tensor with one element, once the device has got that far."""
+        torch.cuda.current_stream().synchronize()
         if not self.is_known(tensor):
             remember(decides=_is_whole(tensor))
         return self.read(tensor).item()

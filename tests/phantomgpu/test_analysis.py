@@ -10,11 +10,11 @@ import pytest
 from phantomgpu import GPUS, Report
 from phantomgpu.analysis import (
     History,
+    annotate,
     categorise,
-    lives,
-    peak,
+    follow,
+    most,
     peaks_by_step,
-    phase_of,
     place,
     timeline,
 )
@@ -52,12 +52,15 @@ def run() -> History:
     made = History()
     made.phases = [(10, "step", 1), (20, "optimizer", 1), (30, "step", 2)]
     made.owners = [(20, "gradients", {400}), (40, "parameters", {100})]
+    follow(TRACE)
+    annotate(made, TRACE)
     return made
 
 
-def test_the_peak_is_where_most_is_live() -> None:
-    assert peak(TRACE) == (18 * MIB, 4, 22 * MIB)
-    assert lives(TRACE) == {1: 9, 2: 9, 3: 5, 4: 8, 6: 9}
+def test_the_peak_is_where_most_is_live(run: History) -> None:
+    assert (most(TRACE, "used"), TRACE[4]["used"]) == (18 * MIB, 18 * MIB)
+    assert most(TRACE, "held") == 22 * MIB
+    assert [one.get("end") for one in TRACE] == [None, 9, 9, 5, 8, None, 9, None, None]
 
 
 def test_each_step_that_ended_has_a_peak(run: History) -> None:
@@ -65,6 +68,7 @@ def test_each_step_that_ended_has_a_peak(run: History) -> None:
     # Two with events, one without, and one that ends after the last of them.
     run.phases = [(10, "step", 1), (14, "step", 2), (15, "step", 3), (20, "step", 4)]
     run.phases += [(40, "step", 5), (50, "step", 6), (60, "optimizer", 6)]
+    annotate(run, TRACE)
     assert peaks_by_step(run, TRACE) == [
         (18 * MIB, 20 * MIB),
         (18 * MIB, 20 * MIB),  # begins with what the step before left
@@ -75,39 +79,46 @@ def test_each_step_that_ended_has_a_peak(run: History) -> None:
 
 
 def test_blocks_belong_to_who_held_them_while_they_lived(run: History) -> None:
-    assert categorise(run, TRACE, lives(TRACE), run.owners) == {
-        1: "parameters",
-        2: "activations",
-        3: "logits",
-        4: "gradients",
-        6: "scratch of the optimizer",
+    categorise(TRACE, run.owners)
+    assert {one["addr"]: one["category"] for one in TRACE if "category" in one} == {
+        100: "parameters",
+        200: "activations",
+        300: "logits",
+        400: "gradients",
+        500: "scratch of the optimizer",
     }
-    assert place(run, TRACE[2]) == "model.py:7 forward"
-    assert place(run, TRACE[4]) == "backward"
+    assert place(TRACE[2]) == "model.py:7 forward"
+    assert place(TRACE[4]) == "backward"
 
 
 def test_phases(run: History) -> None:
-    assert phase_of(run, TRACE[1]) == ("start", 0)
-    assert phase_of(run, TRACE[2]) == ("forward", 1)
-    assert phase_of(run, TRACE[4]) == ("backward", 1)
-    assert phase_of(run, TRACE[6]) == ("optimizer", 1)
     recomputed = event("alloc", 1, 1, 31, "/torch/utils/checkpoint.py:recompute_fn")
-    assert phase_of(run, recomputed) == ("recomputation", 2)
+    annotate(run, seen := [*TRACE, recomputed])
+    found = {one["addr"]: (one["phase"], one["step"]) for one in reversed(seen)}
+    assert found[100] == ("start", 0)
+    assert found[200] == ("forward", 1)
+    assert found[400] == ("backward", 1)
+    assert found[500] == ("optimizer", 1)
+    assert found[1] == ("recomputation", 2)
 
 
-def test_modules_name_places_when_they_were_followed(run: History) -> None:
-    run.spans = [(11, "layers.0.mlp"), (12, "")]
-    assert place(run, TRACE[2]) == "layers.0.mlp"
+def test_what_follows_backward_in_a_step_is_known(run: History) -> None:
+    last = event("alloc", 600, 1, 15, "train.py:clip")
+    annotate(run, [*TRACE[:6], last])
+    assert last["phase"] == "the part after backward"
+    run.phases = run.phases[:1]  # no optimizer follows
+    annotate(run, [*TRACE[:6], last])
+    assert last["phase"] == "forward"
 
 
-@pytest.mark.parametrize("most", [100, 2])
-def test_a_timeline_is_one_step_with_its_peak(run: History, most: int) -> None:
-    named = categorise(run, TRACE, lives(TRACE), run.owners)
-    made = timeline(run, TRACE, 4, named, most)
+@pytest.mark.parametrize("points", [100, 2])
+def test_a_timeline_is_one_step_with_its_peak(run: History, points: int) -> None:
+    categorise(TRACE, run.owners)
+    made = timeline(TRACE, 4, points)
     columns = {one["name"]: one["bytes"] for one in made["categories"]}
     totals = [sum(sizes) for sizes in zip(*columns.values(), strict=True)]
     marks = {mark["text"]: mark["at"] for mark in made["marks"]}
-    assert len(made["times"]) == len(totals) <= most + 1
+    assert len(made["times"]) == len(totals) <= points + 1
     assert totals[marks["peak"]] == max(totals) == 18 * MIB
     assert set(marks) == {"peak", "backward", "optimizer step"}
     assert columns["parameters"] == [4 * MIB] * len(totals)

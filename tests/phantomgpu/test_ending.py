@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -69,24 +70,54 @@ def ended(folder: Path) -> bool:
 
 def test_a_run_has_a_time_limit(tmp_path: Path, sleeper: list[str]) -> None:
     with pytest.raises(RunFailedError, match="--timeout"):
-        Session("h100", None).start(sleeper, Settings(""), 2, quiet=True)
+        Session("h100", None, Settings()).start(sleeper, 2)
     assert ended(tmp_path)
 
 
 def test_a_trial_has_a_time_limit(tmp_path: Path, sleeper: list[str]) -> None:
-    session = Session("h100", None)
+    session = Session("h100", None, Settings())
     with (
         pytest.raises(RunFailedError, match="the run with 8 did not end within 2 seconds"),
-        _served(session, Settings(""), sleeper, 2) as trial,
+        _served(session, sleeper, 2) as trial,
     ):
         trial(8)
     assert ended(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("raise SystemExit(7)", "it failed with exit code 7 before it used CUDA"),
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("pass", "it ended without using CUDA; choose the GPU"),
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL ended it, perhaps because"),
+        ("import os; os.kill(os.getpid(), 6)", "SIGABRT ended it$"),
+    ],
+    ids=["fails", "lacks-a-module", "cpu", "killed", "aborted"],
+)
+def test_why_there_is_no_report(code: str, why: str) -> None:
+    command = [sys.executable, "-c", code]
+    with pytest.raises(RunFailedError, match=why):
+        Session("h100", None, Settings()).start(command, None)
+
+
+def test_a_setup_without_torch_says_what_to_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    monkeypatch.setattr(sys, "argv", ["phantomgpu", "setup"])
+    with pytest.raises(SystemExit, match="4"):
+        cli.main()
+    assert "add --version" in capsys.readouterr().err
+
+
 CALLS = {
-    "run": "Session('h100', None).start(sys.argv[1:], Settings(''), None, quiet=True)",
+    "run": "Session('h100', None, Settings()).start(sys.argv[1:], None)",
     "search": (
-        "served = _served(Session('h100', None), Settings(''), sys.argv[1:])\n"
+        "served = _served(Session('h100', None, Settings()), sys.argv[1:])\n"
         "with served as trial: trial(8)"
     ),
 }
@@ -141,23 +172,21 @@ def test_an_environment_that_was_kept_has_no_phantom(
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("PHANTOMGPU_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", fail)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
     with pytest.raises(PhantomError, match="PHANTOMGPU_CACHE"):
         standins.check_system()
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(PhantomError, match="PHANTOMGPU_CACHE"),
-        standins.beside(tmp_path / "file" / "a"),
-    ):
-        pass
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    monkeypatch.setenv("PHANTOMGPU_CACHE", str(tmp_path / "lib" / "libtorch_cuda.so"))
+    with pytest.raises(PhantomError, match="PHANTOMGPU_CACHE"):
+        standins.build(tmp_path)
 
 
 class Pip:

@@ -66,7 +66,7 @@ def test_caches_are_apart_from_those_of_a_gpu(tmp_path: Path) -> None:
     key = shorten()
     assert key is not None
     assert all("phantomgpu" in part for part in key)
-    environment = Session("h100", None).environment(Settings(str(tmp_path)))
+    environment = Session("h100", None, Settings()).environment(str(tmp_path))
     assert environment["TORCH_COMPILE_CACHE_KEY_TAG"] == "phantomgpu"
 
 

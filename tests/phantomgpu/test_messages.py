@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import phantomgpu
 from phantomgpu import GPUS, NotSupportedError, child, standins
+from phantomgpu.child import Settings
 from phantomgpu.cli import app, exit_code, warn
 from phantomgpu.report import build_report
 from phantomgpu.running import Session
@@ -111,7 +112,7 @@ def test_a_caught_out_of_memory_error_explains_an_exit_code(
 ) -> None:
     result = {"status": "fits", "out_of_memory": number}
     (tmp_path / "run-000000-1.json").write_text(json.dumps(result))
-    assert Session("h100", None).report(tmp_path, "run", 1).status == status
+    assert Session("h100", None, Settings()).report(tmp_path, "run", 1).status == status
 
 
 @pytest.mark.parametrize("cuda", ["'11.8'", "None"])

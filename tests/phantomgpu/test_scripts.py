@@ -14,6 +14,7 @@ from tests.phantomgpu.test_runs import reason
 
 import phantomgpu
 from phantomgpu import standins
+from phantomgpu.child import Settings
 from phantomgpu.running import Session
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(reason is not None, reason=str(reason))]
@@ -70,7 +71,7 @@ def test_the_peaks_are_those_without_the_report(
     assert report.steps == 3
     bare = subprocess.run(
         [sys.executable, str(SCRIPTS.parent / "bare.py"), str(torch_folder()), "3", *command],
-        env={**os.environ, "PHANTOMGPU_FACTS": Session("h100", "16GiB").facts},
+        env={**os.environ, "PHANTOMGPU_FACTS": Session("h100", "16GiB", Settings()).facts},
         capture_output=True,
         text=True,
         check=False,

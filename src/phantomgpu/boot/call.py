@@ -29,11 +29,11 @@ def main() -> None:
         return
 
     def call(name: str) -> None:
-        from phantomgpu import child as inside
+        from phantomgpu.watching import start_trial
 
         number, _, details = name.partition("-")
         torch.set_num_threads(threads)
-        inside.start_trial(name, details=bool(details))
+        start_trial(name, details=bool(details))
         function(int(number), *args, **kwargs)
         sys.exit(0)
 

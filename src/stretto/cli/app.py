@@ -214,12 +214,14 @@ def watch(
 
     Args:
         folder: A folder of runs, or the folder of one run.
-        port: The port on 127.0.0.1.
+        port: The port on 127.0.0.1; 0 takes a free one.
     """
-    from stretto.report.page.watch import HOST, serve
+    from stretto.report.page.watch import HOST, server
 
-    typer.echo(f"watching {folder} at http://{HOST}:{port}/  (end with Ctrl+C)")
-    serve(folder, port)
+    with server(folder, port) as listening:  # before its address is said
+        address = f"http://{HOST}:{listening.server_port}/"
+        typer.echo(f"watching {folder} at {address}  (end with Ctrl+C)")
+        listening.serve_forever()
 
 
 @verb(app, "inspect runs/a", "inspect runs/a/checkpoints/checkpoint-000000000640 --json")

@@ -1,26 +1,23 @@
-"use strict";
 (() => {
-// Units of the axis, in the order of the switch. A row of a run's clock holds one number of each.
-const AXES = [["ba", "batches"], ["sp", "samples"], ["tok", "tokens"], ["ep", "epochs"], ["dur", "fraction"],
-  ["sec", "training time"], ["utc", "clock time"], ["ev", "events of the step"]];
-const TITLES = new Map([["loss", "loss"], ["batch_size", "batch size"], ["accumulation", "accumulation"], ["lr", "learning rate"],
+"use strict";
+const DIFFERENCE = "loss_difference", TITLES = new Map([["loss", "loss"], [DIFFERENCE, "difference of loss"], ["batch_size", "batch size"], ["accumulation", "accumulation"], ["lr", "learning rate"],
   ["grad_norm", "gradient norm"], ["noise_scale", "noise scale"], ["memory", "memory"], ["throughput", "throughput"], ["step_memory", "memory of a step"]]);
 const DOUBLING = new Set(["batch_size", "accumulation", "noise_scale"]);  // logarithmic, with powers of two on the axis
 const FROM_ZERO = new Set(["lr", "memory", "throughput", "step_memory"]);
-const DASHES = [[], [9, 4], [2, 3], [12, 4, 2, 4], [5, 2]];  // 5 dashes and 7 colours: 35 runs that differ
-const COLOURS = 7, STACK = 9;
+const COLOURS = 9, DASHES = [[], [2, 3], [12, 4, 2, 4], [6, 3]], PLANNED = [10, 5];  // a colour for each run; dashes from the tenth run on
 // What happened, by weight: the first kind is what a crowded mark shows, and "grave" ones cross every panel.
 const EVENTS = {out_of_memory: ["✕", "out of memory"], checkpoint_failed: ["!", "checkpoint failed"], resume: ["↻", "resume"],
-  skipped_step: ["∅", "skipped step"], stop: ["■", "stop"], start: ["▶", "start"], decided_size: ["◆", "size decided"],
+  skipped_step: ["∅", "skipped step"], stop: ["■", "stop"], start: ["▶", "start"], decided_size: ["◆", "change of size"],
   checkpoint: ["▲", "checkpoint"], evaluation: ["○", "evaluation"]};
 const WEIGHTS = Object.keys(EVENTS);
+const MANY = 8, MOST_BUTTONS = 40;  // more runs than these have a field to find them; so many are buttons
 const GRAVE = new Set(["out_of_memory", "checkpoint_failed", "resume", "skipped_step"]);
 
 // ---- elements: text is only ever text
 const SVG = "http://www.w3.org/2000/svg";
 const byId = id => document.getElementById(id);
 function make(tag, attributes = {}, ...children) {
-  const element = tag === "svg" || tag === "line" ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  const element = ["svg", "line", "circle"].includes(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") element.addEventListener(name, value);
     else if (value !== false && value != null) element.setAttribute(name, value === true ? "" : value);
@@ -28,9 +25,9 @@ function make(tag, attributes = {}, ...children) {
   element.append(...children);
   return element;
 }
-function swatch(colour, dash, short = false) {
-  const line = make("line", {x1: 0, x2: short ? 16 : 28, y1: 5, y2: 5, stroke: "currentColor", "stroke-width": 2.5, "stroke-dasharray": dash.join(" ")});
-  return make("svg", {class: `swatch c${colour}${short ? " short" : ""}`, "aria-hidden": "true"}, line);
+function swatch({colour = "currentColor", dash = [], width = 2.5, alpha = 1, dots = false}, name = "") {
+  const drawn = {stroke: colour, "stroke-opacity": alpha}, line = make("line", {...drawn, x1: 0, x2: 28, y1: 5, y2: 5, "stroke-width": width, "stroke-dasharray": dash.join(" ")});
+  return make("svg", {class: `swatch ${name}`, "aria-hidden": "true"}, line, ...(dots ? [make("circle", {...drawn, cx: 10, cy: 5, r: 3, fill: colours.raised, "stroke-width": 1.6})] : []));
 }
 
 // ---- data
@@ -39,20 +36,22 @@ function bytes(text) {
   for (let i = 0; i < out.length; i++) out[i] = characters.charCodeAt(i);
   return out.buffer;
 }
-function decode(value, Type) {  // base64, {"f64": base64}, or a plain array, whose null is nan
+function decode(value, Type) {  // base64, or {"f64": base64}
   if (value == null) return null;
-  if (Array.isArray(value)) return (Type === Float32Array ? Float64Array : Type).from(value, v => v ?? NaN);
   return typeof value === "string" ? new Type(bytes(value)) : new Float64Array(bytes(value.f64));
 }
-function readSeries(raw) {
-  return {...raw, rows: decode(raw.rows, Uint32Array), values: decode(raw.values, Float32Array),
-    low: decode(raw.low, Float32Array), high: decode(raw.high, Float32Array)};
-}
+const readSeries = raw => ({...raw, rows: decode(raw.rows, Uint32Array), values: decode(raw.values, Float32Array),
+  low: decode(raw.low, Float32Array), high: decode(raw.high, Float32Array)});
 function readRun(raw) {
   const clock = {};
   for (const [unit] of AXES) if (raw.clock[unit] != null) clock[unit] = decode(raw.clock[unit], Float64Array);
-  const n = Object.values(clock)[0]?.length ?? 0;
-  return {...raw, n, clock, smooth: {}, series: (raw.series ?? []).map(readSeries), events: raw.events ?? [], shown: true};
+  const n = Object.values(clock)[0]?.length ?? 0, series = (raw.series ?? []).map(readSeries), events = raw.events ?? [];
+  return {...raw, n, clock, smooth: {}, series, events: [...events, ...changes(series, events)], shown: true};
+}
+function changes(series, events) {  // of the batch size, unless the run says them; a ramp of more than 100 is no list of marks
+  const sizes = events.some(event => event.kind === "decided_size") ? null : series.find(s => s.name === "batch_size" && s.step && !s.planned);
+  const at = [...(sizes?.values ?? []).keys()].filter(i => i && sizes.values[i] !== sizes.values[i - 1] && Number.isFinite(sizes.values[i]));
+  return at.length > 100 ? [] : at.map(i => ({row: sizes.rows[i], kind: "decided_size", attempt: 1, text: `${quantity(sizes.values[i - 1])} to ${quantity(sizes.values[i])}`}));
 }
 
 function readMemory(raw, number = raw.step) {  // a step on the phantom as a run whose clock counts events, its categories one above the other
@@ -61,7 +60,7 @@ function readMemory(raw, number = raw.step) {  // a step on the phantom as a run
   let low = new Float64Array(n);
   const series = one.categories.map((category, i) => {
     const own = decode(category.bytes, Float64Array), high = low.map((v, k) => v + own[k]);
-    const made = {name: category.name, label: category.name, panel: "step_memory", step: true, unit: "bytes", rows, values: high, own, low, high, colour: i % STACK};
+    const made = {name: category.name, label: category.name, panel: "step_memory", step: true, unit: "bytes", rows, values: high, own, low, high, colour: i % COLOURS};
     low = high;
     return made;
   });
@@ -92,6 +91,7 @@ function above(values, v) {  // the first index whose value is larger
 }
 const logarithm = v => v <= 0 ? -Infinity : Math.log2(v);
 const limitOf = panel => panel.traces.find(t => t.run.limit)?.run.limit;
+const inTwos = panel => panel.log && (DOUBLING.has(panel.key) || panel.unit === "bytes");
 const labelOf = trace => trace.s.label || trace.s.name;
 const slope = (values, n) => n > 1 && values[n - 1] > values[0] ? (values[n - 1] - values[0]) / (n - 1) : 1;
 function at(run, unit, row) {  // beyond the run's ends, its mean pace
@@ -109,71 +109,11 @@ function rowAt(run, unit, x) {
   return i + (x - values[i]) / (values[i + 1] - values[i]);
 }
 
-// ---- text of numbers
-const digits = step => Math.max(0, Math.min(9, Math.ceil(-Math.log10(step) - 1e-9)));
-const grouped = (v, places) => v.toLocaleString("en-US", {minimumFractionDigits: places, maximumFractionDigits: places});
-const trimmed = text => text.includes("e") || !text.includes(".") ? text : text.replace(/\.?0+$/, "");
-const BYTES = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
-const THOUSANDS = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]];
-
-function quantity(v, unit = "") {
-  if (!Number.isFinite(v)) return String(v);
-  const size = Math.abs(v);
-  if (unit === "bytes") {
-    const [factor, name] = BYTES.find(([f]) => size >= f) ?? [1, "B"];
-    return `${trimmed((v / factor).toPrecision(4))} ${name}`;
-  }
-  const tail = unit ? ` ${unit}` : "";
-  if (size >= 1e3 || Number.isInteger(v)) return grouped(v, 0) + tail;
-  if (size < 1e-3) return trimmed(v.toPrecision(3)).replace("e-0", "e-") + tail;
-  return trimmed(v.toPrecision(4)) + tail;
-}
-
-function duration(seconds, places = 0) {
-  const sign = seconds < 0 ? "-" : "", total = Math.abs(Number(seconds.toFixed(places)));
-  const days = Math.floor(total / 86400), hours = Math.floor(total / 3600) % 24, minutes = Math.floor(total / 60) % 60;
-  const two = v => String(v).padStart(2, "0"), rest = (total % 60).toFixed(places).padStart(places ? places + 3 : 2, "0");
-  return `${sign}${days ? `${days}d ` : ""}${days || hours ? `${hours}:${two(minutes)}` : minutes}:${rest}`;
-}
-const clockTime = (seconds, style) => new Intl.DateTimeFormat("en-GB", style).format(new Date(seconds * 1000));
-const DAY = {day: "numeric", month: "short"}, MINUTE = {hour: "2-digit", minute: "2-digit"}, SECOND = {...MINUTE, second: "2-digit"};
-function reading(unit, x) {  // a position in words, for the line under the legend
-  if (!Number.isFinite(x)) return "";
-  if (unit === "dur") return `${(100 * x).toFixed(2)}% of the run`;
-  if (unit === "sec") return `${duration(x)} of training`;
-  if (unit === "utc") return clockTime(x, {...DAY, ...SECOND});
-  if (unit === "ep") return `epoch ${trimmed(x.toFixed(3))}`;
-  if (unit === "ev") return `event ${Math.round(x)}`;
-  return `${grouped(Math.floor(x * (1 + 1e-12) + 1e-9), 0)} ${AXES.find(([name]) => name === unit)[1]}`;
-}
-
 // ---- ticks
-const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
-function stepOf(low, high, count, unit) {
-  const raw = (high - low) / Math.max(1, count);
-  if ((unit === "sec" || unit === "utc") && raw > 0.5) return TIMES.find(t => t >= raw) ?? 86400 * Math.ceil(raw / 86400);
-  const power = 10 ** Math.floor(Math.log10(raw)), step = power * [1, 2, 5, 10].find(m => m * power >= raw * 0.999);
-  return ["ba", "sp", "tok", "ev"].includes(unit) ? Math.max(1, step) : step;
-}
-function multiples(low, high, step, zone = 0) {
-  const out = [];
-  if (!(step > 0) || (high - low) / step > 200) return out;
-  // Counted: beyond 2 ** 53, adding 1 to a number changes nothing.
-  for (let first = Math.ceil((low + zone) / step - 1e-9), i = 0; i <= 201 && (first + i) * step - zone <= high + step * 1e-9; i++) out.push((first + i) * step - zone);
-  return [...new Set(out)];
-}
 function xTicks(low, high, width) {
   const unit = state.axis, zone = unit === "utc" ? -60 * new Date(low * 1000).getTimezoneOffset() : 0;
   return multiples(low, high, stepOf(low, high, width / (unit === "utc" ? 85 : 62), unit), zone);
 }
-function plain(values) {  // one suffix and one number of decimals for all ticks
-  const step = values.length > 1 ? values[1] - values[0] : 1, most = Math.max(...values.map(Math.abs));
-  const [factor, suffix] = most >= 1e4 ? THOUSANDS.find(([f]) => most >= f) : [1, ""];
-  if (most < 1e-3) return values.map(v => v === 0 ? "0" : trimmed(v.toPrecision(3)));
-  if (step / factor < 1e-3) return values.map(v => grouped(v, digits(step)));
-  return values.map(v => v === 0 ? "0" : grouped(v / factor, digits(step / factor)) + suffix);
-}
-
 function xLabels(values) {
   const step = values.length > 1 ? values[1] - values[0] : 1, unit = state.axis;
   if (unit === "dur") return values.map(v => `${(100 * v).toFixed(digits(100 * step))}%`);
@@ -188,17 +128,18 @@ function xLabels(values) {
 }
 
 function yTicks(panel, low, high, height) {  // low and high are logarithms of base two on a logarithmic panel
-  const count = Math.max(2, height / (DOUBLING.has(panel.key) ? 22 : 32));
+  const count = Math.max(2, height / (inTwos(panel) ? 22 : 32));
   if (!panel.log) {
     const factor = panel.unit === "bytes" ? (BYTES.find(([f]) => high >= f) ?? [1])[0] : 1;
     return multiples(low / factor, high / factor, stepOf(low / factor, high / factor, count)).map(v => v * factor);
   }
-  if (DOUBLING.has(panel.key)) return multiples(low, high, Math.max(1, Math.ceil((high - low) / count)));
+  if (inTwos(panel)) return multiples(low, high, Math.max(1, Math.ceil((high - low) / count)));
   const out = [];
   const tens = v => Math.min(Math.max(Math.floor(v * Math.LOG10E / Math.LOG2E), -330), 310);  // all that a double has
   for (let power = tens(low); power <= tens(high); power++)
     for (const m of [1, 2, 5]) out.push({m, v: Math.log2(m * 10 ** power)});
   const inside = out.filter(t => t.v >= low && t.v <= high), decades = inside.filter(t => t.m === 1);
+  if (inside.length < 3 && high - low < 40) return multiples(2 ** low, 2 ** high, stepOf(2 ** low, 2 ** high, count)).filter(v => v > 0).map(Math.log2);
   const used = inside.length <= count + 1 ? inside : decades.filter((_, i) => i % Math.ceil(decades.length / count) === 0);
   return used.map(t => t.v);
 }
@@ -206,7 +147,8 @@ function yTicks(panel, low, high, height) {  // low and high are logarithms of b
 function yLabels(panel, values) {
   const numbers = panel.log ? values.map(v => 2 ** v) : values;
   if (panel.unit === "bytes") return numbers.map(v => v === 0 ? "0" : quantity(v, "bytes"));
-  return panel.log ? numbers.map(v => v >= 1e4 ? plain([v])[0] : trimmed(v.toPrecision(3))) : plain(numbers);
+  if (!panel.log) return plain(numbers);
+  return DOUBLING.has(panel.key) ? values.map(power) : numbers.map(v => v < 1e-3 ? tiny(v) : v >= 1e3 ? plain([v])[0] : trimmed(v.toPrecision(3)));
 }
 
 // ---- state
@@ -214,11 +156,17 @@ const payload = JSON.parse(byId("data").textContent);
 const runs = (payload.runs ?? []).map(readRun).concat(payload.memory ? [readMemory(payload.memory)] : []);
 const panels = [];
 const state = {axis: "ba", zoom: null, cursor: null, chosen: new Map(), logs: new Map()};
-let range = [0, 1], colours = {};
+const wanted = new Set();  // runs of the server that were asked for by name
+let range = [0, 1], colours = {}, names = payload.names ?? [], fresh = [];
 
 const shown = () => runs.filter(run => run.shown && run.n);
 const colourOf = run => runs.indexOf(run) % COLOURS;
-const dashOf = run => DASHES[runs.indexOf(run) % DASHES.length];
+const dashOf = run => DASHES[Math.floor(runs.indexOf(run) / COLOURS) % DASHES.length];
+function styleOf({run, s, order}) {  // of one run, each series has a colour; of several, each run, and its second series is nearer to the ink
+  const isOne = runs.length === 1, colour = colours[`c${s.colour ?? (isOne ? order : colourOf(run)) % COLOURS}${order && !isOne ? "+" : ""}`];
+  if (s.planned) return {colour, dash: PLANNED, width: 4.5, alpha: 0.45};
+  return {colour, dash: s.own ? [] : dashOf(run), width: s.own ? 1 : order ? 2.1 : 1.5, dots: order > 0 && !s.step};
+}
 const named = name => runs.find(run => run.name === name);
 const reference = () => shown().find(run => run.clock[state.axis]);
 function xOf(run, row) {  // through batches, if the run has no such unit
@@ -252,9 +200,7 @@ function zoomTo(low, high) {
   if (!run || !(high - low > least)) return;
   look(low <= first && high >= last ? null : {run: run.name, from: rowAt(run, state.axis, low), to: rowAt(run, state.axis, high)});
 }
-function zoomBy(factor, centre = (range[0] + range[1]) / 2) {
-  zoomTo(centre - (centre - range[0]) * factor, centre + (range[1] - centre) * factor);
-}
+const zoomBy = (factor, centre = (range[0] + range[1]) / 2) => zoomTo(centre - (centre - range[0]) * factor, centre + (range[1] - centre) * factor);
 function pan(share) {
   const [first, last] = wholeRange(), width = range[1] - range[0];
   const low = Math.min(Math.max(range[0] + share * width, first), Math.max(first, last - width));
@@ -279,12 +225,16 @@ function remember() {  // in the address, so that a reload and a copied address 
   const {zoom} = state, parts = new URLSearchParams({axis: state.axis});
   if (zoom) parts.set("rows", `${runs.indexOf(named(zoom.run))},${zoom.from},${zoom.to}`);
   if (state.theme) parts.set("theme", state.theme);
+  if (state.base) parts.set("minus", state.base);
+  for (const name of wanted) parts.append("also", name);
   try { history.replaceState(null, "", `#${parts}`); } catch { /* a frame without an address */ }
 }
 function recall(offered) {
   const parts = new URLSearchParams(location.hash.slice(1)), [index, from, to] = (parts.get("rows") ?? "").split(",").map(Number);
   if (offered.includes(parts.get("axis"))) state.axis = parts.get("axis");
   if (runs[index] && to > from) state.zoom = {run: runs[index].name, from, to};
+  state.base = parts.get("minus");
+  parts.getAll("also").forEach(want);
   if (["light", "dark"].includes(parts.get("theme"))) state.theme = parts.get("theme");
 }
 
@@ -310,11 +260,34 @@ function pointsOf(run, s) {
   return {x: x.subarray(0, n), index: index.subarray(0, n)};
 }
 
+function between({s, x, index}, at) {  // the value on the line between two points; none beyond its ends
+  const i = above(x, at) - 1, here = s.values[index[i]];
+  if (i < 0 || x[i] === at) return here ?? NaN;
+  return i + 1 < x.length ? here + (at - x[i]) / (x[i + 1] - x[i]) * (s.values[index[i + 1]] - here) : NaN;
+}
+const lossesOf = run => run.series.filter(s => s.panel === "loss" && !s.planned);
+function differences(base) {  // of each loss from that of the same name, at the points of the first, on the axis of now
+  const theirs = new Map(lossesOf(base).map(s => [s.name, {s, ...pointsOf(base, s)}]));
+  return shown().filter(run => run !== base).flatMap(run => lossesOf(run).filter(s => theirs.has(s.name)).map((s, order) => {
+    const {x, index} = pointsOf(run, s), values = Float64Array.from(x, (at, i) => s.values[index[i]] - between(theirs.get(s.name), at));
+    return {run, s: {...s, values, low: null, high: null}, x, index: Int32Array.from(x.keys()), order};
+  }));
+}
+
 function place(panel) {
-  panel.traces = shown().flatMap(run => run.series.filter(s => s.panel === panel.key).sort((a, b) => Boolean(b.planned) - Boolean(a.planned))
-    .map((s, i, all) => ({run, s, ...pointsOf(run, s), second: !s.planned && all.findIndex(other => !other.planned) < i})));
+  panel.traces = panel.key === DIFFERENCE ? differences(named(state.base)) : shown().flatMap(run => {
+    const all = run.series.filter(s => s.panel === panel.key).sort((a, b) => Boolean(b.planned) - Boolean(a.planned)), own = s => s.name.replace(/^planned\//, "");
+    const names = [...new Set([...all.filter(s => !s.planned), ...all].map(own))];
+    return all.map(s => ({run, s, ...pointsOf(run, s), order: s.own ? 0 : names.indexOf(own(s))}));
+  });
   panel.unit = panel.traces.find(t => t.s.unit)?.s.unit ?? "";
+  panel.wide = panel.key === "loss" && spans(panel.traces.map(t => t.s.values));
   panel.placed = true;
+}
+function spans(series) {  // a decade, all above zero
+  const ends = (values, best) => values.reduce((a, v) => Number.isFinite(v) ? best(a, v) : a, best());
+  const low = Math.min(...series.map(values => ends(values, Math.min))), high = Math.max(...series.map(values => ends(values, Math.max)));
+  return low > 0 && high >= 10 * low && high < Infinity;
 }
 function visible(trace) {  // indices of the points in view; of a step also the one that holds at its start
   const first = above(trace.x, range[0] - (range[1] - range[0]) * 1e-12), last = above(trace.x, range[1]) - 1;
@@ -398,6 +371,7 @@ function paint(panel, u) {
   ctx.lineJoin = "round";
   for (const t of panel.traces) if (t.x.length) paintTrace(ctx, t, box, X, Y);
   paintEvents(ctx, box, X);
+  if (panel.key === DIFFERENCE) stroke(ctx, trail([[box.left, Y(0)], [box.left + box.width, Y(0)]]), colours.soft, 1, [3, 3]);
   const limit = limitOf(panel), y = limit && Y(limit);
   if (y >= box.top) stroke(ctx, trail([[box.left, y], [box.left + box.width, y]]), colours.warn, 2, [8, 4]);
   if (limit) write(ctx, `${y < box.top ? "↑ " : ""}${quantity(limit, "bytes")} on the card`, box.left + 8, Math.max(y, box.top) + 15, colours.warn, 600);
@@ -406,7 +380,7 @@ function paint(panel, u) {
 
 function paintTrace(ctx, t, box, X, Y) {
   const {s} = t, [first, last] = visible(t), from = Math.max(0, first - 1), to = Math.min(t.x.length - 1, last + 1);
-  const colour = colours[`c${s.colour ?? colourOf(t.run)}`], good = finiteAt(t, s.values, Y);
+  const {colour, dash, width, alpha = 1, dots: dotted} = styleOf(t), good = finiteAt(t, s.values, Y);
   ctx.fillStyle = colour;
   ctx.globalAlpha = s.own ? 0.55 : 0.18;
   // An end that the axis does not hold, such as zero on a logarithmic one, lies at its edge.
@@ -417,8 +391,7 @@ function paintTrace(ctx, t, box, X, Y) {
   // On the time of day, a run that was away has a gap.
   const away = state.axis === "utc" && !s.step ? t.run.events.filter(event => event.kind === "resume").map(event => event.row) : [];
   const parts = stretches(from, to, good, i => away.some(row => s.rows[t.index[i - 1]] <= row && s.rows[t.index[i]] > row));
-  const dash = s.planned ? [10, 5] : s.own ? [] : dashOf(t.run), width = s.planned ? 4.5 : s.own ? 1 : t.second ? 2.1 : 1.5;
-  const line = new Path2D(), dots = new Path2D(), few = t.second && !s.step && last - first < box.width / 14, r = t.second ? 2.6 : 2.2;
+  const line = new Path2D(), dots = new Path2D(), few = dotted && last - first < box.width / 14, r = dotted ? 2.6 : 2.2;
   for (const [a, b] of parts) {
     line.addPath(trail(corners(t, a, b, s.values, X, Y)));
     if (few || a === b) for (let i = a; i <= b; i++) {
@@ -427,10 +400,10 @@ function paintTrace(ctx, t, box, X, Y) {
       dots.arc(x, y, r, 0, 7);
     }
   }
-  stroke(ctx, line, colour, width, dash, s.planned ? 0.4 : 1);
-  ctx.fillStyle = t.second ? colours.raised : colour;
+  stroke(ctx, line, colour, width, dash, alpha);
+  ctx.fillStyle = dotted ? colours.raised : colour;
   ctx.fill(dots);
-  if (t.second) stroke(ctx, dots, colour, 1.4);
+  if (dotted) stroke(ctx, dots, colour, 1.4);
 }
 
 function paintEvents(ctx, box, X) {
@@ -452,21 +425,20 @@ function paintEvents(ctx, box, X) {
 }
 
 // ---- panels
-const isLog = key => state.logs.get(key) ?? DOUBLING.has(key);
+const isLog = panel => state.logs.get(panel.key) ?? (DOUBLING.has(panel.key) || panel.wide);
 function newPanel(key) {
-  const panel = {key, log: isLog(key), placed: false, traces: [], y: [0, 1], unit: ""};
+  const panel = {key, log: false, wide: false, placed: false, traces: [], y: [0, 1], unit: ""};
   const title = key === "step_memory" ? runs.find(run => run.kind === "memory").name : TITLES.get(key) ?? key;
   panel.values = make("div", {class: "values"});
   panel.small = make("small");
-  const log = make("button", {type: "button", "aria-pressed": String(panel.log), title: "logarithmic axis", click: () => {
-    state.logs.set(key, !isLog(key));  // `render` changes the panel, together with what it shows
-    log.setAttribute("aria-pressed", String(isLog(key)));
+  panel.button = make("button", {type: "button", title: "logarithmic axis", click: () => {
+    state.logs.set(key, !isLog(panel));  // `render` changes the panel, together with what it shows
     schedule();
   }}, "log");
   panel.lanes = make("div", {class: "lanes"});
   panel.plot = make("div", {class: "plot"});
   panel.root = make("section", {class: "panel", tabindex: 0, role: "group", "aria-label": `${title}: Shift with arrow keys moves the cursor`, keydown: event => press(panel, event)},
-    make("div", {class: "top"}, make("h2", {}, title, " ", panel.small), ...(key === "step_memory" ? [] : [log]), panel.values), panel.lanes, panel.plot);
+    make("div", {class: "top"}, make("h2", {}, title, " ", panel.small), ...(key === "step_memory" ? [] : [panel.button]), panel.values), panel.lanes, panel.plot);
   return panel;
 }
 
@@ -475,12 +447,12 @@ const heightOf = panel => panel.root.classList.contains("wide") ? (innerWidth < 
 function mount(panel) {
   const font = "12px system-ui, sans-serif", ink = () => colours.soft, grid = {stroke: () => colours.grid, width: 1};
   const u = panel.u = new uPlot({
-    width: Math.max(80, panel.plot.clientWidth), height: heightOf(panel), pxAlign: 0, legend: {show: false}, padding: [6, 14, 0, 0],
+    width: Math.max(80, panel.plot.clientWidth), height: heightOf(panel), pxAlign: 0, legend: {show: false}, padding: [6, 20, 0, 0],
     // Runs have clocks of their own, uPlot has one for all series: it keeps scales, axes, cursor and selection, and `paint` draws.
     scales: {x: {time: false, range: () => range}, y: {range: () => panel.y}},
     series: [{}, {paths: () => null, points: {show: false}}],
-    axes: [{stroke: ink, font, grid, ticks: {show: false}, size: () => state.axis === "utc" ? 42 : 26, gap: 6, splits: (u, _, low, high) => xTicks(low, high, u.over.clientWidth || u.width), values: (_, v) => xLabels(v)},
-      {stroke: ink, font, grid, ticks: {show: false}, size: 56, gap: 6, splits: (_, __, low, high) => yTicks(panel, low, high, heightOf(panel) - 40), values: (_, v) => yLabels(panel, v)}],
+    axes: [{stroke: ink, font, grid, ticks: {show: false}, size: () => state.axis === "utc" ? 42 : 26, gap: 6, splits: (u, _, low, high) => xTicks(low, high, u.over.clientWidth || u.width), values: (u, v) => xLabels(v).map((text, i) => u.valToPos(v[i], "x") + 3.8 * text.split("\n")[0].length < u.over.clientWidth + 20 ? text : "")},
+      {stroke: ink, font, grid, ticks: {show: false}, size: (_, texts) => Math.max(56, ...(texts ?? []).map(text => 12 + 7 * text.length)), gap: 6, splits: (_, __, low, high) => yTicks(panel, low, high, heightOf(panel) - 40), values: (_, v) => yLabels(panel, v)}],
     cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false}, bind: {dblclick: () => () => look(null)}},
     hooks: {draw: [u => paint(panel, u)], setCursor: [u => moveCursor(u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null, panel)],
       setSelect: [u => {
@@ -518,7 +490,7 @@ function touch(u) {  // two fingers zoom, one moves the cursor; the wheel zooms 
 }
 
 function keysOfPanels() {
-  const keys = new Set(runs.flatMap(run => run.series.map(s => s.panel)));
+  const keys = new Set(runs.flatMap(run => run.series.map(s => s.panel)).concat(named(state.base) && runs.length > 1 ? [DIFFERENCE] : []));
   return [...TITLES.keys()].filter(key => keys.has(key)).concat([...keys].filter(key => !TITLES.has(key)).sort());
 }
 
@@ -547,14 +519,16 @@ function render() {
   byId("whole").disabled = !state.zoom;
   panels.forEach((panel, i) => {
     if (!panel.placed) place(panel);
-    panel.log = isLog(panel.key);
+    panel.log = isLog(panel);
+    panel.button.setAttribute("aria-pressed", String(panel.log));
     panel.y = extent(panel);
-    panel.small.textContent = panel.unit === "bytes" ? "" : panel.unit;
+    panel.small.textContent = panel.key === DIFFERENCE ? `from ${state.base}` : panel.unit === "bytes" ? "" : panel.unit;
     panel.u.setScale("x", {min: range[0], max: range[1]});
     panel.u.redraw(false, true);
     panel.lanes.hidden = i !== 0;
     if (i === 0) layLanes(panel);
   });
+  layKey();
   showCursor();
 }
 
@@ -630,7 +604,7 @@ function showCursor(source = null) {
     if (panel !== source) panel.u.setCursor({left, top: 0}, false);
     panel.values.replaceChildren(...readouts(panel, x));
   }
-  if (payload.kind === "memory") layLargest(x);
+  if (payload.kind === "memory") layLargest(x, panels[0].small);
   byId("reading").textContent = run ? AXES.filter(([unit]) => run.clock[unit]).map(([unit]) => reading(unit, at(run, unit, state.cursor.row))).filter(Boolean).join("  ·  ") : "";
   if (!source) return;
   const near = x == null ? [] : nearEvents(x, 4 * (range[1] - range[0]) / source.u.over.clientWidth);
@@ -638,10 +612,12 @@ function showCursor(source = null) {
   tip(near.length ? describe(near) : "", {left: box.left + source.u.cursor.left, width: 0, top: box.top, bottom: box.top});
 }
 
-function layLargest(x) {  // what no parameter, gradient or optimizer owns, by the line or module that allocated it
-  const run = runs[0], i = x == null ? run.top : Math.max(0, above(run.clock.ev, x) - 1), most = Math.max(...run.places.map(place => place.bytes[i]), 1);
+function layLargest(x, small) {  // what no parameter, gradient or optimizer owns, by the line or module that allocated it
+  const run = runs[0], i = x == null ? run.top : Math.max(0, above(run.clock.ev, x) - 1), when = x == null ? "at the peak" : `at event ${Math.round(run.clock.ev[i])}`;
+  small.textContent = when;
+  const most = Math.max(...run.places.map(place => place.bytes[i]), 1);
   const rows = run.places.filter(place => place.bytes[i] > 0).sort((p, q) => q.bytes[i] - p.bytes[i]);
-  byId("stages").replaceChildren(...(rows.length ? [make("h2", {}, x == null ? "Largest at the peak" : `Largest at event ${Math.round(run.clock.ev[i])}`)] : []), ...rows.map(place => {
+  byId("stages").replaceChildren(...(rows.length ? [make("h2", {}, `Largest ${when}`)] : []), ...rows.map(place => {
     const bar = make("span", {class: "length"});
     bar.style.width = `${100 * place.bytes[i] / most}%`;
     return make("div", {class: "largest"}, make("span", {}, place.name), make("b", {}, quantity(place.bytes[i], "bytes")), bar);
@@ -662,9 +638,7 @@ function laySteps() {  // a slider over the steps of the report
   return [make("label", {class: "steps"}, "step", slider, said)];
 }
 
-function nearEvents(x, reach) {
-  return shown().flatMap(run => run.events.filter(event => Math.abs((run.clock[state.axis]?.[event.row] ?? NaN) - x) <= reach));
-}
+const nearEvents = (x, reach) => shown().flatMap(run => run.events.filter(event => Math.abs((run.clock[state.axis]?.[event.row] ?? NaN) - x) <= reach));
 function valueAt(trace, x) {  // of a step what holds, else the nearest point; without a cursor the last point in view
   if (!trace.x.length) return null;
   let i = above(trace.x, (x ?? range[1]) + (range[1] - range[0]) * 1e-9) - 1;
@@ -683,9 +657,10 @@ function wordsOf(trace, x) {
 function readouts(panel, x) {
   return shown().flatMap(run => {
     if (x == null && run.kind === "memory") x = run.clock.ev[run.top];
-    const own = panel.traces.filter(t => t.run === run && wordsOf(t, x) != null);
-    const parts = own.map(t => make("span", {}, ...(t.s.own ? [swatch(t.s.colour, [], true), " "] : []), own.length > 1 ? `${labelOf(t)} ` : "", make("b", {}, wordsOf(t, x))));
-    return parts.length ? [make("span", {title: run.name}, ...(run.kind === "memory" ? [] : [swatch(colourOf(run), dashOf(run), true)]), ...parts)] : [];
+    const own = panel.traces.filter(t => t.run === run && wordsOf(t, x) != null && !(t.s.planned && shown().length > 3));
+    const isPair = own.length === 2 && own[0].s.planned && !own[1].s.planned, nameOf = t => isPair ? t.s.planned ? "planned" : "measured" : labelOf(t);
+    const parts = own.map(t => make("span", {}, swatch(t.s.own ? {...styleOf(t), width: 8} : styleOf(t)), own.length > 1 ? `${nameOf(t)} ` : "", make("b", {}, wordsOf(t, x))));
+    return parts.length ? [make("span", {title: run.name}, ...parts)] : [];
   });
 }
 
@@ -703,10 +678,7 @@ function press(panel, event) {
   event.preventDefault();
 }
 
-function cursorX() {
-  const run = state.cursor && named(state.cursor.run);
-  return run ? xOf(run, state.cursor.row) : null;
-}
+const cursorX = () => state.cursor && named(state.cursor.run) ? xOf(named(state.cursor.run), state.cursor.row) : null;
 
 function stride(panel, forward, from = cursorX() ?? (forward > 0 ? -Infinity : Infinity)) {  // to the next point of this panel that is some pixels away
   const least = 3 * (range[1] - range[0]) / panel.u.over.clientWidth;
@@ -736,14 +708,36 @@ function layAxis() {
 }
 
 function layLegend() {
-  byId("legend").replaceChildren(...(payload.kind === "memory" ? laySteps() : runs.map(run => {
-    const button = make("button", {type: "button", "aria-pressed": String(run.shown), title: "press to hide or show", click: () => {
-      run.shown = !run.shown;
-      button.setAttribute("aria-pressed", String(run.shown));
+  if (payload.kind === "memory") return byId("legend").replaceChildren(...laySteps());
+  const search = byId("search"), compare = byId("compare"), held = document.activeElement?.dataset?.run, all = [...new Set([...runs.map(run => run.name), ...names])];
+  search.hidden = all.length <= MANY;
+  const found = all.filter(name => name.toLowerCase().includes(search.value.toLowerCase())), more = found.length - MOST_BUTTONS;
+  const buttons = found.slice(0, MOST_BUTTONS).map(name => {
+    const run = named(name);
+    return make("button", {type: "button", "data-run": name, "aria-pressed": String(Boolean(run?.shown)), title: run ? "press to hide or show" : "press to read it", click: () => {
+      if (run) run.shown = !run.shown; else want(name);
+      layLegend();
       renew(schedule);
-    }}, swatch(colourOf(run), dashOf(run)), run.name, ...(run.kind === "plan" ? [make("small", {}, "plan")] : []));
-    return button;
-  })));
+    }}, ...(run && runs.length > 1 ? [swatch({dash: dashOf(run)}, `c${colourOf(run)}`)] : []), name, ...(run?.kind === "plan" ? [make("small", {}, "plan")] : []));
+  });
+  byId("legend").replaceChildren(...buttons, ...(more > 0 ? [make("small", {}, `and ${more} more: find them by name`)] : []));
+  if (held !== undefined) buttons.find(button => button.dataset.run === held)?.focus();
+  const losses = runs.filter(run => lossesOf(run).length), choice = compare.querySelector("select");
+  compare.hidden = losses.length < 2;
+  if (choice.options.length !== losses.length + 1) choice.replaceChildren(make("option", {value: ""}, "no run"), ...losses.map(run => make("option", {value: run.name}, run.name)));
+  choice.value = named(state.base) ? state.base : "";
+}
+function want(name) {  // a run that the server has not sent: the next answer has it
+  wanted.add(name);
+  fresh.push(name);
+}
+
+function layKey() {  // what lines and marks mean, of those that are shown
+  const all = shown().flatMap(run => run.series), item = (sign, text) => make("span", {}, sign, text), colour = colours.soft;
+  const events = shown().filter(run => run.kind !== "memory").flatMap(run => run.events.map(event => event.kind)), kinds = WEIGHTS.filter(kind => events.includes(kind));
+  byId("key").replaceChildren(...(all.some(s => s.planned) ? [item(swatch({colour}), "measured"), item(swatch({colour, dash: PLANNED, width: 4.5, alpha: 0.6}), "planned")] : []),
+    ...(runs.length > 1 && all.some(s => /\/loss$/.test(s.name)) ? [item(swatch({colour: colours.ink, dots: true}), "validation")] : []),
+    ...kinds.reverse().map(kind => item(make("b", {}, EVENTS[kind][0]), EVENTS[kind][1])));
 }
 
 function table(columns, rows, numbers) {
@@ -753,11 +747,18 @@ function table(columns, rows, numbers) {
 }
 
 function layText() {
-  const described = runs.filter(run => run.facts?.length), names = [...new Set(described.flatMap(run => run.facts.map(([name]) => name)))];
-  const rows = names.map(name => [name, ...described.map(run => String(run.facts.find(([other]) => other === name)?.[1] ?? "–"))]);
-  const differ = rows.filter(([, first, ...rest]) => rest.some(text => text !== first)), same = rows.filter(row => !differ.includes(row));
-  byId("facts").replaceChildren(make("dl", {}, ...same.map(([name, text]) => make("div", {class: text.length > 60 ? "long" : null}, make("dt", {}, name), make("dd", {}, text)))),
-    ...(differ.length ? [table(["", ...described.map(run => run.name)], differ)] : []));
+  const described = runs.filter(run => run.facts?.length || run.settings?.length), heads = ["", ...described.map(run => run.name)];
+  const rowsOf = kind => {
+    const all = described.map(run => new Map(run[kind] ?? []));
+    return [...new Set(all.flatMap(one => [...one.keys()]))].map(name => [name, ...all.map(one => one.size ? String(one.get(name) ?? "–") : "")]);
+  };
+  const isSame = ([, ...texts]) => new Set(texts.filter(Boolean)).size < 2;  // a run without a run file differs in no setting
+  const rows = rowsOf("facts"), said = new Set(rows.map(([name]) => name)), settings = rowsOf("settings");
+  const differ = [...rows, ...settings.filter(([name]) => !said.has(name.replaceAll("_", " ")))].filter(row => !isSame(row));
+  byId("facts").replaceChildren(make("dl", {}, ...rows.filter(isSame).map(([name, ...texts]) => [name, texts.find(Boolean)])
+    .map(([name, text]) => make("div", {class: text.length > 60 ? "long" : null}, make("dt", {}, name), make("dd", {}, text)))),
+  ...(differ.length ? [make("h2", {}, "Settings that differ"), table(heads, differ)] : []));
+  byId("settings").replaceChildren(...(settings.length ? [make("details", {}, make("summary", {}, "All settings"), table(heads, settings))] : []));
   const staged = runs.filter(run => run.stages?.rows?.length);
   if (payload.kind !== "memory") byId("stages").replaceChildren(...(staged.length ? [make("h2", {}, "Stages")] : []), ...staged.flatMap(run => {
     const numbers = run.stages.columns.map((_, i) => run.stages.rows.every(row => /^[-–\d]/.test(row[i])));
@@ -783,7 +784,9 @@ function layChooser() {
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["ink", "soft", "line", "grid", "warn", "raised", ...Array.from({length: STACK}, (_, i) => `c${i}`)]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+  for (const name of ["ink", "soft", "line", "grid", "warn", "raised", ...Array.from({length: COLOURS}, (_, i) => `c${i}`)]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+  const parts = colour => [1, 3, 5].map(i => parseInt(colour.slice(i, i + 2), 16)), ink = parts(colours.ink);
+  for (let i = 0; i < COLOURS; i++) colours[`c${i}+`] = `rgb(${parts(colours[`c${i}`]).map((v, k) => Math.round((v + ink[k]) / 2)).join()})`;
 }
 const system = matchMedia("(prefers-color-scheme: dark)");
 function setTheme() {
@@ -794,13 +797,9 @@ function setTheme() {
 
 // ---- live
 function take(raw) {  // a run that is new, or has changed: what is pressed, scrolled or zoomed stays
-  const run = readRun(raw), known = named(run.name), text = one => JSON.stringify([one.facts, one.stages, one.problem]);
-  if (!known) {
-    runs.push(run);
-    layLegend();
-    layText();
-    return;
-  }
+  const run = readRun(raw), known = named(run.name), text = one => JSON.stringify([one.facts, one.settings, one.stages, one.problem]);
+  if (!known) runs.push(run);
+  if (!known) return layText();
   const isSaid = text(known) === text(run), kept = state.zoom?.run === run.name ? viewRange() : null, x = state.cursor?.run === run.name ? cursorX() : null;
   Object.assign(known, run, {shown: known.shown});
   if (run.n && run.clock[state.axis]) {
@@ -816,15 +815,17 @@ async function ask() {  // for runs that have changed; it takes at most a third 
   const say = (text, lost) => { sign.hidden = false; sign.textContent = text; sign.classList.toggle("lost", lost); };
   const began = performance.now();
   try {
-    const answer = await fetch(`runs?after=${told}`);
+    const asked = new URLSearchParams({after: told}), now = fresh;
+    for (const name of wanted) asked.append(now.includes(name) ? "new" : "also", name);
+    const answer = await fetch(`runs?${asked}`);
     if (!answer.ok) throw new Error(answer.statusText);
     const found = await answer.json();
     told = found.at;
-    if (found.runs.length) {
+    fresh = fresh.filter(name => !now.includes(name));
+    if (found.runs.length || String(found.names ?? "") !== String(names)) {
+      names = found.names ?? [];
       found.runs.forEach(take);
-      layAxis();
-      layChooser();
-      layPanels();
+      for (const lay of [layLegend, layAxis, layChooser, layPanels]) lay();
       renew(schedule);
     }
     say("live", false);
@@ -835,6 +836,12 @@ async function ask() {  // for runs that have changed; it takes at most a third 
 }
 
 recall(layAxis());
+byId("search").addEventListener("input", layLegend);
+byId("compare").querySelector("select").addEventListener("change", event => {
+  state.base = event.target.value || null;
+  for (const act of [remember, layChooser, layPanels]) act();
+  renew(schedule);
+});
 byId("whole").addEventListener("click", () => look(null));
 byId("theme").addEventListener("click", () => {
   state.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
