@@ -1,8 +1,8 @@
 """Write what the docs take from the code (`make golden`), so that pages are read as plain files.
 
 A page has `<!-- generated: NAME -->` before such a part and `<!-- end of generated -->` after it.
-NAME is a file of this repository, or `run-file` or `command-line`. Pictures of the gallery are
-drawn by its examples, if these have changed.
+NAME is a file of this repository, `run-file`, `command-line` or `versions`. Pictures of the gallery
+are drawn by its examples, if these have changed.
 """
 
 from __future__ import annotations
@@ -130,9 +130,21 @@ def code(path: Path) -> str:
     return f"```{LANGUAGES[path.suffix]}\n{text}```\n"
 
 
+def versions() -> str:
+    """Return what `make test-adapters` ran last: the exact versions, and what the tests said."""
+    lines = ["| tests of | with | |", "|---|---|---|"]
+    for path in sorted((ROOT / "bench" / "results").glob("adapters-*.txt")):
+        outcome, packages, _ = path.read_text(encoding="utf-8").split("\n", 2)
+        pinned = [one.replace("===", "==").split("==") for one in packages.split() if "==" in one]
+        shown = ", ".join(" ".join(one) for one in pinned) or packages
+        name = path.stem.removeprefix("adapters-")
+        lines.append(f"| {name} | {shown} | {outcome.partition(' in ')[0]} |")
+    return "\n".join([*lines, ""])
+
+
 def part(name: str) -> str:
     """Return what a page takes from the code, by the name in its marker."""
-    made = {"run-file": run_file, "command-line": command_line}
+    made = {"run-file": run_file, "command-line": command_line, "versions": versions}
     return made[name]() if name in made else code(ROOT / name)
 
 

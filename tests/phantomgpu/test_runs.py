@@ -368,6 +368,10 @@ def floats() -> None:
     import torch
     from torch import distributions
 
+    filled = torch.ones(300, 300, device="cuda")
+    assert filled[1, :9].sum().item() == 9
+    filled.zero_()
+    assert filled[1, :9].sum().item() == 0
     mask = torch.bernoulli(torch.full((64, 256), 0.15, device="cuda")).bool()
     assert 0.1 < mask.sum().item() / mask.numel() < 0.2
     assert mask.nonzero().shape[0] == mask.sum().item()
@@ -653,6 +657,10 @@ def captured() -> None:
     with torch.cuda.graph(graph):
         model(x).sum().backward()
         optimizer.step()
+    pools = {(one["stream"], one["segment_pool_id"]) for one in torch.cuda.memory_snapshot()}
+    assert (0, (0, 0)) in pools
+    assert any(pool != (0, 0) for _, pool in pools)
+    assert all(pool == (0, 0) for stream, pool in pools if stream == 0)  # where seeds are
     graph.replay()
 
 
