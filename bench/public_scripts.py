@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from public_data import (
     coco,
+    graded,
     images,
     kinds,
     language,
@@ -32,6 +33,7 @@ from public_data import (
     titan,
     tokens,
     wiki,
+    zero,
 )
 
 RESULTS = Path(__file__).resolve().parent / "results" / "public_scripts.json"
@@ -54,7 +56,7 @@ class Script(NamedTuple):
     variables: Mapping[str, str] = {}
 
 
-HERE = ("tokens", "text", "pairs", "wiki", "titan")
+HERE = ("tokens", "text", "graded", "pairs", "wiki", "titan")
 """What is made in the folder of the script itself."""
 TRL = "--model_name_or_path {data}/model --output_dir {data}/out --report_to none"
 SCRIPTS = (
@@ -170,7 +172,7 @@ SCRIPTS = (
         "transformers: run_glue.py", "transformers", "examples/pytorch/text-classification",
         "run_glue.py --model_name_or_path {data}/bert --train_file {data}/train.csv "
         "--validation_file {data}/validation.csv --do_train --output_dir {data}/out",
-        "5a67f0a7ac", lessons,
+        "5a67f0a7ac", graded,
     ),
     Script(
         "sentence-transformers: STS", "sentence-transformers",
@@ -187,14 +189,8 @@ SCRIPTS = (
     ),
     Script(
         "DeepSpeed: ZeRO 3 by its launcher", "DeepSpeedExamples", "training/bf16_master_weight",
-        "-m deepspeed.launcher.runner --num_gpus 2 train.py --deepspeed_config "
-        "configs/baseline.json",
-        "45b4b715", options="--ranks 2",
-    ),
-    Script(
-        "DeepSpeed: offloaded states", "DeepSpeedExamples", "training/offload_states",
-        "-m deepspeed.launcher.runner --num_gpus 1 offload_states.py --hidden_dim 1024 --nlayers 4",
-        "45b4b715",
+        "-m deepspeed.launcher.runner --num_gpus 2 train.py --deepspeed_config {data}/zero3.json",
+        "45b4b715", zero, options="--ranks 2",
     ),
     Script(
         "torchtune: full_finetune_single_device", "torchtune", "recipes",
