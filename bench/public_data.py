@@ -193,13 +193,18 @@ def titan(folder: Path) -> None:
 
 def sentences(folder: Path) -> None:
     """Make torchtune's settings for the Llama of `language`."""
+    import sentencepiece
+
     language(folder)
     model = {"vocab_size": 32000, "num_layers": 8, "num_heads": 8, "num_kv_heads": 8}
     model |= {"embed_dim": 512, "intermediate_dim": 1376, "max_seq_len": 2048}
-    tokenizer = "torchtune.modules.transforms.tokenizers.HuggingFaceModelTokenizer"
-    files = {"config": "tokenizer_config_json_path", "file": "tokenizer_json_path"}
-    named = {files["config"]: f"{folder}/model/tokenizer_config.json"}
-    named |= {files["file"]: f"{folder}/model/tokenizer.json", "_component_": tokenizer}
+    text = folder / "sft" / "text.txt"
+    text.write_text((TEXT + "\n") * 100)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "words"), vocab_size=40, hard_vocab_limit=False
+    )
+    named = {"_component_": "torchtune.models.llama2.llama2_tokenizer"}
+    named |= {"path": f"{folder}/words.model"}
     data = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "json"}
     saved: dict[str, Any] = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
     saved |= {"checkpoint_dir": f"{folder}/model", "checkpoint_files": ["model.safetensors"]}
