@@ -29,7 +29,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick test-long test-torch test-phantom test-phantomgpu test-adapters adapters chaos lint format types layers docs wheel bench bench-peers golden page check clean
+.PHONY: help train test test-quick test-long test-torch test-phantom test-phantomgpu test-adapters adapters chaos lint format types layers docs wheel release bench bench-peers golden page check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ docs: $(VENV)/.develop  ## build the documentation into docs/_build/html; a warn
 wheel: $(VENV)/.develop  ## build the wheel and try it, away from the source tree
 	$(BIN)/python tools/try_wheel.py
 
+release: $(VENV)/.develop  ## build sdist, wheels and notes into dist, and try them in an empty environment of each Python here
+	$(BIN)/python tools/release.py $(ARGS)
+
 bench: $(VENV)/.develop  ## the shortest form of every benchmark
 	$(BIN)/python bench/import_time.py --quick
 	$(BIN)/python bench/schedules.py --quick
@@ -115,8 +118,9 @@ bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5
 	$(BIN)/python bench/clock.py
 	$(BIN)/python bench/step_cost.py
 
-golden: $(VENV)/.develop  ## rewrite the golden files; read the diff before you commit it
+golden: $(VENV)/.develop  ## rewrite the golden files and the generated parts of docs/; read the diff before you commit it
 	STRETTO_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_public_face.py tests/planning/test_table.py
+	$(BIN)/python tools/generated_docs.py
 
 page: $(VENV)/.python  ## take the chart library of the run page from npm (an installation does it, too)
 	$(BIN)/python tools/vendor_uplot.py

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 import urllib.error
@@ -12,9 +11,13 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 import stretto
+import stretto.config
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_ext"))
+
+# autodoc shows what a module holds: what is imported on demand is put there.
+vars(stretto.config)["build_trainer"] = stretto.config.build_trainer
 
 project = "stretto"
 author = "the stretto maintainers"
@@ -27,10 +30,9 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "names",
 ]
-exclude_patterns = ["_build", "_generated", "_ext", "_templates"]
+exclude_patterns = ["_build", "_ext", "_templates"]
 templates_path = ["_templates"]
 html_theme = "furo"
 html_title = f"stretto {release}"
@@ -43,6 +45,8 @@ myst_heading_anchors = 3
 autosummary_generate = True
 autosummary_ignore_module_all = False
 autodoc_member_order = "bysource"
+# Each page has a copy of the table of contents: with 1,100 names, that takes half of the build.
+toc_object_entries = False
 # Links into packages of others are made where their index is found; ours must all resolve.
 # `stretto.module.file.Name` is a base or an alias without a page: public names are found before.
 # `Annotated` is looked up in the module whose alias has it.
@@ -115,14 +119,6 @@ def process_docstring(*event: object) -> None:
     lines[:] = translate(lines)
 
 
-def write_pages(*event: object) -> None:
-    """Write the pages and pictures that are made from code."""
-    del event
-    for name, folder in (("generated", "_generated"), ("pictures", "_generated/pictures")):
-        importlib.import_module(name).write(HERE / folder)
-
-
 def setup(app: Sphinx) -> None:
     """Connect the hooks; Sphinx calls this."""
-    app.connect("config-inited", write_pages)
     app.connect("autodoc-process-docstring", process_docstring, priority=400)

@@ -22,7 +22,7 @@ import stretto
 home = pathlib.Path(stretto.__file__).parent
 assert home.parent == pathlib.Path(sys.argv[1]), f"not the wheel's: {home}"
 assert (home / "py.typed").exists() and (home / "__init__.pyi").exists()
-(found,) = [d for d in importlib.metadata.distributions(path=[sys.argv[1]])]
+found = {d.name: d for d in importlib.metadata.distributions(path=[sys.argv[1]])}["stretto"]
 assert found.version == stretto.__version__
 assert "licenses/LICENSE" in " ".join(map(str, found.files))
 page = home / "report" / "page"

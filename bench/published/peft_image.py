@@ -83,8 +83,9 @@ diffusers 0.38.0 as published, transformers 5.13.1 (published: 5.10.2 to 5.15.0)
 commits holds is held here in its order: DINO's encoder, the model, text encoder and VAE, which come
 and go, 14 cached images; the cache is emptied before the first step. The published figures are
 means over the first 100 steps, before any evaluation. Three steps are run here, and the last stands
-for the rest. Nothing was fitted. The number of trained parameters is the published one in every
-row, or the row fails.
+for the rest. Nothing was fitted. Changed: SHiRA's mask is made on the CPU, and FRoD's
+decomposition, which runs on the CPU, is left out. The number of trained parameters is the published
+one in every row, or the row fails.
 """,
     rows=rows(),
     measure=measure,

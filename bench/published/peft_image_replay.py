@@ -25,6 +25,8 @@ with patch.object(torch.cuda, "is_available", return_value=True):
     from diffusers import Flux2KleinPipeline as Pipeline
     from peft import get_peft_config, get_peft_model
 
+    from published.peft_text_replay import first_weights, leave_frod_out
+
 IMAGES, BATCH, WORDS, SIDE = 14, 2, 512, 512
 """20 images, less two for validation and four for the test; 512 tokens; 512 x 512 pixels."""
 FLUX = {
@@ -120,7 +122,10 @@ def pipeline_parts(adapter: dict[str, Any] | None) -> tuple[Any, nn.Module, nn.M
     if adapter is None:
         transformer.requires_grad_(requires_grad=True)
     else:
-        transformer = get_peft_model(transformer, get_peft_config(dict(adapter)))
+        config = get_peft_config(dict(adapter))
+        if adapter["peft_type"] == "SHIRA":
+            config.mask_fn = first_weights
+        transformer = get_peft_model(transformer, config)
     leave(transformer)
     torch.cuda.empty_cache()
     return transformer.train(), text_encoder, vae
@@ -225,6 +230,7 @@ def main() -> None:
     # without it, so it was not built there.
     boft: Any = importlib.import_module("peft.tuners.boft.layer")
     boft.get_fbd_cuda = lambda: None
+    leave_frod_out()
     importlib.import_module("torch._dynamo")  # the first optimizer step does
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     serve(replay)

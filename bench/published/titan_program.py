@@ -94,7 +94,7 @@ def tell_shapes(pipeline: Any, config: Any) -> None:
         ).requires_grad_()
         is_first, is_last = index == 0, index == count - 1
         gradient = between.detach()
-        return stage(
+        made = stage(
             module,
             index,
             count,
@@ -105,6 +105,9 @@ def tell_shapes(pipeline: Any, config: Any) -> None:
             output_grads=(logits.detach(),) if is_last else (gradient,),
             **options,
         )
+        vote = torch.ones(1, dtype=torch.int32, device=device)  # that all stages know their shapes
+        made._warmup_forward_vote = made._warmup_backward_result = lambda *_, **__: vote
+        return made
 
     pipeline.PipelineStage = told
 

@@ -8,7 +8,6 @@ import re
 import time
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -56,25 +55,25 @@ _OURS = "phantomgpu/values.py", "torch/_dynamo/eval_frame.py"
 
 def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
     """Return what the report says of memory as plain values, from the traces of all devices."""
-    device = max(range(len(traces)), key=lambda index: peak(traces[index])[0], default=0)
+    for trace in traces:
+        follow(trace)
+    device = max(range(len(traces)), key=lambda one: most(traces[one], "used"), default=0)
     trace = traces[device] if traces else []
     annotate(seen, trace)
-    allocated, at, reserved = peak(trace)
-    ends, now = lives(trace), time.time_ns() // 1000
-    owned = tensors_now() if trace else []
-    owners = [*seen.owners, *((now, what, found) for what, found in owned)]
-    named = categorise(trace, ends, owners)
+    owned, now = tensors_now() if trace else [], time.time_ns() // 1000
+    categorise(trace, [*seen.owners, *((now, what, found) for what, found in owned)])
+    at = max(range(len(trace)), key=lambda one: trace[one]["used"], default=0)
     categories: Counter[str] = Counter()
     places: Counter[str] = Counter()
-    for index in (one for one, end in ends.items() if one <= at < end):
-        categories[named[index]] += trace[index]["size"]
-        if named[index] not in _OWNED:
-            places[place(trace[index])] += trace[index]["size"]
+    for block in (one for one in trace[: at + 1] if one.get("end", 0) > at):
+        categories[block["category"]] += block["size"]
+        if block["category"] not in _OWNED:
+            places[place(block)] += block["size"]
     stats = torch.cuda.memory_stats(device)
     return {
         "device": device,
-        "peak_allocated": max(allocated, stats.get("allocated_bytes.all.peak", 0)),
-        "peak_reserved": max(reserved, stats.get("reserved_bytes.all.peak", 0)),
+        "peak_allocated": max(most(trace, "used"), stats.get("allocated_bytes.all.peak", 0)),
+        "peak_reserved": max(most(trace, "held"), stats.get("reserved_bytes.all.peak", 0)),
         "phase": trace[at]["phase"] if trace else "start",
         "step": trace[at]["step"] if trace else 0,
         "categories": dict(categories.most_common()),
@@ -82,7 +81,7 @@ def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
         "peaks_by_phase": peaks_by_phase(trace),
         "peaks_by_step": peaks_by_step(seen, trace) if trace else [],
         "out_of_memory": stats.get("num_ooms", 0),
-        "timeline": timeline(trace, at, named) if trace else {},
+        "timeline": timeline(trace, at) if trace else {},
     }
 
 
@@ -107,34 +106,42 @@ def line_of(frame: FrameType | None) -> tuple[str, str]:
     return "backward", inner  # autograd's thread has no frame of the script
 
 
-def levels(trace: list[Event]) -> Iterator[tuple[int, int]]:
-    """Yield the bytes allocated and reserved after each event."""
+def follow(trace: list[Event]) -> None:
+    """Add to each event the bytes allocated and reserved after it; blocks get their ends."""
     used = held = 0
-    sizes: dict[int, int] = {}
-    for event in trace:
+    live: dict[int, Event] = {}
+    for index, event in enumerate(trace):
         action, size = event["action"], event["size"]
         if action == "alloc":
-            sizes[event["addr"]] = size
+            live[event["addr"]] = event
+            event["end"] = len(trace)
             used += size
-        elif action == "free_completed":
-            used -= sizes.pop(event["addr"], 0)
+        elif action == "free_completed" and event["addr"] in live:
+            block = event["frees"] = live.pop(event["addr"])
+            block["end"] = index
+            used -= block["size"]
         elif action in ("segment_alloc", "segment_map"):
             held += size
         elif action in ("segment_free", "segment_unmap"):
             held -= size
-        yield used, held
+        event["used"], event["held"] = used, held
+
+
+def most(trace: list[Event], what: str) -> int:
+    """Return the most bytes "used" or "held"."""
+    return max((event[what] for event in trace), default=0)
 
 
 def annotate(seen: History, trace: list[Event]) -> None:
-    """Add to each event its phase and step, and the bytes allocated and reserved after it."""
+    """Add to each event its phase and step."""
     phases = [(0, "start", 0), *seen.phases]
     backward: dict[int, int] = {}
     """When backward ended last, by the index of the phase."""
-    for event, (used, held) in zip(trace, levels(trace), strict=True):
+    for event in trace:
         at = bisect(phases, event["time_us"], key=itemgetter(0)) - 1
         # Kernels that are computed run in Python. Segments that `empty_cache` frees have no frames.
         frames = [f for f in event.get("frames", ()) if not f["filename"].endswith(_OURS)]
-        event |= {"frames": frames, "step": phases[at][2], "used": used, "held": held, "at": at}
+        event |= {"frames": frames, "step": phases[at][2], "at": at}
         event["phase"] = phases[at][1] if phases[at][1] != "step" else phase_in_step(seen, event)
         if event["phase"] == "backward" and event["action"] == "alloc":
             backward[at] = event["time_us"]
@@ -158,12 +165,6 @@ def phase_in_step(seen: History, event: Event) -> str:
         return "evaluation"
     at = bisect(seen.modes, event["time_us"], key=itemgetter(0))
     return (at and seen.modes[at - 1][1]) or "forward"
-
-
-def peak(trace: list[Event]) -> tuple[int, int, int]:
-    """Return the most bytes allocated, the event of that, and the most bytes reserved."""
-    used, held = zip(*levels(trace), strict=True) if trace else ((0,), (0,))
-    return max(used), used.index(max(used)), max(held)
 
 
 def peaks_by_step(seen: History, trace: list[Event]) -> list[tuple[int, ...]]:
@@ -192,21 +193,7 @@ def peaks_by_phase(trace: list[Event]) -> dict[str, int]:
     return dict(peaks.most_common())
 
 
-def lives(trace: list[Event]) -> dict[int, int]:
-    """Return which event ends the life of each block, by the event that allocated it."""
-    ends: dict[int, int] = {}
-    live: dict[int, int] = {}
-    for index, event in enumerate(trace):
-        if event["action"] == "alloc":
-            live[event["addr"]], ends[index] = index, len(trace)
-        elif event["action"] == "free_completed" and event["addr"] in live:
-            ends[live.pop(event["addr"])] = index
-    return ends
-
-
-def timeline(
-    trace: list[Event], at: int, named: dict[int, str], most: int = 2000
-) -> dict[str, Any]:
+def timeline(trace: list[Event], at: int, most: int = 2000) -> dict[str, Any]:
     """Return bytes over the step of the peak, and over others (docs/phantomgpu/report.md).
 
     Of events that share a point, the one with the most bytes is kept.
@@ -217,20 +204,17 @@ def timeline(
     widths = {step: 1 + sizes[step] // (most if step == main else -(-most // 8)) for step in shown}
     points: dict[int, _Points] = defaultdict(dict)
     marks: dict[int, dict[str, int]] = defaultdict(dict)
-    ends = lives(trace)
-    freed = {end: index for index, end in ends.items()}
-    where: dict[int, str] = {}
     now, large, first = Counter[str](), Counter[str](), {step: steps.index(step) for step in shown}
     marks[main]["peak"] = at - first[main]
     for index, (event, step) in enumerate(zip(trace, steps, strict=True)):
-        block = index if index in ends else freed.get(index)
+        block = event if "end" in event else event.get("frees")
         if block is not None:
-            size = trace[block]["size"] * (1 if block == index else -1)
-            now[named[block]] += size
-            if abs(size) >= _LARGE and named[block] not in _OWNED:
-                if block not in where:
-                    where[block] = place(event)
-                large[where[block]] += size
+            size = block["size"] * (1 if block is event else -1)
+            now[block["category"]] += size
+            if abs(size) >= _LARGE and block["category"] not in _OWNED:
+                if block is event:
+                    event["place"] = place(event)
+                large[block["place"]] += size
         if step in shown:
             if event["action"] == "alloc":
                 marks[step].setdefault(event["phase"], index - first[step])
@@ -300,29 +284,22 @@ def addresses(tensors: Any) -> set[int]:
     return found
 
 
-def categorise(
-    trace: list[Event], ends: dict[int, int], owners: list[tuple[int, str, set[int]]]
-) -> dict[int, str]:
-    """Return the category of each block, by the event that allocated it."""
+def categorise(trace: list[Event], owners: list[tuple[int, str, set[int]]]) -> None:
+    """Add to each block its category."""
     known: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for when, what, found in owners:
         for address in found:
             known[address].append((when, what))
-    logits = {
-        trace[index]["size"]
-        for index in ends
-        if trace[index]["size"] >= _LARGE and is_loss(trace[index])
-    }
-    named: dict[int, str] = {}
-    for index, end in ends.items():
-        event, is_kept = trace[index], end == len(trace)
-        until = 1 << 62 if is_kept else trace[end]["time_us"]
-        owned = known.get(event["addr"], ())
-        owner = next((what for when, what in owned if event["time_us"] <= when <= until), None)
-        if owner is None and event["size"] in _WORKSPACES and is_kept:
+    blocks = [one for one in trace if "end" in one]
+    logits = {one["size"] for one in blocks if one["size"] >= _LARGE and is_loss(one)}
+    for block in blocks:
+        is_kept = block["end"] == len(trace)
+        until = 1 << 62 if is_kept else trace[block["end"]]["time_us"]
+        owned = known.get(block["addr"], ())
+        owner = next((what for when, what in owned if block["time_us"] <= when <= until), None)
+        if owner is None and block["size"] in _WORKSPACES and is_kept:
             owner = "workspaces"
-        named[index] = owner or category(event, logits)
-    return named
+        block["category"] = owner or category(block, logits)
 
 
 def category(event: Event, logits: set[int]) -> str:

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 from importlib import metadata
-from itertools import product
-from json import dumps, loads
+from itertools import chain, product
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -225,13 +225,10 @@ def why(
     as_json: AsJSON = False,
 ) -> None:
     """Say what would save memory: tried where the script need not change, else computed."""
-    from phantomgpu.questions import why as ask
+    from phantomgpu import questions
 
-    try:
-        read = loads(report.read_text())
-    except ValueError as error:
-        raise ValueError(f"{report} is no report: {error}; write it by run --json") from None
-    advice = ask(read if isinstance(read, dict) else {})
+    read = questions.read(report, "categories", dict, "report (write it by run --json)")
+    advice = questions.why(read)
     first = "tried: fewer reserved bytes, by running it again; computed: at most, of the peak"
     lines = "\n".join([first, *map(str, advice)])
     typer.echo(dumps([one._asdict() for one in advice], indent=2) if as_json else lines)
@@ -304,9 +301,9 @@ def setup(
         typer.echo(f"downloading the CUDA build of torch {version} (about 530 MB) into {folder}")
         install(folder, [f"torch==={version}"])  # === takes no local version such as 2.13.0+cpu
     if triton and "triton" not in there:
-        found = [one.requires or [] for one in metadata.distributions(path=[str(folder)])]
-        needs = [need.partition(";")[0] for needs in found for need in needs]
-        install(folder, [need for need in needs if need.startswith("triton")])
+        requires = [one.requires or [] for one in metadata.distributions(path=[str(folder)])]
+        needs = [need.partition(";")[0] for need in chain(*requires) if need.startswith("triton")]
+        install(folder, needs)
     if problem := trouble(folder, wanted):
         raise SetupNeededError(f"cannot set up: {problem}; delete {folder} and try again")
     typer.echo("ready: phantomgpu run --gpu h100 -- python train.py")

@@ -11,7 +11,6 @@ LOOKED_AT = 2000
 NOBODY = "no DataLoader was asked"
 NOTES: dict[str, None] = {}
 """For the report; in the order in which they were made."""
-_UNORDERED = "it is iterable or not batched"
 _SEEN: dict[int, tuple[Any, dict[int, int]]] = {}
 
 
@@ -25,10 +24,10 @@ def start() -> None:
     def iterate(loader: Any) -> Any:
         NOTES.pop(NOBODY, None)
         before = loader.batch_sampler
-        if before is None or isinstance(loader.dataset, data.IterableDataset):
-            NOTES[f"not possible for {type(loader.dataset).__name__}: {_UNORDERED}"] = None
-            return plain(loader)
-        if not (sizes := sizes_of(loader.dataset)):
+        if before is None:
+            NOTES["not possible without batches: batch_size is None"] = None
+        sizes = sizes_of(loader.dataset) if before is not None else {}
+        if not sizes:
             return plain(loader)
         # A loader refuses another sampler; its iterator keeps the one that it begins with.
         object.__setattr__(loader, "batch_sampler", Ordered(before, sizes))

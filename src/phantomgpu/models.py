@@ -74,8 +74,13 @@ class Model:
             name = str(next(filter(None, named), None) or config["model_type"])
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             raise PhantomError(f"{file} is no config.json of a model: {error!r}") from error
-        if find_spec(library) is None:
+        spec = find_spec(library)
+        if spec is None:
             raise SetupNeededError(f"cannot build {name}: pip install {library}")
+        kind, auto = config.get("model_type"), Path(str(spec.origin)).parent / "models" / "auto"
+        if kind and not any(f'"{kind}"' in one.read_text() for one in auto.glob("*.py")):
+            why = f"this transformers has no model_type {kind!r}"
+            raise PhantomError(f"cannot build {name}: {why}; correct {file}, or upgrade it")
         return library, name, config
 
     def checked(self, length: int, *, learns: bool) -> str:
@@ -174,13 +179,12 @@ def _class_of(library: str, name: str) -> Any:
 
 def _checkpoint(model: Any) -> None:
     """Compute blocks again in backward, in the words of transformers or diffusers."""
-    verbs = "activation_checkpointing_enable", "gradient_checkpointing_enable"
-    found = next((verb for verb in verbs if hasattr(model, verb)), None)
+    how = {"use_reentrant": False}
+    verbs = {"activation_checkpointing_enable": [how], "gradient_checkpointing_enable": [how]}
+    verbs["enable_gradient_checkpointing"] = []  # of diffusers
+    verb = next(one for one in verbs if hasattr(model, one))
     try:
-        if found is None:
-            model.enable_gradient_checkpointing()
-        else:
-            getattr(model, found)({"use_reentrant": False})
+        getattr(model, verb)(*verbs[verb])
     except ValueError as error:
         raise PhantomError(f"{error}; write --no-checkpointing") from error
 

@@ -169,7 +169,9 @@ def check(
     Raises:
         PhantomError: The baseline is of another GPU or number of ranks, or no baseline.
     """
-    before = None if baseline is None or update or not baseline.exists() else _read(baseline)
+    before = None
+    if baseline is not None and baseline.exists() and not update:
+        before = read(baseline, "peak_allocated", int, "baseline (write --update)")
     report = run(command, **how)
     kept = ("gpu", "memory", "ranks", "rank", "torch", "peak_allocated", "peak_reserved")
     now = {name: getattr(report, name) for name in kept}
@@ -189,10 +191,15 @@ def check(
     return Checked(report, report.peak_allocated - before["peak_allocated"], notes)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path, needed: str, kind: type, what: str) -> dict[str, Any]:
+    """Return what JSON a file holds.
+
+    Raises:
+        PhantomError: It has nothing of that kind under the name that is needed.
+    """
     try:
         found: dict[str, Any] = json.loads(file.read_text())
-        int(found["peak_allocated"])
+        kind(found[needed])
     except (ValueError, LookupError, TypeError) as error:
-        raise PhantomError(f"{file} is no baseline: {error!r}; write --update") from None
+        raise PhantomError(f"{file} is no {what}: {error!r}") from None
     return found

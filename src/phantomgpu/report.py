@@ -106,12 +106,9 @@ class Report:
 
     def to_json(self) -> str:
         """Return the report as JSON."""
-        head = {
-            "title": self.lines()[0],
-            "limit_bytes": self.available,
-            "peak_bytes": self.peak_allocated,
-            "time": line_of(self.bound) if self.bound else "",
-        }
+        head: dict[str, Any] = {"title": self.lines()[0], "limit_bytes": self.available}
+        head |= {"peak_bytes": self.peak_allocated}
+        head |= {"time": line_of(self.bound) if self.bound else ""}
         said = {"fits": self.fits, "depends_on_values": self.depends_on_values}
         return json.dumps({**asdict(self), **said, "timeline": {**head, **self.timeline}})
 
@@ -132,12 +129,9 @@ class Report:
             peak += f", in the first {self.limit:g} seconds"
         kind = f"{self.gpu} (depends on values)" if self.depends_on_values else self.gpu
         rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
-        lines = {
-            "fits": [f"fits {kind}{rank}: {peak}"],
-            "does not fit": [f"does not fit {kind}{rank}: {peak}"],
-            "failed": ["the script failed, but not for lack of memory"],
-            "cannot run": ["the script did not run"],
-        }[self.status]
+        without = {"failed": "the script failed, but not for lack of memory"}
+        without["cannot run"] = "the script did not run"
+        lines = [without.get(self.status, f"{self.status} {kind}{rank}: {peak}")]
         if self.status == "failed" and self.peak_allocated:
             lines.append(f"  until then: {peak}")
         tables = {
@@ -194,7 +188,7 @@ def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str
             "other ranks are not there: what this rank gathers are its own values; NCCL's buffers "
             "are counted as on A100 with NVLink, and other machines differ"
         )
-    names = ("cuSOLVER's Xgeev (assumed: four matrices)", "cuFFT (0)", "cuSPARSE (0)")
+    names = ("cuSOLVER's Xgeev (four matrices)", "cuFFT (as the data; 1D: 0)", "cuSPARSE (0)")
     if seen := [name for bit, name in enumerate(names) if result.get("assumed", 0) >> bit & 1]:
         notes.append(f"workspaces are not known, and assumed, of {', '.join(seen)}")
     if result.get("computes") is False:

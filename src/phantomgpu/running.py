@@ -29,6 +29,8 @@ scratch = partial(tempfile.TemporaryDirectory, prefix="phantomgpu-")
 Process: TypeAlias = "subprocess.Popen[Any]"
 BOOT = Path(__file__).parent / "boot"
 LOCAL_RANKS, MOST_DEVICES, MOST_STAGES = 8, 16, 32
+WORST = ("cannot run", "does not fit", "failed", "fits")
+"""How runs end; the first that happened is reported."""
 GRACE_SECONDS = 5
 """How long a process has to end by itself."""
 REPORT_SECONDS = 60
@@ -114,8 +116,7 @@ def fullest(ran: dict[int, Report], first: Report, start: Callable[[int], Report
         waiting += [one for one in report.peers if one not in done]
     if waiting:
         note = f"ranks {', '.join(map(str, waiting))} and those behind them were not run"
-    worst = ("fits", "failed", "does not fit", "cannot run")
-    report = max(ran.values(), key=lambda one: (worst.index(one.status), one.peak_reserved))
+    report = min(ran.values(), key=lambda one: (WORST.index(one.status), -one.peak_reserved))
     stages = [(rank, one.peak_allocated, one.peak_reserved) for rank, one in sorted(ran.items())]
     return replace(report, stages=stages, notes=(*report.notes, *filter(None, [note])))
 
@@ -153,13 +154,11 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    for one in numbers:
-        signal.signal(one, leave)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for one in numbers:
-            signal.signal(one, signal.SIG_DFL)
+            signal.signal(one, leave)
+            stack.callback(signal.signal, one, signal.SIG_DFL)
+        yield
 
 
 @contextmanager
@@ -299,8 +298,7 @@ class Session:
         if not results:
             text = log.read_text(errors="replace")[-2000:] if log else ""
             raise RunFailedError(f"the script left no report: {_ended(code)}\n{text}".rstrip())
-        order = ("cannot run", "does not fit", "failed", "fits")
-        results.sort(key=lambda one: (order.index(one["status"]), -one.get("peak_allocated", 0)))
+        results.sort(key=lambda one: (WORST.index(one["status"]), -one.get("peak_allocated", 0)))
         result = results[0]
         if result["status"] == "cannot run":
             raise SetupNeededError(result["problem"])

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,25 +23,18 @@ NATIVE = Path(__file__).parent / "native"
 CUDA = ("12", "13")
 """The versions of CUDA that the stand-ins serve."""
 _SAME = "cublas cublasLt cudnn cufft cupti curand cusolver cusparse cusparseLt nccl nvrtc"
-PREFIXES = {
-    **{f"lib{prefix}": prefix for prefix in _SAME.split()},
-    "libcuda": "cu",
-    "libcudart": "cuda",
-    "libcufile": "cuFile",
-    "libnvidia-ml": "nvml",
-    "libnvshmem_host": "nvshmem",
-}
+PREFIXES = {f"lib{prefix}": prefix for prefix in _SAME.split()}
+PREFIXES |= {"libcuda": "cu", "libcudart": "cuda", "libcufile": "cuFile", "libnvidia-ml": "nvml"}
+PREFIXES["libnvshmem_host"] = "nvshmem"
 """How the names of a library's functions begin."""
-SOURCES = {
-    "libcuda": ["device.c", "driver.c"],
-    "libcudart": ["runtime.c"],
-    "libnccl": ["nccl.c"],
-}
+SOURCES = {"libcuda": ["device.c", "driver.c"], "libcudart": ["runtime.c"], "libnccl": ["nccl.c"]}
 UNSUPPORTED = {"libcudnn": 3000, "libcusolver": 9, "libcusparse": 10}
 """The number of "not supported" where it is not 801."""
 FUNCTION = re.compile(r"(?:__)?(?:cu|nccl|nvrtc|nvshmem|nvml)\w")
 DEFINED = re.compile(r"^[\w *]*?\b(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
 _GIVEN = ", ".join(f"long a{number}" for number in range(19))  # as many as any function has
+LAUNCHES = re.compile(r"LaunchKernel|gemm|Gemm(Ex|Strided)|LtMatmul$|cudaMem(cpy|set)Async")
+"""What takes a place in the queue of a stream."""
 LOOKED_UP = re.compile(rb"\0((?:cu[A-Z]|nvml)\w+)(?=\0)")
 
 
@@ -85,16 +79,11 @@ def cache_folder() -> Path:
         PhantomError: There is none.
     """
     given = os.environ.get("PHANTOMGPU_CACHE")
-    if given:
-        return Path(given)
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # the user of a container may have no HOME and no entry in /etc/passwd
-        raise PhantomError(
-            "cannot keep what is built once: this user has no home folder; set PHANTOMGPU_CACHE to "
-            "a folder of this user"
-        ) from None
-    return Path(base) / "phantomgpu"
+    base = given or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    if base.startswith("~"):  # the user of a container may have no HOME and no entry in /etc/passwd
+        why = "this user has no home folder; set PHANTOMGPU_CACHE to a folder of this user"
+        raise PhantomError(f"cannot keep what is built once: {why}")
+    return Path(base) if given else Path(base, "phantomgpu")
 
 
 def build(torch: Path) -> Path:
@@ -116,11 +105,8 @@ def build(torch: Path) -> Path:
         new = Path(scratch.name, "new")
         new.mkdir()
         compile_all(wanted(torch), new)
-        try:
-            new.rename(folder)  # another process may have been faster
-        except OSError:
-            if not folder.exists():
-                raise
+        with suppress(OSError):  # another process may have been faster
+            new.rename(folder)
     return folder
 
 
@@ -135,10 +121,7 @@ def load(folder: Path) -> ctypes.CDLL:
 
 def wanted(torch: Path) -> dict[str, Library]:
     """Return what the libraries of torch need of the CUDA libraries."""
-    libraries = {
-        "libcuda": Library("libcuda.so.1"),
-        "libnvidia-ml": Library("libnvidia-ml.so.1"),
-    }
+    libraries = {stem: Library(f"{stem}.so.1") for stem in ("libcuda", "libnvidia-ml")}
     files = sorted((torch / "lib").glob("lib*.so"))
     for file in files:
         for soname in re.findall(r"NEEDED.*\[(.*?)\]", _output("readelf", "-d", file)):
@@ -246,7 +229,8 @@ def _default(name: str, stem: str, *, called: bool) -> str:
         refused = not called or re.search("bufferSize|SpGEMM", name) or stem == "libcudnn"
         accepted = does == "+" or name.startswith(("cudnnDestroy", "__cuda")) or not refused
         code = f"return {0 if accepted else UNSUPPORTED.get(stem, 801)};"
-    return f"long {name}({_GIVEN}) {{ {code} return 0; }}"
+    launch = "LAUNCH;" * bool(LAUNCHES.search(name))
+    return f"long {name}({_GIVEN}) {{ {launch} {code} return 0; }}"
 
 
 @cache

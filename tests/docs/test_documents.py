@@ -29,7 +29,7 @@ from stretto.config import parse_run_file
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-MADE = ("_build", "_generated", "_ext", "_templates")
+MADE = ("_build", "_templates", "api")
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

@@ -12,8 +12,8 @@ from phantomgpu.analysis import (
     History,
     annotate,
     categorise,
-    lives,
-    peak,
+    follow,
+    most,
     peaks_by_step,
     place,
     timeline,
@@ -52,13 +52,15 @@ def run() -> History:
     made = History()
     made.phases = [(10, "step", 1), (20, "optimizer", 1), (30, "step", 2)]
     made.owners = [(20, "gradients", {400}), (40, "parameters", {100})]
+    follow(TRACE)
     annotate(made, TRACE)
     return made
 
 
-def test_the_peak_is_where_most_is_live() -> None:
-    assert peak(TRACE) == (18 * MIB, 4, 22 * MIB)
-    assert lives(TRACE) == {1: 9, 2: 9, 3: 5, 4: 8, 6: 9}
+def test_the_peak_is_where_most_is_live(run: History) -> None:
+    assert (most(TRACE, "used"), TRACE[4]["used"]) == (18 * MIB, 18 * MIB)
+    assert most(TRACE, "held") == 22 * MIB
+    assert [one.get("end") for one in TRACE] == [None, 9, 9, 5, 8, None, 9, None, None]
 
 
 def test_each_step_that_ended_has_a_peak(run: History) -> None:
@@ -77,12 +79,13 @@ def test_each_step_that_ended_has_a_peak(run: History) -> None:
 
 
 def test_blocks_belong_to_who_held_them_while_they_lived(run: History) -> None:
-    assert categorise(TRACE, lives(TRACE), run.owners) == {
-        1: "parameters",
-        2: "activations",
-        3: "logits",
-        4: "gradients",
-        6: "scratch of the optimizer",
+    categorise(TRACE, run.owners)
+    assert {one["addr"]: one["category"] for one in TRACE if "category" in one} == {
+        100: "parameters",
+        200: "activations",
+        300: "logits",
+        400: "gradients",
+        500: "scratch of the optimizer",
     }
     assert place(TRACE[2]) == "model.py:7 forward"
     assert place(TRACE[4]) == "backward"
@@ -108,14 +111,14 @@ def test_what_follows_backward_in_a_step_is_known(run: History) -> None:
     assert last["phase"] == "forward"
 
 
-@pytest.mark.parametrize("most", [100, 2])
-def test_a_timeline_is_one_step_with_its_peak(run: History, most: int) -> None:
-    named = categorise(TRACE, lives(TRACE), run.owners)
-    made = timeline(TRACE, 4, named, most)
+@pytest.mark.parametrize("points", [100, 2])
+def test_a_timeline_is_one_step_with_its_peak(run: History, points: int) -> None:
+    categorise(TRACE, run.owners)
+    made = timeline(TRACE, 4, points)
     columns = {one["name"]: one["bytes"] for one in made["categories"]}
     totals = [sum(sizes) for sizes in zip(*columns.values(), strict=True)]
     marks = {mark["text"]: mark["at"] for mark in made["marks"]}
-    assert len(made["times"]) == len(totals) <= most + 1
+    assert len(made["times"]) == len(totals) <= points + 1
     assert totals[marks["peak"]] == max(totals) == 18 * MIB
     assert set(marks) == {"peak", "backward", "optimizer step"}
     assert columns["parameters"] == [4 * MIB] * len(totals)

@@ -368,6 +368,10 @@ def floats() -> None:
     import torch
     from torch import distributions
 
+    filled = torch.ones(300, 300, device="cuda")
+    assert filled[1, :9].sum().item() == 9
+    filled.zero_()
+    assert filled[1, :9].sum().item() == 0
     mask = torch.bernoulli(torch.full((64, 256), 0.15, device="cuda")).bool()
     assert 0.1 < mask.sum().item() / mask.numel() < 0.2
     assert mask.nonzero().shape[0] == mask.sum().item()
@@ -496,8 +500,26 @@ def decomposed() -> None:
 def test_workspaces_of_decompositions() -> None:
     report = run(decomposed)
     assert report.fits, report.problem
-    assert "Xgeev (assumed" in str(report)
+    assert "Xgeev (four matrices)" in str(report)
     assert report.peak_allocated > 4 * 8_000_000
+
+
+def transformed() -> None:
+    import torch
+
+    for kind, size in ((torch.complex64, 80_000), (torch.complex128, 160_000)):
+        data = torch.zeros(100, 100, dtype=kind, device="cuda")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.fft.fft2(data)
+        grown = torch.cuda.max_memory_allocated() - before
+        assert 2 * size <= grown < 2 * size + 2048, grown  # the result, and as much to work in
+
+
+def test_workspaces_of_fourier_transforms_are_as_large_as_the_data() -> None:
+    report = run(transformed)
+    assert report.fits, report.problem
+    assert "cuFFT (as the data; 1D: 0)" in str(report)
 
 
 def fits_line(size: int) -> None:
@@ -635,6 +657,10 @@ def captured() -> None:
     with torch.cuda.graph(graph):
         model(x).sum().backward()
         optimizer.step()
+    pools = {(one["stream"], one["segment_pool_id"]) for one in torch.cuda.memory_snapshot()}
+    assert (0, (0, 0)) in pools
+    assert any(pool != (0, 0) for _, pool in pools)
+    assert all(pool == (0, 0) for stream, pool in pools if stream == 0)  # where seeds are
     graph.replay()
 
 
@@ -775,6 +801,67 @@ def emptied() -> None:
 def test_a_script_that_empties_the_cache() -> None:
     """Its history has segments without frames."""
     report = run(emptied)
+    assert report.fits, report.problem
+
+
+def behind() -> None:
+    """What a second stream uses is not free before the device has got that far."""
+    import torch
+
+    side = torch.cuda.Stream()
+
+    def use(count: int) -> int:
+        for _ in range(count):
+            buffer = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
+            buffer.record_stream(side)
+            del buffer
+        return torch.cuda.memory_reserved() >> 20
+
+    number = torch.ones((), device="cuda")
+    before = use(0)
+    assert use(3) == before + 96
+    torch.cuda.synchronize()
+    assert use(3) == before + 96
+    assert use(1) == before + 128
+    assert number.item() == 1.0  # waits for the device
+    assert use(4) == before + 128
+    for _ in range(1100):  # waits for a place in the queue
+        number.add_(1)
+    assert use(4) == before + 128
+    event = torch.cuda.Event()
+    event.record()
+    assert not event.query()
+    while not event.query():
+        pass
+
+
+def test_the_device_is_behind_the_program() -> None:
+    report = run(behind)
+    assert report.fits, report.problem
+
+
+def collecting() -> None:
+    """Collectives hold tensors of 32 MiB until the device has got that far, and one more begins."""
+    import torch
+    from torch import distributed as dist
+
+    dist.init_process_group("nccl")
+    number = torch.ones((), device="cuda")
+
+    def held() -> int:
+        whole = torch.empty(8 << 20, device="cuda")
+        dist.reduce_scatter_tensor(whole[: 1 << 20], whole, async_op=True).get_future().wait()
+        return torch.cuda.memory_allocated() >> 25
+
+    assert [held(), held(), held()] == [1, 2, 3]
+    for _ in range(1100):
+        number.add_(1)
+    torch.cuda.synchronize()
+    assert held() == 1
+
+
+def test_what_collectives_hold() -> None:
+    report = run(collecting, ranks=8)
     assert report.fits, report.problem
 
 

@@ -13,18 +13,11 @@ from pathlib import Path
 
 
 def _start() -> None:
-    folder = Path(__file__).resolve().parent
-    package = folder.parent
-    spec = importlib.util.spec_from_file_location(
-        "phantomgpu", package / "__init__.py", submodule_search_locations=[str(package)]
-    )
-    if spec is None or spec.loader is None:
-        return
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["phantomgpu"] = module
-    spec.loader.exec_module(module)
+    neighbours = str(Path(__file__).resolve().parents[2])
+    sys.path.insert(0, neighbours)
     from phantomgpu import child
 
+    sys.path.remove(neighbours)
     child.install()
 
 

@@ -18,9 +18,9 @@
 
 struct facts facts = {(size_t)80 << 30, 0, 1, 9, 0, 90, 132, 2048, 32, 232448, 233472, 50 << 20,
                       "phantomgpu"};
-_Thread_local int current_device;
+_Thread_local int current_device, phantom_launches;
 double phantom_inside, phantom_between;
-size_t phantom_most_managed, phantom_nccl, phantom_assumed;
+size_t phantom_most_managed, phantom_nccl, phantom_assumed, phantom_now;
 
 /* Ranges of addresses that do not overlap, in ascending order. */
 struct range {
@@ -35,7 +35,7 @@ static struct {
   size_t used, highest;
   int mapped;
   struct ranges reserved;
-} devices[MOST_DEVICES];
+} devices[PLACES];
 static struct ranges written; /* all other bytes of the devices are zero */
 static size_t kept;           /* bytes in these ranges */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -110,9 +110,10 @@ size_t phantom_highest(int device) { return devices[device].highest + facts.cont
 
 int phantom_take(int device, size_t bytes) {
   pthread_mutex_lock(&lock);
-  int fits = devices[device].used + facts.context + bytes <= facts.memory;
+  int fits = device >= PINNED || devices[device].used + facts.context + bytes <= facts.memory;
   if (fits && (devices[device].used += bytes) > devices[device].highest)
     devices[device].highest = devices[device].used;
+  phantom_most_managed = devices[MANAGED].highest;
   pthread_mutex_unlock(&lock);
   return fits;
 }
@@ -131,9 +132,18 @@ int phantom_connect(int device, long bytes) {
   return 1;
 }
 
+static int place_of(size_t address) {
+  size_t place = (address - FIRST_ADDRESS) / ADDRESSES;
+  return address >= FIRST_ADDRESS && place < PLACES ? (int)place : -1;
+}
+
+int phantom_place(const void *address) {
+  return phantom_block((size_t)address, NULL, NULL) ? -1 : place_of((size_t)address);
+}
+
 int phantom_owner(const void *address) {
-  size_t device = ((size_t)address - FIRST_ADDRESS) / ADDRESSES;
-  return (size_t)address >= FIRST_ADDRESS && device < (size_t)facts.devices ? (int)device : -1;
+  int place = place_of((size_t)address);
+  return place < facts.devices ? place : -1;
 }
 
 /* The first place behind all ranges; when that is used up, the first gap that is large enough.
@@ -247,7 +257,7 @@ void phantom_set(void *to, int value, size_t width, size_t count) {
 }
 
 size_t phantom_return(size_t address) {
-  int device = phantom_owner((void *)address);
+  int device = place_of(address);
   size_t bytes = 0;
   if (device < 0) return 0;
   pthread_mutex_lock(&lock);
@@ -256,6 +266,7 @@ size_t phantom_return(size_t address) {
   if (i < ranges->count && ranges->at[i].from == address) {
     bytes = ranges->at[i].to - address;
     forget(address, address + bytes);
+    if (device >= PINNED) madvise((void *)address, bytes, MADV_DONTNEED);
     erase(ranges, i, 1);
   }
   pthread_mutex_unlock(&lock);
@@ -277,12 +288,12 @@ int phantom_free(void *pointer) {
   if (!pointer) return OK;
   size_t bytes = phantom_return((size_t)pointer);
   if (!bytes) return INVALID_VALUE;
-  phantom_give(phantom_owner(pointer), bytes);
+  phantom_give(place_of((size_t)pointer), bytes);
   return OK;
 }
 
 int phantom_block(size_t address, size_t *first, size_t *bytes) {
-  int device = phantom_owner((void *)address);
+  int device = place_of(address);
   if (device < 0) return INVALID_VALUE;
   pthread_mutex_lock(&lock);
   struct ranges *ranges = &devices[device].reserved;

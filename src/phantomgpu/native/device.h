@@ -5,17 +5,14 @@
 
 #define PAGE ((size_t)2 << 20) /* the driver hands out pages of 2 MiB */
 #define MOST_DEVICES 16
+#define LAUNCH (phantom_launches = 1, phantom_now += 64)
+
+/* Memory of the host that CUDA knows lies where further devices would. */
+enum { PINNED = MOST_DEVICES, MANAGED, PLACES };
 
 /* Error numbers, the same in the runtime and the driver. */
-enum {
-  OK = 0,
-  INVALID_VALUE = 1,
-  OUT_OF_MEMORY = 2,
-  NO_DEVICE = 100,
-  INVALID_DEVICE = 101,
-  NOT_FOUND = 500,
-  NOT_SUPPORTED = 801,
-};
+enum { OK, INVALID_VALUE, OUT_OF_MEMORY, NO_DEVICE = 100, INVALID_DEVICE };
+enum { NOT_FOUND = 500, NOT_READY = 600, NOT_SUPPORTED = 801 };
 
 /* From the environment variable PHANTOMGPU_FACTS, in this order, separated by spaces. */
 struct facts {
@@ -30,8 +27,14 @@ struct facts {
 };
 extern struct facts facts;
 extern _Thread_local int current_device;
+/* Of the runtime, which remembers errors; and the graph that is captured, and how many there were. */
+int phantom_fail(int error);
+extern void *phantom_graph;
+extern size_t phantom_captures;
 extern size_t phantom_most_managed; /* most bytes of managed memory, which lie on the host */
 extern double phantom_inside, phantom_between; /* bytes that NCCL moved, see nccl.c */
+extern size_t phantom_now;          /* one more for a question, and 64 more for a launch */
+extern _Thread_local int phantom_launches; /* whether this thread ever did, or only asks */
 extern size_t phantom_nccl;         /* most bytes of NCCL's own buffers */
 extern size_t phantom_assumed;      /* whose workspaces are not known: 1 Xgeev, 2 cuFFT, 4 cuSPARSE */
 
@@ -51,8 +54,8 @@ size_t phantom_return(size_t address);
 int phantom_malloc(void **pointer, size_t bytes, int device);
 int phantom_free(void *pointer);
 int phantom_block(size_t address, size_t *first, size_t *bytes);
-/* The device that an address belongs to, or -1. */
-int phantom_owner(const void *address);
+/* The device that an address belongs to, or -1; and the place, if it is in use. */
+int phantom_owner(const void *address), phantom_place(const void *address);
 
 /* A handle that is never read: of a stream, a kernel, a library. */
 void *phantom_handle(void);

@@ -8,7 +8,7 @@
 #define UNHANDLED 1 /* ncclUnhandledCudaError */
 
 struct communicator {
-  int ranks, rank, device;
+  int ranks, rank, device; /* in this order: answers.txt */
   size_t buffers;
 };
 struct id {
@@ -65,12 +65,6 @@ int ncclCommSplit(struct communicator *from, int colour, int key, struct communi
   *to = NULL;
   return colour < 0 ? 0 : make(to, 1, 0, from->buffers);
 }
-
-int ncclCommCount(struct communicator *from, int *to) { return *to = from->ranks, 0; }
-
-int ncclCommUserRank(struct communicator *from, int *to) { return *to = from->rank, 0; }
-
-int ncclCommCuDevice(struct communicator *from, int *to) { return *to = from->device, 0; }
 
 #define SERVER 8 /* GPUs that NVLink joins */
 

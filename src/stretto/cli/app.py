@@ -216,12 +216,12 @@ def watch(
         folder: A folder of runs, or the folder of one run.
         port: The port on 127.0.0.1; 0 takes a free one.
     """
-    from stretto.report.page.watch import HOST, opened
+    from stretto.report.page.watch import HOST, server
 
-    with opened(folder, port) as server:
-        address = f"http://{HOST}:{server.server_port}/"
-        typer.echo(f"watching {folder} at {address}  (end with Ctrl+C)")  # it answers from here on
-        server.serve_forever()
+    with server(folder, port) as listening:  # before its address is said
+        address = f"http://{HOST}:{listening.server_port}/"
+        typer.echo(f"watching {folder} at {address}  (end with Ctrl+C)")
+        listening.serve_forever()
 
 
 @verb(app, "inspect runs/a", "inspect runs/a/checkpoints/checkpoint-000000000640 --json")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, final
+from urllib.parse import parse_qs
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -87,7 +88,10 @@ class LiveServer:
     def __init__(self, payload: dict[str, Any]) -> None:
         """Listen on a free port of this machine."""
         self.changed: list[dict[str, Any]] = []
+        self.more: dict[str, Any] = {}
+        self.queries: list[dict[str, list[str]]] = []
         text, changed = build(payload | {"at": 0}).encode(), self.changed
+        queries, more = self.queries, self.more
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -96,8 +100,10 @@ class LiveServer:
                 kind = "text/html; charset=utf-8" if is_page else "application/json"
                 self.send_header("content-type", kind)
                 self.end_headers()
-                after = int(self.path.partition("=")[2] or 0)
-                found = {"runs": changed[after:], "at": len(changed)}
+                asked = parse_qs(self.path.partition("?")[2])
+                queries.append(asked)
+                after = int(asked.get("after", ["0"])[0])
+                found = {"runs": changed[after:], "at": len(changed)} | more
                 self.wfile.write(text if is_page else json.dumps(found, allow_nan=False).encode())
 
             def log_message(self, *args: Any) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow  # a browser is started
 
+NONE = "\N{EN DASH}"
 UNITS = ["ba", "sp", "tok", "ep", "dur", "sec", "utc"]
 HOSTILE = "</script><img src=x onerror=\"alert('in')\"><!-- ${1} {{DATA}} /*SCRIPT*/ ' \" \u2028 名"
 
@@ -433,7 +434,7 @@ class TestLive:
         yield started
         started.close()
 
-    def test_new_rows_keep_what_is_looked_at(self, seen: Seen, server: LiveServer) -> None:
+    def test_new_rows_keep_what_is_looked_at(self, server: LiveServer, seen: Seen) -> None:
         page = seen.go(server.address)
         page.evaluate("strettoPage.zoomTo(100, 300)")
         seen.frames()
@@ -452,7 +453,7 @@ class TestLive:
         assert asked == {server.address, server.address + "runs"}
 
     def test_a_run_sent_again_replaces_its_rows_and_keeps_the_view(
-        self, seen: Seen, server: LiveServer
+        self, server: LiveServer, seen: Seen
     ) -> None:
         page = seen.go(server.address)
         page.evaluate("strettoPage.zoomTo(100, 300)")
@@ -555,7 +556,7 @@ TEXTS = """globalThis.texts = [];
 const write = CanvasRenderingContext2D.prototype.fillText;
 CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
   const {a, e} = this.getTransform();
-  if (this.textAlign !== "left") texts.push([text, this.textAlign, a * x + e, this.measureText(text).width * a]);
+  if (this.textAlign !== "left") texts.push([text, this.textAlign, a * x + e, this.measureText(text).width * a, this.canvas.width]);
   return write.call(this, text, x, y);
 };"""  # noqa: E501
 
@@ -563,9 +564,10 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
 def labels(page: Page, align: str) -> set[str]:
     found = page.evaluate("texts")
     half = {"right": 1, "center": 0.5}
-    for text, how, x, width in found:
+    for text, how, x, width, end in found:
         assert x - half[how] * width > -2, f"{text} is clipped"
-    return {text for text, how, _, _ in found if how == align}
+        assert x + (1 - half[how]) * width < end + 2, f"{text} is clipped"
+    return {text for text, how, *_ in found if how == align and text}
 
 
 @pytest.mark.parametrize(
@@ -590,6 +592,10 @@ def test_labels_of_axes_are_round_and_not_clipped(
         button.click()
     seen.frames()
     found |= labels(page, "right")
+    low, high = view(page)
+    page.evaluate(f"strettoPage.zoomTo({low + (high - low) * 0.4}, {low + (high - low) * 0.44})")
+    seen.frames()
+    labels(page, "center")
     round_one = re.compile(r"-?[\d,]{1,5}(\.\d{1,3})?[KMBT%]?|\d+e-\d+|[\d.]+ [KMGT]?i?B")
     assert [text for text in found if not round_one.fullmatch(text)] == []
 
@@ -624,3 +630,116 @@ def test_a_wide_table_scrolls_on_a_phone(seen: Seen, tmp_path: Path) -> None:
         assert first["x"] == box["x"], "the name of a row stays"
         assert table.get_attribute("tabindex") == "0"
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def straight(name: str, losses: list[float], *, batch: int = 1, **more: Any) -> dict[str, Any]:
+    """Return a run with these losses at batches 1, 2, ... and 10 samples a batch, or more."""
+    rows = np.arange(len(losses))
+    columns = {"ba": rows + 1, "sp": (rows + 1) * 10 * batch}
+    clock = payloads.clock({**dict.fromkeys(UNITS), **columns})
+    found = [payloads.series("loss", "loss", rows, losses, label="training loss")]
+    record = {"name": name, "kind": "run", "clock": clock, "series": found, "events": []}
+    return {**record, "stages": None, "facts": [], **more}
+
+
+def test_the_difference_of_two_losses_on_any_axis(seen: Seen, tmp_path: Path) -> None:
+    # On batches they differ by 1, 2, 3, 4; on samples, b is at 20, 40, 60, 80.
+    pair = straight("a", [4, 3, 2, 1]), straight("b", [5, 5, 5, 5], batch=2)
+    page = seen.show(payloads.payload(*pair), tmp_path)
+    assert page.locator("#compare").text_content().startswith("loss minus that of")  # type: ignore[union-attr]
+    page.locator("#compare select").focus()
+    page.keyboard.press("ArrowDown")
+    seen.frames()
+    found = "(t => t && [...t.x].map((x, i) => [x, t.s.values[t.index[i]]]))"
+    panel = "(strettoPage.panels.find(p => p.key === 'loss_difference').traces[0])"
+    assert page.evaluate(found + panel) == [[1, 1], [2, 2], [3, 3], [4, 4]]
+    choose(seen, "sp")
+    wanted = np.array([[20, 2], [40, 4], [60, np.nan], [80, np.nan]])
+    assert np.array(page.evaluate(found + panel), float) == pytest.approx(wanted, nan_ok=True)
+    assert "from a" in (page.locator(".panel h2").nth(1).text_content() or "")
+    page.reload()
+    seen.frames()
+    assert page.locator("#compare select").input_value() == "a"
+    assert page.locator(".panel").count() == 2
+    page.locator("#compare select").select_option("")
+    seen.frames()
+    assert page.locator(".panel").count() == 1
+
+
+def test_points_between_those_of_the_other_run_are_on_its_line(seen: Seen, tmp_path: Path) -> None:
+    pair = straight("a", [4, 2, 0], batch=2), straight("b", [1, 1, 1])
+    page = seen.show(payloads.payload(*pair), tmp_path, "#axis=sp&minus=a")
+    values = page.evaluate("[...strettoPage.panels[1].traces[0].s.values]")
+    assert np.array(values, float) == pytest.approx([np.nan, -3, -2], nan_ok=True)
+
+
+def test_settings_that_differ_are_a_table(seen: Seen, tmp_path: Path) -> None:
+    settings = [["optimizer.lr", "0.1"], ["optimizer.momentum", "0.9"], ["batch_size", "8"]]
+    other = [["optimizer.lr", "0.2"], ["optimizer.momentum", "0.9"], ["batch_size", "16"]]
+    facts = {"facts": [["batch size", "Constant(8)"], ["device", "cpu"]]}
+    runs = [
+        straight("a", [1, 2], settings=settings, **facts),
+        straight("b", [1, 2], settings=[*other, ["seed", "1"]], **facts),
+        straight("own loop", [1, 2], settings=[], facts=[["device", "cuda"]]),
+    ]
+    page = seen.show(payloads.payload(*runs), tmp_path)
+    rows = page.locator("#facts tbody tr")
+    assert [row.locator("td").all_text_contents() for row in rows.all()] == [
+        ["batch size", "Constant(8)", "Constant(8)", NONE],
+        ["device", "cpu", "cpu", "cuda"],
+        ["optimizer.lr", "0.1", "0.2", ""],
+        ["seed", NONE, "1", ""],
+    ]
+    page.locator("#settings summary").click()
+    assert "optimizer.momentum" in (page.locator("#settings").inner_text())
+    page = seen.show(payloads.payload(runs[0]), tmp_path)
+    assert page.locator("#facts table").count() == 0
+
+
+class TestManyRuns:
+    def test_a_field_finds_runs_by_name(self, seen: Seen, tmp_path: Path) -> None:
+        runs = [straight(f"{kind}-{n}", [1, 2]) for kind in ("warm", "Cold") for n in range(5)]
+        page = seen.show(payloads.payload(*runs), tmp_path)
+        page.get_by_role("searchbox", name="find a run").fill("cold")
+        names = page.locator("#legend button").all_text_contents()
+        assert names == [f"Cold-{n}" for n in range(5)]
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        assert page.evaluate("strettoPage.runs.filter(run => !run.shown).map(run => run.name)") == [
+            "Cold-0"
+        ]
+        assert page.evaluate("document.activeElement.textContent") == "Cold-0"
+        page = seen.show(payloads.payload(*runs[:3]), tmp_path)
+        assert not page.locator("#search").is_visible()
+
+    def test_a_run_that_was_not_sent_is_asked_for(self, seen: Seen) -> None:
+        names = ["a", *(f"old-{n}" for n in range(60))]
+        made = payloads.payload(straight("a", [1, 2]), live=True)
+        server = LiveServer({**made, "names": names})
+        server.more["names"] = names
+        try:
+            page = seen.go(server.address)
+            assert page.locator("#legend button").count() == 40
+            assert "21 more" in page.locator("#legend").inner_text()
+            page.locator("#search").fill("old-57")
+            page.locator("#legend button").click()
+            server.changed.append(straight("old-57", [3, 4]))
+            seen.until("strettoPage.runs.length === 2")
+            assert page.evaluate("strettoPage.runs[1].shown")
+            seen.until("true")
+            ends = [one for one in server.queries if one.get("also")]
+            while not ends:
+                page.wait_for_timeout(50)
+                ends = [one for one in server.queries if one.get("also")]
+            assert [one["new"] for one in server.queries if "new" in one] == [["old-57"]]
+            assert ends[0]["also"] == ["old-57"]
+            server.more["names"] = ["a", "new"]
+            page.locator("#search").fill("")
+            page.locator("#legend button").first.focus()
+            seen.until("[...document.querySelectorAll('#legend button')].length === 3")
+            assert page.evaluate("document.activeElement.textContent") == "a"
+            page.reload()
+            seen.until("strettoPage.runs.length === 2")
+        finally:
+            seen.page.goto("about:blank")  # it asks no more
+            server.close()

@@ -9,9 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -23,7 +24,7 @@ from stretto.errors import ConfigError
 from stretto.planning import plan
 from stretto.planning.plan import plan_record
 from stretto.report.page import build, payload, read_or_problem
-from stretto.report.page.watch import MOST_READ, WatchedRuns, opened, server
+from stretto.report.page.watch import MOST_READ, WatchedRuns, server
 from stretto.run_folder import event_line, json_line
 from stretto.timing import Horizon
 
@@ -220,4 +221,110 @@ def test_the_address_is_said_when_it_can_be_asked(tmp_path: Path) -> None:
 def test_nothing_is_said_before_an_error(tmp_path: Path, port: int) -> None:
     for folder, taken in ((tmp_path / "none", 0), (tmp_path, port), (tmp_path, 1 << 20)):
         with pytest.raises(ConfigError):
-            opened(folder, taken)
+            server(folder, taken)
+
+
+def others(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0)
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to the folder": lambda path: path.symlink_to("."),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "of somebody else": others,
+    "a name that is no text": lambda path: write_run(path.with_name(os.fsdecode(b"\xff\xfe"))),
+    "a file": lambda path: path.write_text("x"),
+    "a pipe": os.mkfifo,
+    "half a line": lambda path: half(path, '{"ep": 0.1, "ba'),
+    "deep": lambda path: half(path, '{"a":' * 100_000 + "\n"),
+    "not text": lambda path: half(path, "\0\ud800\x1b\n"),
+    "numbers too large": lambda path: half(path, json_line({**clock(9, 200), "sp": 10**400})),
+    "twenty thousand metrics": lambda path: half(
+        path, json_line({**clock(9, 200), **{f"m{n}": 1.0 for n in range(20_000)}})
+    ),
+    "names of settings": lambda path: rules(path, "a:\n" * 5_000 + "[[[[ &a *a\n- - - :\n\0: x\n"),
+    "settings without end": lambda path: rules(path, "  " * 200_000),
+}
+
+
+def half(path: Path, text: str) -> None:
+    write_run(path)
+    with (path / "metrics.jsonl").open("a", errors="surrogatepass") as file:
+        file.write(text)
+
+
+def rules(path: Path, text: str) -> None:
+    write_run(path)
+    (path / "run.yaml").write_text(text)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_no_folder_hides_another(odd: str) -> None:
+    """Also for a user who may not read all of them; root may."""
+    with tempfile.TemporaryDirectory() as made:  # not `tmp_path`, whose parents are of one user
+        folder = Path(made)
+        folder.chmod(0o755)
+        write_run(folder / "good")
+        ODD[odd](folder / "odd")
+        user = os.geteuid()
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            page = Page(folder)
+            runs = {run["name"]: run["problem"] for run in page.new()}
+            assert page.new() == []
+        finally:
+            os.seteuid(user)
+            if odd == "of somebody else":
+                (folder / "odd").chmod(0o755)
+    assert runs["good"] == ""
+    json.dumps(sorted(runs)).encode()
+    assert "".join(runs).encode(), "a page can ask for it by name"
+
+
+def test_a_folder_that_may_not_be_read_is_an_error() -> None:
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0)
+        user = os.geteuid()
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            with pytest.raises(ConfigError, match="permission"):
+                server(Path(made), 0)
+        finally:
+            os.seteuid(user)
+            Path(made).chmod(0o755)
+
+
+def test_files_of_another_tool_are_a_problem_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    (run,) = Page(tmp_path).new()
+    assert "no line" in run["problem"]
+
+
+def test_any_run_can_be_asked_for_by_name(port: int, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    for number in range(MOST_READ):
+        write_run(folder / f"new {number}&", batches=1)
+    os.utime(folder / "a", (1, 1))
+    first = json.loads(ask(port, path="/runs?after=0").text)
+    assert "a" not in [run["name"] for run in first["runs"]]
+    assert first["names"][-1] == "a"
+    assert len(first["names"]) == MOST_READ + 1
+    at = first["at"]
+
+    def names(query: str) -> list[str]:
+        return [
+            run["name"]
+            for run in json.loads(ask(port, path=f"/runs?after={at + 1}&{query}").text)["runs"]
+        ]
+
+    assert names("new=a") == ["a"]
+    assert names("also=a") == []
+    assert names("new=new+1%26&also=a") == ["new 1&"]
+    assert names("new=../../a&new=%2Fetc&new=") == []
+    add_batch(folder / "a", 8, 120)
+    assert json.loads(ask(port, path=f"/runs?after={at + 1}").text)["runs"] == []
+    assert names("also=a") == ["a"]

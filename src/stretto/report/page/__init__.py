@@ -42,7 +42,7 @@ VERSION = 1
 _PARTS = {
     "/*STYLE*/": ("uplot/uPlot.min.css", "page.css"),
     "/*UPLOT*/": ("uplot/uPlot.iife.min.js",),
-    "/*SCRIPT*/": ("page.js",),
+    "/*SCRIPT*/": ("numbers.js", "page.js"),
 }
 """The files for each place in `page.html`."""
 

@@ -1,9 +1,6 @@
-"use strict";
 (() => {
-// Units of the axis, in the order of the switch. A row of a run's clock holds one number of each.
-const AXES = [["ba", "batches"], ["sp", "samples"], ["tok", "tokens"], ["ep", "epochs"], ["dur", "fraction"],
-  ["sec", "training time"], ["utc", "clock time"], ["ev", "events of the step"]];
-const TITLES = new Map([["loss", "loss"], ["batch_size", "batch size"], ["accumulation", "accumulation"], ["lr", "learning rate"],
+"use strict";
+const DIFFERENCE = "loss_difference", TITLES = new Map([["loss", "loss"], [DIFFERENCE, "difference of loss"], ["batch_size", "batch size"], ["accumulation", "accumulation"], ["lr", "learning rate"],
   ["grad_norm", "gradient norm"], ["noise_scale", "noise scale"], ["memory", "memory"], ["throughput", "throughput"], ["step_memory", "memory of a step"]]);
 const DOUBLING = new Set(["batch_size", "accumulation", "noise_scale"]);  // logarithmic, with powers of two on the axis
 const FROM_ZERO = new Set(["lr", "memory", "throughput", "step_memory"]);
@@ -13,6 +10,7 @@ const EVENTS = {out_of_memory: ["✕", "out of memory"], checkpoint_failed: ["!"
   skipped_step: ["∅", "skipped step"], stop: ["■", "stop"], start: ["▶", "start"], decided_size: ["◆", "change of size"],
   checkpoint: ["▲", "checkpoint"], evaluation: ["○", "evaluation"]};
 const WEIGHTS = Object.keys(EVENTS);
+const MANY = 8, MOST_BUTTONS = 40;  // more runs than these have a field to find them; so many are buttons
 const GRAVE = new Set(["out_of_memory", "checkpoint_failed", "resume", "skipped_step"]);
 
 // ---- elements: text is only ever text
@@ -38,15 +36,12 @@ function bytes(text) {
   for (let i = 0; i < out.length; i++) out[i] = characters.charCodeAt(i);
   return out.buffer;
 }
-function decode(value, Type) {  // base64, {"f64": base64}, or a plain array, whose null is nan
+function decode(value, Type) {  // base64, or {"f64": base64}
   if (value == null) return null;
-  if (Array.isArray(value)) return (Type === Float32Array ? Float64Array : Type).from(value, v => v ?? NaN);
   return typeof value === "string" ? new Type(bytes(value)) : new Float64Array(bytes(value.f64));
 }
-function readSeries(raw) {
-  return {...raw, rows: decode(raw.rows, Uint32Array), values: decode(raw.values, Float32Array),
-    low: decode(raw.low, Float32Array), high: decode(raw.high, Float32Array)};
-}
+const readSeries = raw => ({...raw, rows: decode(raw.rows, Uint32Array), values: decode(raw.values, Float32Array),
+  low: decode(raw.low, Float32Array), high: decode(raw.high, Float32Array)});
 function readRun(raw) {
   const clock = {};
   for (const [unit] of AXES) if (raw.clock[unit] != null) clock[unit] = decode(raw.clock[unit], Float64Array);
@@ -114,77 +109,11 @@ function rowAt(run, unit, x) {
   return i + (x - values[i]) / (values[i + 1] - values[i]);
 }
 
-// ---- text of numbers
-const digits = step => Math.max(0, Math.min(9, Math.ceil(-Math.log10(step) - 1e-9)));
-const grouped = (v, places) => v.toLocaleString("en-US", {minimumFractionDigits: places, maximumFractionDigits: places});
-const trimmed = text => text.includes("e") || !text.includes(".") ? text : text.replace(/\.?0+$/, "");
-const BYTES = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
-const THOUSANDS = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]];
-
-function quantity(v, unit = "") {
-  if (!Number.isFinite(v)) return String(v);
-  const size = Math.abs(v);
-  if (unit === "bytes") {
-    const [factor, name] = BYTES.find(([f]) => size >= f) ?? [1, "B"];
-    return `${trimmed((v / factor).toPrecision(4))} ${name}`;
-  }
-  const tail = unit ? ` ${unit}` : "";
-  if (size >= 1e3 || Number.isInteger(v)) return grouped(v, 0) + tail;
-  if (size < 1e-3) return trimmed(v.toPrecision(3)).replace("e-0", "e-") + tail;
-  return trimmed(v.toPrecision(4)) + tail;
-}
-
-function duration(seconds, places = 0) {
-  const sign = seconds < 0 ? "-" : "", total = Math.abs(Number(seconds.toFixed(places)));
-  const days = Math.floor(total / 86400), hours = Math.floor(total / 3600) % 24, minutes = Math.floor(total / 60) % 60;
-  const two = v => String(v).padStart(2, "0"), rest = (total % 60).toFixed(places).padStart(places ? places + 3 : 2, "0");
-  return `${sign}${days ? `${days}d ` : ""}${days || hours ? `${hours}:${two(minutes)}` : minutes}:${rest}`;
-}
-const clockTime = (seconds, style) => new Intl.DateTimeFormat("en-GB", style).format(new Date(seconds * 1000));
-const DAY = {day: "numeric", month: "short"}, MINUTE = {hour: "2-digit", minute: "2-digit"}, SECOND = {...MINUTE, second: "2-digit"};
-function reading(unit, x) {  // a position in words, for the line under the legend
-  if (!Number.isFinite(x)) return "";
-  if (unit === "dur") return `${(100 * x).toFixed(2)}% of the run`;
-  if (unit === "sec") return `${duration(x)} of training`;
-  if (unit === "utc") return clockTime(x, {...DAY, ...SECOND});
-  if (unit === "ep") return `epoch ${trimmed(x.toFixed(3))}`;
-  if (unit === "ev") return `event ${Math.round(x)}`;
-  return `${grouped(Math.floor(x * (1 + 1e-12) + 1e-9), 0)} ${AXES.find(([name]) => name === unit)[1]}`;
-}
-
 // ---- ticks
-const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
-function stepOf(low, high, count, unit) {
-  const raw = (high - low) / Math.max(1, count);
-  if ((unit === "sec" || unit === "utc") && raw > 0.5) return TIMES.find(t => t >= raw) ?? 86400 * Math.ceil(raw / 86400);
-  const power = 10 ** Math.floor(Math.log10(raw)), step = power * [1, 2, 5, 10].find(m => m * power >= raw * 0.999);
-  return ["ba", "sp", "tok", "ev"].includes(unit) ? Math.max(1, step) : step;
-}
-function multiples(low, high, step, zone = 0) {
-  const out = [];
-  if (!(step > 0) || (high - low) / step > 200) return out;
-  // Counted: beyond 2 ** 53, adding 1 to a number changes nothing.
-  for (let first = Math.ceil((low + zone) / step - 1e-9), i = 0; i <= 201 && (first + i) * step - zone <= high + step * 1e-9; i++) out.push((first + i) * step - zone);
-  return [...new Set(out)];
-}
 function xTicks(low, high, width) {
   const unit = state.axis, zone = unit === "utc" ? -60 * new Date(low * 1000).getTimezoneOffset() : 0;
   return multiples(low, high, stepOf(low, high, width / (unit === "utc" ? 85 : 62), unit), zone);
 }
-const tiny = v => Number(v.toPrecision(3)).toExponential();
-function plain(values, step = values.length > 1 ? values[1] - values[0] : 1) {
-  const most = Math.max(...values.map(Math.abs));
-  if (most < 1e-3) return values.map(v => v === 0 ? "0" : tiny(v));
-  return values.map(v => {
-    const [factor, suffix] = most >= 1e4 && THOUSANDS.find(([f]) => Math.abs(v) >= f) || [1, ""];
-    return step / factor < 1e-3 ? grouped(v, digits(step)) : trimmed(grouped(v / factor, digits(step / factor))) + suffix;
-  });
-}
-function power(exponent) {  // of two, with 1K for 1,024: a batch of 16,384 is one of 16K
-  const tens = exponent < 14 ? 0 : Math.min(4, Math.floor(exponent / 10));
-  return exponent < 0 ? trimmed((2 ** exponent).toPrecision(3)) : grouped(2 ** (exponent - 10 * tens), 0) + ["", "K", "M", "B", "T"][tens];
-}
-
 function xLabels(values) {
   const step = values.length > 1 ? values[1] - values[0] : 1, unit = state.axis;
   if (unit === "dur") return values.map(v => `${(100 * v).toFixed(digits(100 * step))}%`);
@@ -227,7 +156,8 @@ const payload = JSON.parse(byId("data").textContent);
 const runs = (payload.runs ?? []).map(readRun).concat(payload.memory ? [readMemory(payload.memory)] : []);
 const panels = [];
 const state = {axis: "ba", zoom: null, cursor: null, chosen: new Map(), logs: new Map()};
-let range = [0, 1], colours = {};
+const wanted = new Set();  // runs of the server that were asked for by name
+let range = [0, 1], colours = {}, names = payload.names ?? [], fresh = [];
 
 const shown = () => runs.filter(run => run.shown && run.n);
 const colourOf = run => runs.indexOf(run) % COLOURS;
@@ -270,9 +200,7 @@ function zoomTo(low, high) {
   if (!run || !(high - low > least)) return;
   look(low <= first && high >= last ? null : {run: run.name, from: rowAt(run, state.axis, low), to: rowAt(run, state.axis, high)});
 }
-function zoomBy(factor, centre = (range[0] + range[1]) / 2) {
-  zoomTo(centre - (centre - range[0]) * factor, centre + (range[1] - centre) * factor);
-}
+const zoomBy = (factor, centre = (range[0] + range[1]) / 2) => zoomTo(centre - (centre - range[0]) * factor, centre + (range[1] - centre) * factor);
 function pan(share) {
   const [first, last] = wholeRange(), width = range[1] - range[0];
   const low = Math.min(Math.max(range[0] + share * width, first), Math.max(first, last - width));
@@ -297,12 +225,16 @@ function remember() {  // in the address, so that a reload and a copied address 
   const {zoom} = state, parts = new URLSearchParams({axis: state.axis});
   if (zoom) parts.set("rows", `${runs.indexOf(named(zoom.run))},${zoom.from},${zoom.to}`);
   if (state.theme) parts.set("theme", state.theme);
+  if (state.base) parts.set("minus", state.base);
+  for (const name of wanted) parts.append("also", name);
   try { history.replaceState(null, "", `#${parts}`); } catch { /* a frame without an address */ }
 }
 function recall(offered) {
   const parts = new URLSearchParams(location.hash.slice(1)), [index, from, to] = (parts.get("rows") ?? "").split(",").map(Number);
   if (offered.includes(parts.get("axis"))) state.axis = parts.get("axis");
   if (runs[index] && to > from) state.zoom = {run: runs[index].name, from, to};
+  state.base = parts.get("minus");
+  parts.getAll("also").forEach(want);
   if (["light", "dark"].includes(parts.get("theme"))) state.theme = parts.get("theme");
 }
 
@@ -328,8 +260,22 @@ function pointsOf(run, s) {
   return {x: x.subarray(0, n), index: index.subarray(0, n)};
 }
 
+function between({s, x, index}, at) {  // the value on the line between two points; none beyond its ends
+  const i = above(x, at) - 1, here = s.values[index[i]];
+  if (i < 0 || x[i] === at) return here ?? NaN;
+  return i + 1 < x.length ? here + (at - x[i]) / (x[i + 1] - x[i]) * (s.values[index[i + 1]] - here) : NaN;
+}
+const lossesOf = run => run.series.filter(s => s.panel === "loss" && !s.planned);
+function differences(base) {  // of each loss from that of the same name, at the points of the first, on the axis of now
+  const theirs = new Map(lossesOf(base).map(s => [s.name, {s, ...pointsOf(base, s)}]));
+  return shown().filter(run => run !== base).flatMap(run => lossesOf(run).filter(s => theirs.has(s.name)).map((s, order) => {
+    const {x, index} = pointsOf(run, s), values = Float64Array.from(x, (at, i) => s.values[index[i]] - between(theirs.get(s.name), at));
+    return {run, s: {...s, values, low: null, high: null}, x, index: Int32Array.from(x.keys()), order};
+  }));
+}
+
 function place(panel) {
-  panel.traces = shown().flatMap(run => {
+  panel.traces = panel.key === DIFFERENCE ? differences(named(state.base)) : shown().flatMap(run => {
     const all = run.series.filter(s => s.panel === panel.key).sort((a, b) => Boolean(b.planned) - Boolean(a.planned)), own = s => s.name.replace(/^planned\//, "");
     const names = [...new Set([...all.filter(s => !s.planned), ...all].map(own))];
     return all.map(s => ({run, s, ...pointsOf(run, s), order: s.own ? 0 : names.indexOf(own(s))}));
@@ -339,9 +285,9 @@ function place(panel) {
   panel.placed = true;
 }
 function spans(series) {  // a decade, all above zero
-  let low = Infinity, high = 0;
-  for (const values of series) for (const v of values) if (Number.isFinite(v)) { low = Math.min(low, v); high = Math.max(high, v); }
-  return low > 0 && high >= 10 * low;
+  const ends = (values, best) => values.reduce((a, v) => Number.isFinite(v) ? best(a, v) : a, best());
+  const low = Math.min(...series.map(values => ends(values, Math.min))), high = Math.max(...series.map(values => ends(values, Math.max)));
+  return low > 0 && high >= 10 * low && high < Infinity;
 }
 function visible(trace) {  // indices of the points in view; of a step also the one that holds at its start
   const first = above(trace.x, range[0] - (range[1] - range[0]) * 1e-12), last = above(trace.x, range[1]) - 1;
@@ -425,6 +371,7 @@ function paint(panel, u) {
   ctx.lineJoin = "round";
   for (const t of panel.traces) if (t.x.length) paintTrace(ctx, t, box, X, Y);
   paintEvents(ctx, box, X);
+  if (panel.key === DIFFERENCE) stroke(ctx, trail([[box.left, Y(0)], [box.left + box.width, Y(0)]]), colours.soft, 1, [3, 3]);
   const limit = limitOf(panel), y = limit && Y(limit);
   if (y >= box.top) stroke(ctx, trail([[box.left, y], [box.left + box.width, y]]), colours.warn, 2, [8, 4]);
   if (limit) write(ctx, `${y < box.top ? "↑ " : ""}${quantity(limit, "bytes")} on the card`, box.left + 8, Math.max(y, box.top) + 15, colours.warn, 600);
@@ -500,11 +447,11 @@ const heightOf = panel => panel.root.classList.contains("wide") ? (innerWidth < 
 function mount(panel) {
   const font = "12px system-ui, sans-serif", ink = () => colours.soft, grid = {stroke: () => colours.grid, width: 1};
   const u = panel.u = new uPlot({
-    width: Math.max(80, panel.plot.clientWidth), height: heightOf(panel), pxAlign: 0, legend: {show: false}, padding: [6, 14, 0, 0],
+    width: Math.max(80, panel.plot.clientWidth), height: heightOf(panel), pxAlign: 0, legend: {show: false}, padding: [6, 20, 0, 0],
     // Runs have clocks of their own, uPlot has one for all series: it keeps scales, axes, cursor and selection, and `paint` draws.
     scales: {x: {time: false, range: () => range}, y: {range: () => panel.y}},
     series: [{}, {paths: () => null, points: {show: false}}],
-    axes: [{stroke: ink, font, grid, ticks: {show: false}, size: () => state.axis === "utc" ? 42 : 26, gap: 6, splits: (u, _, low, high) => xTicks(low, high, u.over.clientWidth || u.width), values: (_, v) => xLabels(v)},
+    axes: [{stroke: ink, font, grid, ticks: {show: false}, size: () => state.axis === "utc" ? 42 : 26, gap: 6, splits: (u, _, low, high) => xTicks(low, high, u.over.clientWidth || u.width), values: (u, v) => xLabels(v).map((text, i) => u.valToPos(v[i], "x") + 3.8 * text.split("\n")[0].length < u.over.clientWidth + 20 ? text : "")},
       {stroke: ink, font, grid, ticks: {show: false}, size: (_, texts) => Math.max(56, ...(texts ?? []).map(text => 12 + 7 * text.length)), gap: 6, splits: (_, __, low, high) => yTicks(panel, low, high, heightOf(panel) - 40), values: (_, v) => yLabels(panel, v)}],
     cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false}, bind: {dblclick: () => () => look(null)}},
     hooks: {draw: [u => paint(panel, u)], setCursor: [u => moveCursor(u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null, panel)],
@@ -543,7 +490,7 @@ function touch(u) {  // two fingers zoom, one moves the cursor; the wheel zooms 
 }
 
 function keysOfPanels() {
-  const keys = new Set(runs.flatMap(run => run.series.map(s => s.panel)));
+  const keys = new Set(runs.flatMap(run => run.series.map(s => s.panel)).concat(named(state.base) && runs.length > 1 ? [DIFFERENCE] : []));
   return [...TITLES.keys()].filter(key => keys.has(key)).concat([...keys].filter(key => !TITLES.has(key)).sort());
 }
 
@@ -575,7 +522,7 @@ function render() {
     panel.log = isLog(panel);
     panel.button.setAttribute("aria-pressed", String(panel.log));
     panel.y = extent(panel);
-    panel.small.textContent = panel.unit === "bytes" ? "" : panel.unit;
+    panel.small.textContent = panel.key === DIFFERENCE ? `from ${state.base}` : panel.unit === "bytes" ? "" : panel.unit;
     panel.u.setScale("x", {min: range[0], max: range[1]});
     panel.u.redraw(false, true);
     panel.lanes.hidden = i !== 0;
@@ -691,9 +638,7 @@ function laySteps() {  // a slider over the steps of the report
   return [make("label", {class: "steps"}, "step", slider, said)];
 }
 
-function nearEvents(x, reach) {
-  return shown().flatMap(run => run.events.filter(event => Math.abs((run.clock[state.axis]?.[event.row] ?? NaN) - x) <= reach));
-}
+const nearEvents = (x, reach) => shown().flatMap(run => run.events.filter(event => Math.abs((run.clock[state.axis]?.[event.row] ?? NaN) - x) <= reach));
 function valueAt(trace, x) {  // of a step what holds, else the nearest point; without a cursor the last point in view
   if (!trace.x.length) return null;
   let i = above(trace.x, (x ?? range[1]) + (range[1] - range[0]) * 1e-9) - 1;
@@ -712,7 +657,7 @@ function wordsOf(trace, x) {
 function readouts(panel, x) {
   return shown().flatMap(run => {
     if (x == null && run.kind === "memory") x = run.clock.ev[run.top];
-    const own = panel.traces.filter(t => t.run === run && wordsOf(t, x) != null);
+    const own = panel.traces.filter(t => t.run === run && wordsOf(t, x) != null && !(t.s.planned && shown().length > 3));
     const isPair = own.length === 2 && own[0].s.planned && !own[1].s.planned, nameOf = t => isPair ? t.s.planned ? "planned" : "measured" : labelOf(t);
     const parts = own.map(t => make("span", {}, swatch(t.s.own ? {...styleOf(t), width: 8} : styleOf(t)), own.length > 1 ? `${nameOf(t)} ` : "", make("b", {}, wordsOf(t, x))));
     return parts.length ? [make("span", {title: run.name}, ...parts)] : [];
@@ -733,10 +678,7 @@ function press(panel, event) {
   event.preventDefault();
 }
 
-function cursorX() {
-  const run = state.cursor && named(state.cursor.run);
-  return run ? xOf(run, state.cursor.row) : null;
-}
+const cursorX = () => state.cursor && named(state.cursor.run) ? xOf(named(state.cursor.run), state.cursor.row) : null;
 
 function stride(panel, forward, from = cursorX() ?? (forward > 0 ? -Infinity : Infinity)) {  // to the next point of this panel that is some pixels away
   const least = 3 * (range[1] - range[0]) / panel.u.over.clientWidth;
@@ -766,14 +708,28 @@ function layAxis() {
 }
 
 function layLegend() {
-  byId("legend").replaceChildren(...(payload.kind === "memory" ? laySteps() : runs.map(run => {
-    const button = make("button", {type: "button", "aria-pressed": String(run.shown), title: "press to hide or show", click: () => {
-      run.shown = !run.shown;
-      button.setAttribute("aria-pressed", String(run.shown));
+  if (payload.kind === "memory") return byId("legend").replaceChildren(...laySteps());
+  const search = byId("search"), compare = byId("compare"), held = document.activeElement?.dataset?.run, all = [...new Set([...runs.map(run => run.name), ...names])];
+  search.hidden = all.length <= MANY;
+  const found = all.filter(name => name.toLowerCase().includes(search.value.toLowerCase())), more = found.length - MOST_BUTTONS;
+  const buttons = found.slice(0, MOST_BUTTONS).map(name => {
+    const run = named(name);
+    return make("button", {type: "button", "data-run": name, "aria-pressed": String(Boolean(run?.shown)), title: run ? "press to hide or show" : "press to read it", click: () => {
+      if (run) run.shown = !run.shown; else want(name);
+      layLegend();
       renew(schedule);
-    }}, ...(runs.length > 1 ? [swatch({dash: dashOf(run)}, `c${colourOf(run)}`)] : []), run.name, ...(run.kind === "plan" ? [make("small", {}, "plan")] : []));
-    return button;
-  })));
+    }}, ...(run && runs.length > 1 ? [swatch({dash: dashOf(run)}, `c${colourOf(run)}`)] : []), name, ...(run?.kind === "plan" ? [make("small", {}, "plan")] : []));
+  });
+  byId("legend").replaceChildren(...buttons, ...(more > 0 ? [make("small", {}, `and ${more} more: find them by name`)] : []));
+  if (held !== undefined) buttons.find(button => button.dataset.run === held)?.focus();
+  const losses = runs.filter(run => lossesOf(run).length), choice = compare.querySelector("select");
+  compare.hidden = losses.length < 2;
+  if (choice.options.length !== losses.length + 1) choice.replaceChildren(make("option", {value: ""}, "no run"), ...losses.map(run => make("option", {value: run.name}, run.name)));
+  choice.value = named(state.base) ? state.base : "";
+}
+function want(name) {  // a run that the server has not sent: the next answer has it
+  wanted.add(name);
+  fresh.push(name);
 }
 
 function layKey() {  // what lines and marks mean, of those that are shown
@@ -791,11 +747,18 @@ function table(columns, rows, numbers) {
 }
 
 function layText() {
-  const described = runs.filter(run => run.facts?.length), names = [...new Set(described.flatMap(run => run.facts.map(([name]) => name)))];
-  const rows = names.map(name => [name, ...described.map(run => String(run.facts.find(([other]) => other === name)?.[1] ?? "–"))]);
-  const differ = rows.filter(([, first, ...rest]) => rest.some(text => text !== first)), same = rows.filter(row => !differ.includes(row));
-  byId("facts").replaceChildren(make("dl", {}, ...same.map(([name, text]) => make("div", {class: text.length > 60 ? "long" : null}, make("dt", {}, name), make("dd", {}, text)))),
-    ...(differ.length ? [table(["", ...described.map(run => run.name)], differ)] : []));
+  const described = runs.filter(run => run.facts?.length || run.settings?.length), heads = ["", ...described.map(run => run.name)];
+  const rowsOf = kind => {
+    const all = described.map(run => new Map(run[kind] ?? []));
+    return [...new Set(all.flatMap(one => [...one.keys()]))].map(name => [name, ...all.map(one => one.size ? String(one.get(name) ?? "–") : "")]);
+  };
+  const isSame = ([, ...texts]) => new Set(texts.filter(Boolean)).size < 2;  // a run without a run file differs in no setting
+  const rows = rowsOf("facts"), said = new Set(rows.map(([name]) => name)), settings = rowsOf("settings");
+  const differ = [...rows, ...settings.filter(([name]) => !said.has(name.replaceAll("_", " ")))].filter(row => !isSame(row));
+  byId("facts").replaceChildren(make("dl", {}, ...rows.filter(isSame).map(([name, ...texts]) => [name, texts.find(Boolean)])
+    .map(([name, text]) => make("div", {class: text.length > 60 ? "long" : null}, make("dt", {}, name), make("dd", {}, text)))),
+  ...(differ.length ? [make("h2", {}, "Settings that differ"), table(heads, differ)] : []));
+  byId("settings").replaceChildren(...(settings.length ? [make("details", {}, make("summary", {}, "All settings"), table(heads, settings))] : []));
   const staged = runs.filter(run => run.stages?.rows?.length);
   if (payload.kind !== "memory") byId("stages").replaceChildren(...(staged.length ? [make("h2", {}, "Stages")] : []), ...staged.flatMap(run => {
     const numbers = run.stages.columns.map((_, i) => run.stages.rows.every(row => /^[-–\d]/.test(row[i])));
@@ -834,13 +797,9 @@ function setTheme() {
 
 // ---- live
 function take(raw) {  // a run that is new, or has changed: what is pressed, scrolled or zoomed stays
-  const run = readRun(raw), known = named(run.name), text = one => JSON.stringify([one.facts, one.stages, one.problem]);
-  if (!known) {
-    runs.push(run);
-    layLegend();
-    layText();
-    return;
-  }
+  const run = readRun(raw), known = named(run.name), text = one => JSON.stringify([one.facts, one.settings, one.stages, one.problem]);
+  if (!known) runs.push(run);
+  if (!known) return layText();
   const isSaid = text(known) === text(run), kept = state.zoom?.run === run.name ? viewRange() : null, x = state.cursor?.run === run.name ? cursorX() : null;
   Object.assign(known, run, {shown: known.shown});
   if (run.n && run.clock[state.axis]) {
@@ -856,15 +815,17 @@ async function ask() {  // for runs that have changed; it takes at most a third 
   const say = (text, lost) => { sign.hidden = false; sign.textContent = text; sign.classList.toggle("lost", lost); };
   const began = performance.now();
   try {
-    const answer = await fetch(`runs?after=${told}`);
+    const asked = new URLSearchParams({after: told}), now = fresh;
+    for (const name of wanted) asked.append(now.includes(name) ? "new" : "also", name);
+    const answer = await fetch(`runs?${asked}`);
     if (!answer.ok) throw new Error(answer.statusText);
     const found = await answer.json();
     told = found.at;
-    if (found.runs.length) {
+    fresh = fresh.filter(name => !now.includes(name));
+    if (found.runs.length || String(found.names ?? "") !== String(names)) {
+      names = found.names ?? [];
       found.runs.forEach(take);
-      layAxis();
-      layChooser();
-      layPanels();
+      for (const lay of [layLegend, layAxis, layChooser, layPanels]) lay();
       renew(schedule);
     }
     say("live", false);
@@ -875,6 +836,12 @@ async function ask() {  // for runs that have changed; it takes at most a third 
 }
 
 recall(layAxis());
+byId("search").addEventListener("input", layLegend);
+byId("compare").querySelector("select").addEventListener("change", event => {
+  state.base = event.target.value || null;
+  for (const act of [remember, layChooser, layPanels]) act();
+  renew(schedule);
+});
 byId("whole").addEventListener("click", () => look(null));
 byId("theme").addEventListener("click", () => {
   state.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +23,7 @@ from stretto.run_folder import (
     LEDGER_COLUMNS,
     METRICS,
     PLAN,
+    RUN_FILE,
     complete_text,
     parsed_event,
     parsed_ledger,
@@ -49,6 +51,7 @@ UNFIT = (TypeError, LookupError, ValueError, AttributeError, ArithmeticError)
 FILES = (METRICS, LEDGER, EVENTS)
 """A folder with one of these is a run."""
 MOST_STAGES = 200
+MOST_SETTINGS = 1_000
 MOST_EVENTS = 2_000
 """Of one kind; of more, evenly spaced ones are shown."""
 
@@ -75,15 +78,22 @@ def read_or_problem(folder: Path) -> RunData:
     try:
         return read(folder)
     except DataError as error:
-        return RunData(_name(folder), "run", problem=str(error.message.why))
+        return RunData(name_of(folder), "run", problem=str(error.message.why))
 
 
-def _name(folder: Path) -> str:
-    return folder.name or folder.resolve().name
+def name_of(folder: Path) -> str:
+    """Return the name of a run, in characters that every page can say."""
+    name = folder.name or folder.resolve().name
+    return os.fsencode(name).decode("utf-8", "replace")
+
+
+def _is_run(folder: Path) -> bool:
+    # `Path.is_file` raises for a folder of somebody else.
+    return any(os.path.isfile(folder / name) for name in FILES)  # noqa: PTH113
 
 
 def _read(folder: Path) -> RunData:
-    if not any((folder / name).is_file() for name in FILES):
+    if not _is_run(folder):
         raise unreadable(folder, f"it has none of {', '.join(FILES)}")
     plan = read_json(folder / PLAN)
     metrics, text, noted = (complete_text(folder / name) for name in FILES)
@@ -95,8 +105,10 @@ def _read(folder: Path) -> RunData:
     columns = header.strip().split(",")
     is_ledger = set(LEDGER_COLUMNS) <= set(columns)
     ledger = parsed_ledger(columns, rows) if is_ledger else {}
+    if (metrics or noted) and not (lines or events or ledger):
+        raise unreadable(folder, "no line of its files is of a run of stretto")
     clock = _timed(_rows(lines), starts, is_after=True)
-    run = RunData(_name(folder), "run", _of_ledger(ledger, clock, starts, plan))
+    run = RunData(name_of(folder), "run", _of_ledger(ledger, clock, starts, plan))
     run.series += _of_lines(
         lines, clock, without={*columns, *(["batch_size"] if is_ledger else [])}
     )
@@ -108,13 +120,36 @@ def _read(folder: Path) -> RunData:
     run.series = [*planned_series(plan, is_main=False), *run.series]
     run.facts = [[str(name).replace("_", " "), str(value)] for name, value in facts.items()]
     run.columns, run.stages = stages_of(plan, run)
+    run.settings = settings_of(complete_text(folder / RUN_FILE))
     return run
+
+
+def settings_of(text: str) -> list[list[str]]:
+    r"""Return the names and values in a run file, as a run writes it: a line for each.
+
+    It is not read as YAML, which a foreign file can keep busy.
+
+    >>> settings_of("optimizer:\n  lr: 0.1\nevaluate:\n- every: 1ep\n- every: 5ep\n")
+    [['optimizer.lr', '0.1'], ['evaluate.every', '1ep, 5ep']]
+    """
+    found, above, name = dict[str, list[str]](), list[tuple[int, str]](), ""
+    for line in text.splitlines()[:MOST_SETTINGS]:
+        if match := _SETTING.fullmatch(line):
+            above = [one for one in above if one[0] < len(match[1])] + [(len(match[1]), match[2])]
+            name = ".".join(key for _, key in above)
+        value = (match[3] or "") if match else line.strip(" -")
+        found.setdefault(name, []).append(value)
+    texts = {name: ", ".join(filter(None, values)) for name, values in found.items()}
+    return [[name, text] for name, text in texts.items() if name not in ("", "folder") and text]
+
+
+_SETTING = re.compile(r"( *(?:- +)*)([^\s:#-][^:]*):(?: +(.*))?")
 
 
 def stamp(folder: Path) -> tuple[object, ...]:
     """Return what changes when a file of a run does."""
     found: list[object] = []
-    for name in (*FILES, PLAN):
+    for name in (*FILES, PLAN, RUN_FILE):
         with suppress(OSError):
             at = (folder / name).stat()
             found.append((name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns))
@@ -350,21 +385,18 @@ def runs_in(folder: Path, known: Collection[Path] = ()) -> list[Path]:
         folder: the folder.
         known: those of an earlier call, whose files are not looked for again.
     """
-    if any((folder / name).is_file() for name in FILES):
+    if _is_run(folder):
         return [folder]
     try:
-        with os.scandir(folder) as entries:
-            inside = sorted(entry.name for entry in entries if entry.is_dir())
+        paths = sorted(folder.iterdir())
     except OSError:
         return []
-    paths = [folder / name for name in inside]
-    return [
-        path for path in paths if path in known or any((path / name).is_file() for name in FILES)
-    ]
+    is_there = os.path.isdir
+    return [path for path in paths if (is_there(path) if path in known else _is_run(path))]
 
 
-def newest(paths: Sequence[Path], count: int) -> list[Path]:
-    """Return the paths whose folders changed last, in their order."""
+def newest(paths: Sequence[Path]) -> list[Path]:
+    """Return the paths, those whose folders changed last at first."""
 
     def changed(path: Path) -> float:
         try:
@@ -372,5 +404,4 @@ def newest(paths: Sequence[Path], count: int) -> list[Path]:
         except OSError:  # it was deleted meanwhile
             return 0.0
 
-    stay = set(sorted(paths, key=changed)[-count:])
-    return [path for path in paths if path in stay]
+    return sorted(paths, key=changed, reverse=True)

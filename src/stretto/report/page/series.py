@@ -72,6 +72,8 @@ class RunData:
     """The heads of the table of stages."""
     stages: list[list[str]] = field(default_factory=list)
     facts: list[list[str]] = field(default_factory=list)
+    settings: list[list[str]] = field(default_factory=list)
+    """Of its run file; none if it has none."""
     problem: str = ""
     """Why it cannot be read."""
 
@@ -121,6 +123,7 @@ def encoded(run: RunData) -> dict[str, Any]:
         ],
         "stages": {"columns": list(run.columns), "rows": run.stages},
         "facts": run.facts,
+        "settings": run.settings,
         "problem": run.problem,
     }
 

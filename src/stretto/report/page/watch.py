@@ -5,25 +5,28 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, final
+from urllib.parse import parse_qs
 
 from stretto.errors import ConfigError
 from stretto.report.page import build, runs_payload
-from stretto.report.page.reading import newest, read_or_problem, runs_in, stamp
+from stretto.report.page.reading import name_of, newest, read_or_problem, runs_in, stamp
 from stretto.report.page.series import encoded
 
 HOST = "127.0.0.1"
 """The server listens here alone: there is no password."""
 HOSTS = (HOST, "localhost")
 """Names that a request may use; another one comes from a page that tries to read runs."""
-MOST_READ = 30
-"""Of more runs, so many that changed last are shown."""
+MOST_READ = 9
+"""Of more runs, so many that changed last are shown, and those that are asked for."""
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
@@ -52,20 +55,35 @@ class WatchedRuns:
         self._count = time.time_ns() // 1_000_000
         self._read: dict[Path, _Read] = {}
 
-    def payload(self, after: int = 0) -> dict[str, Any]:
-        """Return the runs that were read after a number, and the last number as `at`."""
+    def payload(
+        self, after: int = 0, also: Collection[str] = (), new: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Return the runs that were read after a number, and the last number as `at`.
+
+        Args:
+            after: the number; the `names` of all runs are there in any case.
+            also: names of runs to read besides the newest ones.
+            new: those of `also` that are returned in any case.
+        """
         with self._lock:
-            before, self._read = self._read, {}
-            for path in newest(runs_in(self._folder, set(before)), MOST_READ):
-                # Before it is read: what comes meanwhile is read the next time.
-                now, known = stamp(path), before.get(path)
-                if known is None or known.stamp != now:
-                    self._count += 1
-                    known = _Read(now, self._count, encoded(read_or_problem(path)))
-                self._read[path] = known
-            found, at = self._read.values(), self._count
-            shown = [one.record for one in found if one.at > after]
-        return runs_payload(shown, live=True) | {"at": at}
+            paths = newest(runs_in(self._folder, self._read))
+            names = [name_of(path) for path in paths]
+            chosen = {*paths[:MOST_READ]}
+            chosen |= {path for path, name in zip(paths, names, strict=True) if name in also}
+            # Those that only another page has asked for stay.
+            self._read = {path: self._read[path] for path in paths if path in self._read}
+            found, at = [self._now(path) for path in sorted(chosen)], self._count
+            shown = [one.record for one in found if one.at > after or one.record["name"] in new]
+        return runs_payload(shown, live=True) | {"at": at, "names": names}
+
+    def _now(self, path: Path) -> _Read:
+        """Return a run as it is; it is read if it has changed."""
+        # Before it is read: what comes meanwhile is read the next time.
+        now, known = stamp(path), self._read.get(path)
+        if known is None or known.stamp != now:
+            self._count += 1
+            known = self._read[path] = _Read(now, self._count, encoded(read_or_problem(path)))
+        return known
 
 
 def security_policy(page: str) -> str:
@@ -85,11 +103,17 @@ def security_policy(page: str) -> str:
 
 
 def server(folder: Path, port: int) -> ThreadingHTTPServer:
-    """Return the server: `/` is the page, and `/runs?after=` what it asks for again and again.
+    """Return a server that listens: `/` is the page, `/runs?after=` what it asks for each second.
 
     Raises:
-        OSError: the port is taken.
+        ConfigError: the folder cannot be read, or the port is taken.
     """
+    try:
+        os.scandir(folder).close()
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError.bad("folder", str(folder), why, "name a folder of runs") from None
+    build(runs_payload([]))  # a part that is missing is an error here, not in the browser
     watched = WatchedRuns(folder)
 
     class Handler(BaseHTTPRequestHandler):
@@ -102,8 +126,11 @@ def server(folder: Path, port: int) -> ThreadingHTTPServer:
                 text = build(watched.payload())
                 self._answer("text/html; charset=utf-8", text, security_policy(text))
             elif path == "/runs":
-                after = query.removeprefix("after=")
-                found = watched.payload(int(after) if after.isdecimal() else 0)
+                asked = parse_qs(query)
+                after = asked.get("after", [""])[0]
+                also, new = (set(asked.get(key, ())) for key in ("also", "new"))
+                number = int(after[:20]) if after.isdecimal() else 0
+                found = watched.payload(number, also | new, new)
                 self._answer("application/json", json.dumps(found, allow_nan=False))
             else:
                 self.send_error(404)
@@ -128,20 +155,8 @@ def server(folder: Path, port: int) -> ThreadingHTTPServer:
         def log_message(self, *_: Any) -> None:
             """Print nothing."""
 
-    return ThreadingHTTPServer((HOST, port), Handler)
-
-
-def opened(folder: Path, port: int) -> ThreadingHTTPServer:
-    """Return a server that listens; requests wait until it serves them.
-
-    Raises:
-        ConfigError: the folder does not exist, or the port is taken.
-    """
-    if not folder.is_dir():
-        raise ConfigError.bad("folder", str(folder), "there is no such folder", "name one of runs")
-    build(runs_payload([]))  # a part that is missing is an error here, not in the browser
     try:
-        return server(folder, port)
+        return ThreadingHTTPServer((HOST, port), Handler)
     except (OSError, OverflowError) as error:
         why = (getattr(error, "strerror", None) or str(error)).lower()
         raise ConfigError.bad("--port", port, why, "choose another one") from None

@@ -1,0 +1,8 @@
+"""The tools are scripts: they are imported from their folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
