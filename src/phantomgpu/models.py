@@ -74,8 +74,13 @@ class Model:
             name = str(next(filter(None, named), None) or config["model_type"])
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             raise PhantomError(f"{file} is no config.json of a model: {error!r}") from error
-        if find_spec(library) is None:
+        spec = find_spec(library)
+        if spec is None:
             raise SetupNeededError(f"cannot build {name}: pip install {library}")
+        kind, auto = config.get("model_type"), Path(str(spec.origin)).parent / "models" / "auto"
+        if kind and not any(f'"{kind}"' in one.read_text() for one in auto.glob("*.py")):
+            why = f"this transformers has no model_type {kind!r}"
+            raise PhantomError(f"cannot build {name}: {why}; correct {file}, or upgrade it")
         return library, name, config
 
     def checked(self, length: int, *, learns: bool) -> str:

@@ -1,7 +1,8 @@
 """One rank of many in one process, the script unchanged.
 
-The other ranks hold what this one holds. What they alone know (the shape of what a stage of a
-pipeline gets, an object that rank 0 broadcasts) is read from their own runs, beside this one.
+The other ranks hold what this one holds: a sum over eight ranks is eight times its own. What they
+alone know (the shape of what a stage of a pipeline gets, an object that rank 0 broadcasts) is read
+from their own runs, beside this one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
@@ -32,6 +33,14 @@ _CONNECTED: set[tuple[int, ...]] = set()
 PAIR = 447 << 20
 """What an all-to-all adds for each other rank of a node: 3.28 GB among 8 H100, with NCCL of 2025
 (github.com/NVIDIA/nccl/issues/1685). Those of other nodes share buffers and are not counted."""
+_SAME = range(1, 7)
+"""Reductions that give that number if all are equal: of torch's RedOpType, average to BOR."""
+_COMBINED: dict[int, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    0: lambda values, ranks: values * ranks,
+    2: lambda values, ranks: values**ranks,
+    7: lambda values, ranks: values * (ranks % 2),
+}
+"""The other reductions: sum, product, exclusive or."""
 _MESSAGES: list[Path] = []
 """The folder of what the ranks send to each other, and of which rank waits for which."""
 _COLLECTIVES = (
@@ -119,24 +128,53 @@ def _answer(operation: Any, bytes_of: Bytes | None) -> Callable[..., Any]:
         else:
             work = FakeWork().boxed()
             result = (args[0], work) if returned == 2 else work if returned else None
-        targets, sources = leaves(args[0]), leaves(args[1])
+        targets = leaves(args[0])
         if name.startswith("alltoall") and bytes_of is not None:
             _connect(args[2], bytes_of)
         if name in ("send", "recv_", "broadcast_"):
             for tensor in targets:
                 _post(name, tensor, args, bytes_of)
-        for to, source in zip(targets, cycle(sources)) if sources else ():
-            if not to.numel() or not source.numel():
-                continue
-            if bytes_of is not None and max(to.numel(), source.numel()) > FEW:
-                bytes_of.note(to, LOST)
-                continue
-            values = source if bytes_of is None else bytes_of.read(source)
-            values = values.flatten().repeat(-(-to.numel() // source.numel()))
-            _write(to, values[: to.numel()].view_as(to), source, bytes_of)
+        elif "barrier" not in name and name != "recv_any_source_":
+            for to, source, change in _sent(name, args, targets):
+                if change is None or (bytes_of and max(to.numel(), source.numel()) > FEW):
+                    _ = bytes_of and bytes_of.note(to, LOST)
+                elif to.numel() and source.numel():
+                    values = change(source if bytes_of is None else bytes_of.read(source)).flatten()
+                    values = values.repeat(-(-to.numel() // max(values.numel(), 1)))
+                    _write(to, values[: to.numel()].view_as(to), source, bytes_of)
         return result
 
     return collective
+
+
+def _sent(name: str, args: Any, targets: list[torch.Tensor]) -> Iterator[tuple[Any, Any, Any]]:
+    """Return each tensor that a collective writes, what this rank gives, and what becomes of it.
+
+    All ranks give the same. So a sum is so many times as much, and what others send to this rank is
+    what it sends to itself.
+    """
+    at = 2 if isinstance(args[1], torch.Tensor | list) else 1
+    members = distributed.get_process_group_ranks(distributed.ProcessGroup.unbox(args[at]))
+    ranks, me = len(members), members.index(distributed.get_rank())
+    if name == "reduce_" and args[3] != me:
+        return
+    sources = targets if at == 1 else [args[1]] if name.endswith("base_") else args[1]
+    if name in ("reduce_scatter_", "scatter_"):
+        sources = [one[me] for one in sources]
+    # Before torch 2.13, nobody can ask which reduction it is.
+    kind = getattr(args[at + 1], "op", lambda: None)() if "reduce" in name else _SAME[0]
+
+    def change(values: torch.Tensor) -> torch.Tensor:
+        if name in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
+            values = values.flatten().chunk(ranks)[me]
+        if name == "alltoall_base_":
+            values = (values.split(args[4]) if args[4] else values.chunk(ranks))[me]
+        return _COMBINED[kind](values, ranks) if kind in _COMBINED else values
+
+    if name == "alltoall_":
+        sources = [sources[me]]
+    for to, source in zip(targets, cycle(sources)) if sources else ():
+        yield to, source, change if kind in (*_SAME, *_COMBINED) else None
 
 
 def _connect(group: Any, bytes_of: Bytes) -> None:

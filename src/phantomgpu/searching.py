@@ -22,6 +22,8 @@ Trial = Callable[[int], Report]
 Used = Callable[[int], tuple[int, int]]
 TRIAL_SECONDS = 600.0
 """How long a trial may take."""
+UNMOVED = 32
+"""A number so many times larger must take more bytes somewhere."""
 MOST_GUESSES = 8
 """From then on, a search halves what is left."""
 
@@ -146,7 +148,14 @@ def search(
     standins.check_system()
     session = Session(gpu, memory, Settings(steps=steps, ranks=ranks, details=False))
     numbers = Range(smallest, largest, multiple, powers)
-    tried = _Tried(seen, trains=steps is not None)
+
+    def differ(*both: int) -> bool:
+        plain, session.settings = session.settings, replace(session.settings, details=True)
+        one, other = (trial(number).peaks_by_phase for number in both)
+        session.settings = plain
+        return one != other
+
+    tried = _Tried(seen, trains=steps is not None, differ=differ)
     trials = tried.reports
 
     def peaks(index: int) -> tuple[int, int]:
@@ -198,8 +207,14 @@ def _detailed(answer: Answer, trial: Trial) -> Answer:
 class _Tried:
     """The reports of the numbers that were run."""
 
-    def __init__(self, seen: Callable[[int, Report], None] | None, *, trains: bool) -> None:
-        self.seen, self.trains = seen, trains
+    def __init__(
+        self,
+        seen: Callable[[int, Report], None] | None,
+        *,
+        trains: bool,
+        differ: Callable[[int, int], bool] = lambda *_: True,
+    ) -> None:
+        self.seen, self.trains, self.differ = seen, trains, differ
         self.reports: dict[int, Report] = {}
         self.idle: int | None = None
         """A number with which nothing was trained, while others trained something."""
@@ -213,6 +228,13 @@ class _Tried:
             self.seen(number, report)
         if report.status == "failed":
             raise RunFailedError(f"the run with {number} failed: {report.problem}")
+        first = min(self.reports)
+        before = self.reports[first]
+        if number >= UNMOVED * first and report.peak_allocated == before.peak_allocated:
+            if report.fits and not self.differ(first, number):
+                why = f"needs the bytes of {first} in each part of a step: it ignores the number"
+                raise RunFailedError(f"the run with {number} {why}, or has fewer samples")
+            self.differ = lambda *_: True
         if report.steps or not report.fits or not self.trains:
             return report.fits
         if not any(one.steps for one in self.reports.values()):

@@ -163,6 +163,7 @@ class Kernel:
         # How many elements a mask of tokens has: `bernoulli(full(shape, 0.15))` in scripts.
         is_mask = self.base.startswith(("bernoulli", "fill_", "masked_fill"))
         self.few = MOST // 4 if is_mask else FEW
+        self.zeroes = schema.name == "aten::zero_" or str(operation) == "aten.fill_.Scalar"
 
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Run it, and count what it does unless another kernel called it."""
@@ -202,6 +203,11 @@ class Kernel:
             return self.copied(keys, *args, **kwargs)
         if self.base in _SIZED.split():
             return self.sized(keys, args, kwargs, tensors)
+        if self.zeroes and args[0].is_contiguous() and not any(args[1:]):
+            out = self.boxed(keys, *args, **kwargs)
+            self.bytes.set(args[0].data_ptr(), 0, 1, args[0].nbytes)
+            self.bytes.note(args[0], _KNOWN)
+            return out
         targets = self.targets(args, kwargs)
         most = max((one.numel() for one in tensors), default=0)
         host = self.on_host(args, kwargs, targets) if self.is_worth(targets, most) else None
@@ -392,9 +398,13 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 def leaves(value: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments or results."""
-    found: list[torch.Tensor] = []
-    mapped(value, found.append)
-    return found
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):  # faster than a union
+        return []
+    return [leaf for one in value for leaf in leaves(one)]
 
 
 def _mode_of(frame: FrameType | None, before: str) -> str:
@@ -476,12 +486,13 @@ class Bytes:
         """
         if not tensor.is_cuda:
             return
-        storage, old = tensor.untyped_storage(), self.state(tensor)
+        old = self.state(tensor)
+        if old is None and state == LOST:
+            return
+        storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         if tensor.nbytes < size and old is not None:  # a part of it
             state = _KNOWN if state == old == _KNOWN else _DERIVED
-        if old is None and state == LOST:
-            return
 
         def forget(dead: weakref.ref[torch.UntypedStorage]) -> None:
             if self.states.get(address, (None,))[0] is dead:

@@ -72,15 +72,22 @@ class Run:
         native = torch.cuda.memory.get_allocator_backend() == "native"
         if self.settings.details and native:  # cudaMallocAsync has no history
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
+        self.compute()
+        self.seen.phases.append((_now(), "step", 1))
+
+    def compute(self) -> None:
+        """Let small tensors have values, once; before a fork, all trials have it."""
+        if self.work:
+            return
         from phantomgpu import values
 
-        self.work = bound.Work(self.library) if self.settings.details else None
+        self.work = bound.Work(self.library)
+        self.work.is_busy = not self.settings.details  # then it counts nothing
         bytes_of = values.start(self.library, self.seen.modes, self.work)
         if bytes_of is not None and torch.distributed.is_available():
             from phantomgpu import ranks
 
             ranks.follow(bytes_of)
-        self.seen.phases.append((_now(), "step", 1))
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
         """Note the gradients, which may be gone after the step."""
@@ -95,7 +102,8 @@ class Run:
         done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         self.seen.phases.append((_now(), "step", done + 1))
         first, *others = sorted(self.steps.values(), reverse=True)
-        if self.work and done == first and first not in others:  # the first optimizer to end a step
+        is_first = done == first and first not in others  # the first optimizer to end a step
+        if self.work and self.settings.details and is_first:
             self.work.end()
         if is_distributed():
             time.sleep(WATCHDOG_SECONDS)
@@ -185,7 +193,7 @@ def start_trial(name: str, *, details: bool) -> None:
     run.join()
     run.settings = replace(run.settings, details=details)
     if run.work:
-        run.work.is_busy = not details  # then it counts nothing
+        run.work.is_busy = not details
     run.process, run.name, run.began = os.getpid(), name, time.perf_counter()
 
 

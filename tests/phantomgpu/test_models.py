@@ -65,6 +65,7 @@ def test_a_row_for_each_length_checkpointing_and_number_of_ranks(
         (("--length", "256"), {}, "max_position_embeddings"),
         (("--length", "many"), {}, "numbers"),
         (("--length", "32"), {"architectures": 3}, "config.json"),
+        (("--length", "32"), {"model_type": "llamma"}, "model_type"),
     ],
 )
 def test_mistakes(

@@ -368,6 +368,10 @@ def floats() -> None:
     import torch
     from torch import distributions
 
+    filled = torch.ones(300, 300, device="cuda")
+    assert filled[1, :9].sum().item() == 9
+    filled.zero_()
+    assert filled[1, :9].sum().item() == 0
     mask = torch.bernoulli(torch.full((64, 256), 0.15, device="cuda")).bool()
     assert 0.1 < mask.sum().item() / mask.numel() < 0.2
     assert mask.nonzero().shape[0] == mask.sum().item()
@@ -713,10 +717,24 @@ def on_the_host(backend: str) -> None:
     dist.init_process_group(backend)
     world = dist.get_world_size()
     three = torch.full((4,), 3.0)
-    dist.all_reduce(three)
     gathered = [torch.zeros(4) for _ in range(world)]
     dist.all_gather(gathered, three)
     assert gathered[-1].tolist() == [3.0] * 4
+    for device in ("cpu", "cuda") if "nccl" in backend else ("cpu",):
+        numbers = torch.tensor([3.0, 2.0], device=device)  # equal ones, on all ranks
+        for kind, result in (("MAX", 3), ("SUM", 3 * world), ("MIN", 3 * world)):
+            dist.all_reduce(numbers, op=getattr(dist.ReduceOp, kind))
+            assert numbers[0].item() == result
+        numbers /= world
+        assert numbers.tolist() == [3.0, 2.0]
+        dist.reduce(numbers, 1)
+        assert numbers.tolist() == [3.0, 2.0]
+        dist.reduce(numbers, 0)
+        assert numbers.tolist() == [3.0 * world, 2.0 * world]
+    if "nccl" in backend:
+        part = torch.empty(2, device="cuda")
+        dist.reduce_scatter_tensor(part, torch.arange(2.0 * world, device="cuda"))
+        assert part.tolist() == [0.0, world]
     objects: list[Any] = [None] * world
     dist.all_gather_object(objects, "one")
     assert objects == ["one"] * world

@@ -184,6 +184,27 @@ def test_a_number_that_takes_no_more_memory_is_no_larger_batch(phase: str) -> No
     assert ("88983 took no more memory" in answer.bound) == (phase == "backward")
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_number_that_the_script_ignores_ends_the_search(grows: bool) -> None:
+    """A peak may lie in the optimizer: then a pass forward says whether the batch grew."""
+    asked: list[tuple[int, int]] = []
+
+    def differ(one: int, other: int) -> bool:
+        asked.append((one, other))
+        return grows
+
+    tried = _Tried(None, trains=True, differ=differ)
+    assert tried.fits(2, lambda _: report(steps=3))
+    assert tried.fits(32, lambda _: report(steps=3))
+    if grows:
+        assert tried.fits(64, lambda _: report(steps=3))
+        assert tried.fits(4096, lambda _: report(steps=3))
+    else:
+        with pytest.raises(RunFailedError, match="ignores"):
+            tried.fits(64, lambda _: report(steps=3))
+    assert asked == [(2, 64)]
+
+
 def test_a_script_that_never_trains_is_asked_for_its_end() -> None:
     with pytest.raises(RunFailedError, match="--whole"):
         _Tried(None, trains=True).fits(2, lambda _: report(steps=0))

@@ -5,6 +5,7 @@ process of its own, and print the status that each ended with. `python call.py F
 trial. A name is the number that the function takes, with `-details` for a whole report.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ from pathlib import Path
 def main() -> None:
     """Call the function, once or for each number."""
     file, *trial = sys.argv[1:]
+    if trial:
+        gc.disable()  # imports make hundreds of thousands of objects, and hardly any garbage
     import torch  # before the pickle is read: what it holds must find the CUDA code
 
     import cloudpickle  # isort: skip
@@ -31,6 +34,8 @@ def main() -> None:
     def call(name: str) -> None:
         from phantomgpu.watching import start_trial
 
+        gc.freeze()  # nor is it looked for among them in each trial
+        gc.enable()
         number, _, details = name.partition("-")
         torch.set_num_threads(threads)
         start_trial(name, details=bool(details))
@@ -41,6 +46,10 @@ def main() -> None:
         call(*trial)
     import torch._dynamo  # optimizers import it: 2.4 seconds, here once for all
 
+    from phantomgpu.watching import Run
+
+    if Run.current:
+        Run.current.compute()
     answers = os.dup(1)
     os.dup2(2, 1)  # what the function prints is no answer
     for line in sys.stdin:
