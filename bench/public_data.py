@@ -123,6 +123,28 @@ def lessons(folder: Path) -> None:
     _bert(folder / "bert")
 
 
+METRIC = """
+import datasets, evaluate
+
+class Accuracy(evaluate.Metric):
+    def _info(self):
+        names = ("predictions", "references")
+        kinds = datasets.Features({one: datasets.Value("int32") for one in names})
+        return evaluate.MetricInfo(description="", citation="", features=kinds)
+
+    def _compute(self, predictions, references):
+        return {"accuracy": sum(a == b for a, b in zip(predictions, references)) / len(references)}
+"""
+
+
+def graded(folder: Path) -> None:
+    """Make what `lessons` makes, and the metric that the script would ask the hub for."""
+    Path("accuracy").mkdir(exist_ok=True)
+    Path("accuracy/accuracy.py").write_text(METRIC)
+    if not (folder / "bert").exists():
+        lessons(folder)
+
+
 def _bert(folder: Path) -> None:
     """Make BERT base, with a vocabulary of a few words, and weights of its initialization."""
     if folder.exists():
@@ -153,6 +175,14 @@ def wiki(folder: Path) -> None:
     Path("data/wikitext-2.txt").write_text((TEXT + "\n") * 20000)
 
 
+def zero(folder: Path) -> None:
+    """Make DeepSpeed's settings: ZeRO 3, with torch's Adam, because nvcc must compile its own."""
+    adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+    settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "optimizer": adam}
+    settings |= {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    (folder / "zero3.json").write_text(json.dumps(settings))
+
+
 def titan(folder: Path) -> None:
     """Make torchtitan's test data, which its repository has as one large file."""
     (folder / "made").touch()
@@ -163,13 +193,18 @@ def titan(folder: Path) -> None:
 
 def sentences(folder: Path) -> None:
     """Make torchtune's settings for the Llama of `language`."""
+    import sentencepiece
+
     language(folder)
     model = {"vocab_size": 32000, "num_layers": 8, "num_heads": 8, "num_kv_heads": 8}
     model |= {"embed_dim": 512, "intermediate_dim": 1376, "max_seq_len": 2048}
-    tokenizer = "torchtune.modules.transforms.tokenizers.HuggingFaceModelTokenizer"
-    files = {"config": "tokenizer_config_json_path", "file": "tokenizer_json_path"}
-    named = {files["config"]: f"{folder}/model/tokenizer_config.json"}
-    named |= {files["file"]: f"{folder}/model/tokenizer.json", "_component_": tokenizer}
+    text = folder / "sft" / "text.txt"
+    text.write_text((TEXT + "\n") * 100)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "words"), vocab_size=40, hard_vocab_limit=False
+    )
+    named = {"_component_": "torchtune.models.llama2.llama2_tokenizer"}
+    named |= {"path": f"{folder}/words.model"}
     data = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "json"}
     saved: dict[str, Any] = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
     saved |= {"checkpoint_dir": f"{folder}/model", "checkpoint_files": ["model.safetensors"]}

@@ -202,6 +202,8 @@ def row_of(line: str, edits: tuple[str, ...] = ()) -> Row:
 
 
 KNOWN = {
+    "2025-01-13_Fp8LmHead": "-3.3 % with tensors not marked and a GPU that is never behind",
+    "2025-01-16_Sub3Min": "-3.9 % with tensors not marked and a GPU that is never behind",
     "2025-07-12_BosAlign": "hangs on how far the GPU is behind: if never, -6.8 %",
     "2025-07-13_UpgradeTorch190": "hangs on how far the GPU is behind: if never, -6.3 %",
 }
@@ -273,9 +275,10 @@ ROWS = (
 SOME = "; ".join(edit.text for name, edit in EDITS.items() if name != "steps")
 TEXT = f"""\
 Each log holds its script and the peaks that it printed on 8 H100 80GB, with nightly builds of
-torch 2.6 to 2.10. Here the script runs as rank 0 of 8 (`--gpu h100 --ranks 8 --whole`), compiled,
-with made-up tokens. Nothing was fitted. Give a clone with `--source`; the record with
-MuonWithAuxAdam also needs `muon.py` of KellerJordan/Muon on `PYTHONPATH`.
+torch 2.6 to 2.10 (noallreduce: NVIDIA's 2.7). Here the script runs as rank 0 of 8
+(`--gpu h100 --ranks 8 --whole`), compiled, with made-up tokens. Nothing was fitted. Give a clone
+with `--source`; the record with MuonWithAuxAdam also needs `muon.py` of KellerJordan/Muon on
+`PYTHONPATH`.
 
 - Changed in all scripts: {EDITS["steps"].text}.
 - Changed in some: {SOME}.

@@ -17,7 +17,7 @@ from phantomgpu import standins
 from phantomgpu.child import CANNOT_RUN, DOES_NOT_FIT
 from phantomgpu.errors import PhantomError, SetupNeededError
 from phantomgpu.gpus import GIB, GPUS, UNMEASURED_CONTEXT, find_gpu, parse_memory
-from phantomgpu.report import Report
+from phantomgpu.report import Report, write
 from phantomgpu.searching import TRIAL_SECONDS
 
 app = typer.Typer(
@@ -79,7 +79,7 @@ def run(
     report = run_script(command, quiet=quiet or prints, **how)
     typer.echo(report.to_json() if prints else f"\n{report}")  # progress bars leave a line open
     if json is not None and not prints:
-        json.write_text(report.to_json())
+        write(json, report.to_json())
     raise typer.Exit(exit_code(report))
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from phantomgpu.errors import PhantomError
 from phantomgpu.gpus import GIB, GPUS, context_bytes, find_gpu
-from phantomgpu.report import Report
+from phantomgpu.report import Report, write
 from phantomgpu.running import run
 from phantomgpu.searching import search
 
@@ -179,7 +179,7 @@ def check(
         return Checked(report, None, tuple((report.problem or "").splitlines()[:1]))
     if before is None:
         if baseline is not None:
-            baseline.write_text(json.dumps(now, indent=2))
+            write(baseline, json.dumps(now, indent=2))
         return Checked(report, None, ("the baseline was written",) * (baseline is not None))
     notes: tuple[str, ...] = ()
     for name in kept[:4]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, final
 
 from phantomgpu.bound import bound_of, line_of
+from phantomgpu.errors import PhantomError
 from phantomgpu.gpus import GIB, GPU, OLDEST
 
 UNTRAINED = {"evaluation", "generation", "save", "no_grad"}
@@ -222,3 +224,11 @@ def _gib(size: int) -> str:
 
 def _table(sizes: dict[str, int]) -> str:
     return "  ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size >= GIB // 200)
+
+
+def write(file: Path, text: str) -> None:
+    """Write a file, or say which one could not be written."""
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise PhantomError(f"cannot write {file}: {error.strerror}") from error

@@ -13,8 +13,10 @@ from typer.testing import CliRunner, Result
 import phantomgpu
 from phantomgpu import GPUS, Answer, Report
 from phantomgpu.cli import app
+from phantomgpu.errors import PhantomError
 from phantomgpu.gpus import GIB, find_gpu
 from phantomgpu.questions import GREW, cheapest, check, table, why
+from phantomgpu.report import write
 from stretto.memory import phantom
 
 NEEDS = 30 * GIB
@@ -157,3 +159,9 @@ def test_a_command_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.exit_code == 0, done.output
     assert "tried" in ask("why", "r.json").output
     assert ask("check", "--gpu", "l4", "train.py").exit_code == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_file_that_cannot_be_written_is_named() -> None:
+    with pytest.raises(PhantomError, match="cannot write /dev/full: No space left"):
+        write(Path("/dev/full"), "{}")
