@@ -178,7 +178,7 @@ def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str
         more = f" and {len(places) - 12} more (--json)" if len(places) > 12 else ""
         read = f"read at {', '.join(places[:12])}{more}"
         if places:
-            notes.append(f"numbers that hang on large floating-point tensors, {read}: {what}")
+            notes.append(f"numbers that hang on large tensors, {read}: {what}")
     if result["status"] in ("failed", "cannot run"):
         return notes
     if not result.get("cudnn"):

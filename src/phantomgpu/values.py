@@ -30,7 +30,7 @@ from phantomgpu.analysis import line_of
 from phantomgpu.bound import Work, class_of
 
 MOST = 4 << 20
-"""Elements, and bytes, of whole numbers that are computed. The device keeps no larger copies."""
+"""Elements of whole numbers that are computed; bytes that a copy on the device keeps."""
 FEW = 1 << 16
 """Elements of floating-point numbers that are computed."""
 UNKNOWN: Counter[str] = Counter()
@@ -333,7 +333,11 @@ class Kernel:
         here, there, _, known = self.on_host(args, kwargs, [])
         if not known:
             remember(decides=True)
-        self.boxed(keys, *args, **kwargs)  # for what it allocates
+        self.bytes.is_script = False  # the kernel itself may ask for a number that it counted
+        try:
+            self.boxed(keys, *args, **kwargs)  # for what it allocates
+        finally:
+            self.bytes.is_script = True
         device = next(one for one in tensors if one.is_cuda).device
         result = mapped(self.operation(*here, **there), lambda one: one.to(device))
         for one in leaves(result):
@@ -445,16 +449,16 @@ class Bytes:
     """The bytes of the device, and what is known of them; of dead storages, they are zero again."""
 
     def __init__(self, library: ctypes.CDLL, modes: list[tuple[int, str]]) -> None:
-        self.copy, self.set = library.phantom_copy, library.phantom_set
+        self.put, self.set = library.phantom_write, library.phantom_set
         self.connect = library.phantom_connect
         self.connect.argtypes = [ctypes.c_int, ctypes.c_long]
-        self.copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
+        self.put.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
         self.set.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
-        self.copy.restype = self.set.restype = None
+        self.set.restype = None
         self.states: dict[int, tuple[weakref.ref[torch.UntypedStorage], float]] = {}
         self.chance = torch.Generator().manual_seed(0).get_state()
         self.generator = torch.Generator().manual_seed(0)  # chance here is not the script's
-        self.pool = torch.empty(0)
+        self.pool, self.is_script = torch.empty(0), True
         self.mode, self.modes, self.thread = "", modes, threading.get_ident()
 
     def watch(self) -> None:
@@ -530,7 +534,7 @@ class Bytes:
     def number(self, tensor: torch.Tensor) -> Any:
         """Return the value of a tensor with one element, once the device has got that far."""
         torch.cuda.current_stream().synchronize()
-        if not self.is_known(tensor):
+        if self.is_script and not self.is_known(tensor):
             remember(decides=_is_whole(tensor))
         return self.read(tensor).item()
 
@@ -559,5 +563,5 @@ class Bytes:
         else:
             values = host(to, flat=True).clone()
             values.as_strided(to.shape, to.stride()).copy_(result)
-        self.copy(to.data_ptr(), values.data_ptr(), values.numel() * values.element_size())
-        self.note(to, _KNOWN if known else _DERIVED)
+        is_kept = self.put(to.data_ptr(), values.data_ptr(), values.numel() * values.element_size())
+        self.note(to, (_KNOWN if known else _DERIVED) if is_kept else LOST)

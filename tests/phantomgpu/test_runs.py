@@ -299,7 +299,12 @@ def whole_numbers() -> None:
     sparse = torch.sparse_coo_tensor(places, torch.ones(3, device="cuda"), (3, 2), dtype=torch.half)
     assert sparse.coalesce().values().shape == (2,)
     assert (torch.tensor(2.0, device="cuda", dtype=torch.float16) / 3.0).dtype == torch.float16
-    del numbers, mask
+    many = torch.arange(3_000_000, device="cuda")  # 24 MB, more than a copy keeps
+    assert many.sum().item() == 3_000_000 * 2_999_999 // 2
+    many[::2] = 1
+    assert (many == 1).nonzero().shape == (1_500_001, 1)
+    assert torch.randperm(1_000_000, device="cuda").bincount().shape == (1_000_000,)
+    del numbers, mask, many
     for _ in range(20):  # blocks are used again: nothing of the above may be read
         assert not torch.empty(10, dtype=torch.long, device="cuda").any().item()
 
@@ -358,7 +363,23 @@ def test_collectives_in_a_compiled_step() -> None:
 
 
 def test_whole_numbers_are_computed() -> None:
-    assert run(whole_numbers).fits
+    report = run(whole_numbers)
+    assert report.fits
+    assert len(report.decides) == 1  # torch.empty
+
+
+def more_whole_numbers_than_are_kept() -> None:
+    import torch
+
+    kept = [torch.arange(4_000_000, device="cuda") for _ in range(40)]  # 1.2 GiB
+    assert kept[0].sum().item() == 4_000_000 * 3_999_999 // 2
+    assert kept[39].sum().item() != 4_000_000 * 3_999_999 // 2
+
+
+def test_whole_numbers_that_are_lost_are_noted() -> None:
+    report = run(more_whole_numbers_than_are_kept)
+    assert report.fits
+    assert report.decides
 
 
 def floats() -> None:

@@ -12,8 +12,10 @@
    TiB, Linux puts programs. The kernel adds a page of RAM only where something is written. */
 #define FIRST_ADDRESS ((size_t)32 << 40)
 #define ADDRESSES ((size_t)2 << 40)
-/* Larger copies to a device are counted, but their bytes are zero: they are weights or images. */
+/* Larger copies to a device are counted, but their bytes are zero: they are weights or images.
+   What values.py writes is kept up to four million whole numbers of eight bytes. */
 #define LARGEST_KEPT ((size_t)4 << 20)
+#define LARGEST_WRITTEN ((size_t)32 << 20)
 #define MOST_KEPT ((size_t)1 << 30)
 
 struct facts facts = {(size_t)80 << 30, 0, 1, 9, 0, 90, 132, 2048, 32, 232448, 233472, 50 << 20,
@@ -218,28 +220,39 @@ static void note(size_t from, size_t to) {
   kept += to - from;
 }
 
-static int keeps(size_t bytes) {
-  return bytes <= LARGEST_KEPT && (bytes <= 65536 || kept + bytes <= MOST_KEPT);
+static int keeps(size_t bytes, size_t largest) {
+  return bytes <= largest && (bytes <= 65536 || kept + bytes <= MOST_KEPT);
 }
 
-void phantom_copy(void *to, const void *from, size_t bytes) {
-  if (!bytes || to == from) return;
+/* Returns whether the bytes are there now. */
+static int put(void *to, const void *from, size_t bytes, size_t largest) {
+  if (!bytes || to == from) return 1;
   if (phantom_owner(to) < 0) {
     memmove(to, from, bytes);
-    return;
+    return 1;
   }
   size_t begin = (size_t)to, source = (size_t)from;
   pthread_mutex_lock(&lock);
   size_t i = find(&written, source);
   int is_zero =
       phantom_owner(from) >= 0 && (i == written.count || written.at[i].from >= source + bytes);
-  if (is_zero || !keeps(bytes)) {
+  int is_kept = keeps(bytes, largest);
+  if (is_zero || !is_kept) {
     forget(begin, begin + bytes);
   } else {
     memmove(to, from, bytes);
     note(begin, begin + bytes);
   }
   pthread_mutex_unlock(&lock);
+  return is_zero || is_kept;
+}
+
+void phantom_copy(void *to, const void *from, size_t bytes) {
+  put(to, from, bytes, LARGEST_KEPT);
+}
+
+int phantom_write(void *to, const void *from, size_t bytes) {
+  return put(to, from, bytes, LARGEST_WRITTEN);
 }
 
 /* `count` values of 1, 2 or 4 bytes. */
@@ -247,7 +260,7 @@ void phantom_set(void *to, int value, size_t width, size_t count) {
   size_t begin = (size_t)to, bytes = width * count;
   int owned = phantom_owner(to) >= 0;
   pthread_mutex_lock(&lock);
-  if (owned && (!value || !keeps(bytes))) {
+  if (owned && (!value || !keeps(bytes, LARGEST_KEPT))) {
     forget(begin, begin + bytes);
   } else {
     for (size_t i = 0; i < count; i++) memcpy((char *)to + i * width, &value, width);

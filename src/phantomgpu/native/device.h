@@ -62,5 +62,6 @@ void *phantom_handle(void);
 
 /* Bytes: what was copied to a device can be read back, what a kernel would write is zero. */
 void phantom_copy(void *to, const void *from, size_t bytes);
+int phantom_write(void *to, const void *from, size_t bytes);
 void phantom_set(void *to, int value, size_t width, size_t count);
 #endif
