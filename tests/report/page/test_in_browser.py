@@ -676,7 +676,7 @@ def test_points_between_those_of_the_other_run_are_on_its_line(seen: Seen, tmp_p
 def test_settings_that_differ_are_a_table(seen: Seen, tmp_path: Path) -> None:
     settings = [["optimizer.lr", "0.1"], ["optimizer.momentum", "0.9"], ["batch_size", "8"]]
     other = [["optimizer.lr", "0.2"], ["optimizer.momentum", "0.9"], ["batch_size", "16"]]
-    facts = {"facts": [["batch size", "Constant(8)"], ["device", "cpu"]]}
+    facts: dict[str, Any] = {"facts": [["batch size", "Constant(8)"], ["device", "cpu"]]}
     runs = [
         straight("a", [1, 2], settings=settings, **facts),
         straight("b", [1, 2], settings=[*other, ["seed", "1"]], **facts),

@@ -366,7 +366,7 @@ function paint(panel, u) {
   ctx.save();
   ctx.scale(scale, scale);
   ctx.beginPath();
-  ctx.rect(box.left, box.top - 1, box.width, box.height + 2);
+  ctx.rect(box.left - 4, box.top - 1, box.width + 8, box.height + 2);
   ctx.clip();
   ctx.lineJoin = "round";
   for (const t of panel.traces) if (t.x.length) paintTrace(ctx, t, box, X, Y);
