@@ -162,8 +162,8 @@ that NVML saw from the start of CUDA on, so torch's reserved bytes. Ours: the sa
 transformers 4.51.3 as there (`paper_container/config.py`), torch 2.13 for 2.6; with torch 2.7.1 two
 rows (GPT-Neo, 13 lines, and T5, 35) reserve the same to 0.01 GiB. Nothing is fitted. Their batches
 are not known: lines of Wikitext-2 in random order, cut at 128 tokens and padded to the longest of a
-batch. Ours always have 128, so small batches may need more here than there (two published runs of
-distilgpt2 with 10 lines: 3.16 and 3.62 GB).
+batch. Ours always have 128. Small batches may be shorter there, and the order of lengths changes
+what is reserved (two published runs of distilgpt2 with 10 lines: 3.16 and 3.62 GB).
 xMem's own median error over all of its runs is 3.6 % (`plot/Figures in Paper.ipynb`). Rows are
 those of `002-Monte Carlo/Transformer/001` that were read and fitted into memory, and some of
 `001-Anova/Transformer/001`. Its convolutional networks are left out: they ran with cuDNN.""",

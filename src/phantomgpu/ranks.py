@@ -137,7 +137,8 @@ def _answer(operation: Any, bytes_of: Bytes | None) -> Callable[..., Any]:
         elif "barrier" not in name and name != "recv_any_source_":
             for to, source, change in _sent(name, args, targets):
                 if change is None or (bytes_of and max(to.numel(), source.numel()) > FEW):
-                    _ = bytes_of and bytes_of.note(to, LOST)
+                    if bytes_of:
+                        bytes_of.note(to, LOST)
                 elif to.numel() and source.numel():
                     values = change(source if bytes_of is None else bytes_of.read(source)).flatten()
                     values = values.repeat(-(-to.numel() // max(values.numel(), 1)))
