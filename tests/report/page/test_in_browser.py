@@ -711,6 +711,8 @@ class TestManyRuns:
         assert page.evaluate("document.activeElement.textContent") == "Cold-0"
         page = seen.show(payloads.payload(*runs[:3]), tmp_path)
         assert not page.locator("#search").is_visible()
+        page = seen.show(payloads.payload(), tmp_path)
+        assert page.locator("#legend").inner_text() == "no runs yet"
 
     def test_a_run_that_was_not_sent_is_asked_for(self, seen: Seen) -> None:
         names = ["a", *(f"old-{n}" for n in range(60))]

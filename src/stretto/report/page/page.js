@@ -720,7 +720,7 @@ function layLegend() {
       renew(schedule);
     }}, ...(run && runs.length > 1 ? [swatch({dash: dashOf(run)}, `c${colourOf(run)}`)] : []), name, ...(run?.kind === "plan" ? [make("small", {}, "plan")] : []));
   });
-  byId("legend").replaceChildren(...buttons, ...(more > 0 ? [make("small", {}, `and ${more} more: find them by name`)] : []));
+  byId("legend").replaceChildren(...(all.length ? buttons : [make("small", {}, "no runs yet")]), ...(more > 0 ? [make("small", {}, `and ${more} more: find them by name`)] : []));
   if (held !== undefined) buttons.find(button => button.dataset.run === held)?.focus();
   const losses = runs.filter(run => lossesOf(run).length), choice = compare.querySelector("select");
   compare.hidden = losses.length < 2;
