@@ -139,6 +139,10 @@ def write_tokens(folder: Path, *, train: int = 20_000_000, validation: int = 10_
         (folder / f"fineweb_{name}.bin").write_bytes(header.tobytes() + tokens.tobytes())
 
 
+GROUP = re.compile(r'run_id: str = f"(\w+)/')
+"""The folder in `logs` of a record's log."""
+
+
 def measure(row: Row) -> dict[str, float]:
     """Run the script of a record on rank 0 of 8, and read the peak that it prints.
 
@@ -161,7 +165,8 @@ def measure(row: Row) -> dict[str, float]:
 def _run(script: str, folder: Path, ranks: int) -> str:
     """Return what a script printed and logged that ran in a folder."""
     (folder / "train_gpt.py").write_text(script, "utf-8")
-    (folder / "logs").mkdir()  # not every script makes it
+    for group in ("", *GROUP.findall(script)):  # not every script makes its folder
+        (folder / "logs" / group).mkdir(exist_ok=True)
     write_tokens(folder / "data/fineweb10B")
     tool = folder / "bin/nvidia-smi"
     tool.parent.mkdir()
@@ -185,7 +190,7 @@ def _run(script: str, folder: Path, ranks: int) -> str:
     if ended.returncode:
         print(ended.stdout, file=sys.stderr)
         raise ValueError(f"exit code {ended.returncode}: {ended.stdout[-500:]}")
-    logs = [file.read_text("utf-8") for file in sorted(folder.glob("logs/*.txt"))]
+    logs = [file.read_text("utf-8") for file in sorted(folder.glob("logs/**/*.txt"))]
     return "\n".join([ended.stdout, *logs])
 
 
