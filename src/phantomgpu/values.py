@@ -216,17 +216,16 @@ class Kernel:
         most = max([most, *(one.numel() for one in fresh)])
         if host is None and not targets and self.is_worth(fresh, most):
             host = self.on_host(args, kwargs, targets)
+        known = host is not None and host[3]
         if host is None or most > MOST or not self.computed(host, targets, fresh, most):
             for one in targets or [one for one in fresh if most > self.few]:
                 self.bytes.note(one, self.share(one, args, kwargs, tensors))
-            if self.base == "all":  # what is checked is finite
-                self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)
-        elif (
-            self.base == "all" and not host[3] and "distribution.py" in line_of(sys._getframe())[1]
-        ):
-            self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)  # valid, too
-        elif self.base == "any" and most > self.few and not host[3]:  # and no sample is rejected
-            self.bytes.write(out, torch.zeros_like(out, device="cpu"), known=False)
+            known = False
+        is_check = self.base in ("all", "any") and not known
+        if is_check and (most > self.few or "distribution.py" in line_of(sys._getframe())[1]):
+            # What is checked is finite and valid, and no sample is rejected.
+            answer = torch.full_like(out, self.base == "all", device="cpu")
+            self.bytes.write(out, answer, known=False)
         return out
 
     def share(self, out: torch.Tensor, args: Any, kwargs: Any, read: list[torch.Tensor]) -> float:
@@ -249,14 +248,10 @@ class Kernel:
             return Share(min(1.0, max(places, default=0) / out.numel()))
         if out.dtype is not torch.bool and not self.base.startswith("bernoulli"):
             return LOST
-        first = state if len(read) == 1 else None
-        both = isinstance(first, Share)
         with suppress(*_REFUSED):
-            drawn = {id(one): self.bytes.sample(one, out.shape, both=both) for one in read}
+            drawn = {id(one): self.bytes.sample(one, out.shape) for one in read}
             result = leaves(self.called(*self.here(args, kwargs, drawn)))[0]
-            parts = result.bool().float().expand(2 if both else FEW)
-            part = parts[0].lerp(parts[1], first) if isinstance(first, Share) else parts.mean()
-            return Share(part)
+            return Share(result.bool().float().mean())
         return LOST
 
     def is_worth(self, outputs: list[torch.Tensor], most: int) -> bool:
@@ -538,13 +533,12 @@ class Bytes:
             remember(decides=_is_whole(tensor))
         return self.read(tensor).item()
 
-    def sample(self, tensor: torch.Tensor, shape: torch.Size, *, both: bool) -> torch.Tensor:
-        """Return some elements of a tensor for some of a larger one of that shape, or 0 and 1."""
+    def sample(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return some elements of a tensor for some of a larger one of that shape."""
         state = self.state(tensor)
-        if both:
-            return torch.tensor([0, 1]).to(tensor.dtype)
         if isinstance(state, Share):
-            return (torch.rand(FEW, generator=self.generator) < state).to(tensor.dtype)
+            order = torch.randperm(FEW, generator=self.generator)
+            return state.mask(torch.empty(FEW, dtype=tensor.dtype))[order]
         if isinstance(state, Same):
             return torch.full((FEW,), state, dtype=tensor.dtype)
         if tensor.dtype.is_floating_point and tensor.numel() > 1 and state in (None, LOST, _NORMAL):

@@ -46,10 +46,6 @@ int ncclCommDestroy(struct communicator *one) {
   return 0;
 }
 
-const char *ncclGetErrorString(int error) {
-  return error == UNHANDLED ? "no room for NCCL's buffers" : "not supported by phantomgpu";
-}
-
 int ncclCommInitRank(struct communicator **to, int ranks, struct id id, int rank) {
   return make(to, ranks, rank, of(ranks));
 }
