@@ -126,12 +126,11 @@ class Model:
             config.pad_token_id = 0  # without one, it refuses batches
         return _class_of(library, name)._from_config(config, dtype=dtype)
 
-    def optimizer_of(self, weights: list[Any]) -> torch.optim.Optimizer:
+    def optimizer_of(self, weights: list[Any]) -> Any:
         """Return the optimizer of the weights that are trained."""
         library, name, how = _OPTIMIZERS[self.optimizer]
         trained = [one for one in weights if one.requires_grad]
-        made: torch.optim.Optimizer = _class_of(library, name)(trained, **how)
-        return made
+        return _class_of(library, name)(trained, **how)
 
 
 def vllm_room(config: dict[str, Any], report: Report, tokens: int) -> str:

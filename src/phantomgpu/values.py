@@ -103,10 +103,9 @@ def _coalesced(real: Callable[..., torch.Tensor], keys: Any, sparse: torch.Tenso
     """Return a sparse tensor with each index once: torch's kernel, which does not run, counts."""
     real(keys, sparse)  # for what it allocates
     indices, values = sparse._indices().cpu(), sparse._values()
-    sizes, flat = sparse.shape[: len(indices)], torch.zeros_like(indices[0])
-    for size, row in zip(sizes, indices, strict=True):
-        flat = flat * size + row
-    places = torch.stack(torch.unravel_index(flat.unique(), sizes)).to(values.device)
+    ones = torch.ones(indices.shape[1])
+    counted = torch.sparse_coo_tensor(indices, ones, sparse.shape[: len(indices)]).coalesce()
+    places = counted.indices().to(values.device)
     sums = values.new_empty((places.shape[1], *values.shape[1:]))
     return torch.sparse_coo_tensor(
         places, sums, sparse.shape, is_coalesced=True, check_invariants=False
@@ -539,14 +538,12 @@ class Bytes:
         if isinstance(state, Share):
             order = torch.randperm(FEW, generator=self.generator)
             return state.mask(torch.empty(FEW, dtype=tensor.dtype))[order]
-        if isinstance(state, Same):
-            return torch.full((FEW,), state, dtype=tensor.dtype)
-        if tensor.dtype.is_floating_point and tensor.numel() > 1 and state in (None, LOST, _NORMAL):
+        is_lost = state in (None, LOST, _NORMAL) and not isinstance(state, Same)
+        if tensor.dtype.is_floating_point and tensor.numel() > 1 and is_lost:
             draw = torch.randn if state == _NORMAL else torch.rand
             return draw(FEW, generator=self.generator).to(tensor.dtype)
         at = torch.randint(shape.numel(), (FEW,), generator=self.generator)
-        values = (host(tensor) if tensor.is_cuda else tensor).expand(shape)
-        return values[torch.unravel_index(at, shape)]
+        return self.read(tensor).expand(shape)[torch.unravel_index(at, shape)]
 
     def write(self, to: torch.Tensor, result: torch.Tensor, *, known: bool) -> None:
         """Write values to the device, which then knows that these bytes are not zero."""

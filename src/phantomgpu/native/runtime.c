@@ -65,15 +65,6 @@ int cudaPointerGetAttributes(struct pointer_facts *to, const void *pointer) {
   return OK;
 }
 
-/* Copies */
-
-int cudaMemcpy2D(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width,
-                 size_t height, int kind) {
-  for (size_t row = 0; row < height; row++)
-    phantom_copy(to + row * to_pitch, from + row * from_pitch, width);
-  return OK;
-}
-
 /* Streams and events are handles that are never read. */
 
 void *phantom_graph;
