@@ -94,9 +94,8 @@ def start(
 
 def hide() -> None:
     """Keep `torch.compile` from tracing what runs below torch's operations."""
-    name = "__call__"
     for kind in (Kernel, Hidden):
-        setattr(kind, name, torch.compiler.disable(getattr(kind, name)))
+        kind.__call__ = torch.compiler.disable(kind.__call__)  # type: ignore[method-assign]
 
 
 def _coalesced(real: Callable[..., torch.Tensor], keys: Any, sparse: torch.Tensor) -> torch.Tensor:
@@ -247,10 +246,14 @@ class Kernel:
             return Share(min(1.0, max(places, default=0) / out.numel()))
         if out.dtype is not torch.bool and not self.base.startswith("bernoulli"):
             return LOST
+        first = state if len(read) == 1 else None
+        both = isinstance(first, Share)
         with suppress(*_REFUSED):
-            drawn = {id(one): self.bytes.sample(one, out.shape) for one in read}
+            drawn = {id(one): self.bytes.sample(one, out.shape, both=both) for one in read}
             result = leaves(self.called(*self.here(args, kwargs, drawn)))[0]
-            return Share(result.bool().float().mean())
+            parts = result.bool().float().expand(2 if both else FEW)
+            part = parts[0].lerp(parts[1], first) if isinstance(first, Share) else parts.mean()
+            return Share(part)
         return LOST
 
     def is_worth(self, outputs: list[torch.Tensor], most: int) -> bool:
@@ -532,12 +535,13 @@ class Bytes:
             remember(decides=_is_whole(tensor))
         return self.read(tensor).item()
 
-    def sample(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return some elements of a tensor for some of a larger one of that shape."""
+    def sample(self, tensor: torch.Tensor, shape: torch.Size, *, both: bool) -> torch.Tensor:
+        """Return some elements of a tensor for some of a larger one of that shape, or 0 and 1."""
         state = self.state(tensor)
+        if both:
+            return torch.tensor([0, 1]).to(tensor.dtype)
         if isinstance(state, Share):
-            order = torch.randperm(FEW, generator=self.generator)
-            return state.mask(torch.empty(FEW, dtype=tensor.dtype))[order]
+            return (torch.rand(FEW, generator=self.generator) < state).to(tensor.dtype)
         is_lost = state in (None, LOST, _NORMAL) and not isinstance(state, Same)
         if tensor.dtype.is_floating_point and tensor.numel() > 1 and is_lost:
             draw = torch.randn if state == _NORMAL else torch.rand

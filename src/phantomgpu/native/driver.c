@@ -1,22 +1,18 @@
 /* libcuda.so.1: what torch, Triton and extensions ask of the driver. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <stdint.h>
 #include <stdio.h>
-#include <string.h>
 
 #include "device.h"
 
-typedef uint64_t address;
-
 /* Devices and contexts: what is not here gives an answer only (answers.txt). */
-int cuPointerGetAttribute(void *value, int attribute, address pointer) {
+int cuPointerGetAttribute(void *value, int attribute, size_t pointer) {
   int owner = phantom_owner((void *)pointer);
   if (owner < 0) return INVALID_VALUE;
   switch (attribute) {
-    case 1: *(address *)value = owner + 1; return OK; /* its context */
+    case 1: *(size_t *)value = owner + 1; return OK; /* its context */
     case 2: *(unsigned *)value = 2; return OK; /* memory of a device */
-    case 3: *(address *)value = pointer; return OK;
+    case 3: *(size_t *)value = pointer; return OK;
     case 8: *(unsigned *)value = 0; return OK; /* managed? */
     case 9: *(int *)value = owner; return OK;
     case 11: return phantom_block(pointer, value, NULL);

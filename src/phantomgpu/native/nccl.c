@@ -1,7 +1,6 @@
 /* libnccl: collectives of ranks that do not exist. What they write is known to ranks.py; only what
    ranks gather is written here, too, for torch before 2.10. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "device.h"
 
