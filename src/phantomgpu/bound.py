@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import sys
 from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -100,13 +99,8 @@ class Work:
 def formulas() -> dict[str, Any]:
     """Return torch's formulas of floating-point operations, by the names of kernels."""
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # "triton not found"
-    has_triton = "triton" in sys.modules
-    if not has_triton:  # its import takes 0.2 seconds, for formulas that a script registers
-        sys.modules["triton"] = None  # type: ignore[assignment]
     from torch.utils.flop_counter import flop_registry
 
-    if not has_triton:
-        del sys.modules["triton"]
     found = {getattr(one, "__name__", ""): each for one, each in flop_registry.items()}
     return found | {ours: found[theirs] for ours, theirs in _LIKE.items()}
 

@@ -129,7 +129,6 @@ def model(
     checkpointing: Annotated[bool | None, option(help="Blocks again; by default, both.")] = None,
     optimizer: Literal["adamw", "sgd", "adafactor", "adamw8bit"] = "adamw",
     weights: Weights = None,
-    lora: Annotated[int | None, option(min=1, help="The rank of LoRA (peft).")] = None,
     generate: Annotated[int | None, option(min=1, help="Write so many tokens.")] = None,
     cache: Annotated[Literal["static", "dynamic"], option(help="Of --generate.")] = "static",
     largest: Largest = 1 << 20,
@@ -142,10 +141,10 @@ def model(
     lengths: list[int | None] = [*numbers_of("length", length)] if length else [None]
     numbers, ways = numbers_of("ranks", ranks), [False, True]
     ways = [bool(checkpointing)] if generate or checkpointing is not None else ways
-    asked = models.Model(config, optimizer, weights or ("bf16" if generate else "fp32"), lora)
+    asked = models.Model(config, optimizer, weights or ("bf16" if generate else "fp32"))
     longest = max(filter(None, lengths), default=0) + (generate or 0)
     what, read = asked.checked(longest, learns=not generate), asked.read()[2]
-    if generate and (lora or checkpointing or numbers != [1] or lengths == [None]):
+    if generate and (checkpointing or numbers != [1] or lengths == [None]):
         raise ValueError("--generate needs --length, and no option of training, on one GPU")
     warn(gpu, memory)
     rows: list[dict[str, Any]] = []

@@ -53,11 +53,9 @@ class Model:
     """adamw, sgd, adafactor or adamw8bit."""
     weights: str = "fp32"
     """`fp32`: 32-bit weights, computed in bf16. `bf16`: weights, gradients and state are bf16."""
-    lora: int | None = None
-    """The rank of LoRA on all linear layers; None: all weights are trained."""
 
     def __reduce__(self) -> Any:
-        return _imported, (self.file, self.optimizer, self.weights, self.lora)
+        return _imported, (self.file, self.optimizer, self.weights)
 
     def read(self) -> tuple[str, str, dict[str, Any]]:
         """Return the library, the class (or else the type) and the configuration.
@@ -101,7 +99,6 @@ class Model:
         said = [f"{name}, {self.weights} weights"]
         if learns:
             said += ["computed in bf16"] * (self.weights == "fp32")
-            said += [f"LoRA of rank {self.lora} on all linear layers"] * (self.lora is not None)
             said += [self.optimizer, f"gradients clipped at {CLIP_NORM}"]
             said += ["one micro-batch a step, no padding"]
         return ", ".join(said)
@@ -114,13 +111,7 @@ class Model:
             model = self._bare(torch.bfloat16 if self.weights == "bf16" else torch.float32)
             if checkpointing:
                 _checkpoint(model)
-            if self.lora is None:
-                return model
-            import peft
-
-            causal = "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
-            how = peft.LoraConfig(r=self.lora, target_modules="all-linear", task_type=causal)
-            return peft.get_peft_model(model, how)
+            return model
 
     def _bare(self, dtype: torch.dtype) -> Any:
         library, name, read = self.read()
@@ -135,12 +126,11 @@ class Model:
             config.pad_token_id = 0  # without one, it refuses batches
         return _class_of(library, name)._from_config(config, dtype=dtype)
 
-    def optimizer_of(self, weights: list[Any]) -> torch.optim.Optimizer:
+    def optimizer_of(self, weights: list[Any]) -> Any:
         """Return the optimizer of the weights that are trained."""
         library, name, how = _OPTIMIZERS[self.optimizer]
         trained = [one for one in weights if one.requires_grad]
-        made: torch.optim.Optimizer = _class_of(library, name)(trained, **how)
-        return made
+        return _class_of(library, name)(trained, **how)
 
 
 def vllm_room(config: dict[str, Any], report: Report, tokens: int) -> str:
@@ -292,13 +282,12 @@ class Inputs:
     """The arguments of a model's `forward`, of the sizes that its configuration says."""
 
     def __init__(self, model: Any, size: int, length: int | None, *, learns: bool = True) -> None:
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.model, config, self.size = inner, inner.config, size
+        self.model, config, self.size = model, model.config, size
         self.parts = [config, *(getattr(config, part, None) for part in _PARTS.split())]
-        self.name = type(inner).__name__.removeprefix("FSDP")
+        self.name = type(model).__name__.removeprefix("FSDP")
         self.given, self.learns = length, learns
-        self.takes = inspect.signature(inner.forward).parameters
-        self.like = _local(next(inner.parameters())).new_empty(0)  # its device and type
+        self.takes = inspect.signature(model.forward).parameters
+        self.like = _local(next(model.parameters())).new_empty(0)  # its device and type
 
     def all(self) -> dict[str, Any]:
         """Return the arguments.

@@ -80,14 +80,14 @@ class _Store(distributed.Store):  # type: ignore[name-defined,misc]
         return self
 
 
-def start(messages: str) -> None:
+def start(messages: str, bytes_of: Bytes) -> None:
     """Play the part of torchrun: a store that a script's `init_process_group` joins.
 
     The stand-in NCCL needs no other rank. Gloo connects to the others only when it is used, and
     its collectives are answered here.
     """
     if not _KEPT:
-        _override("CPU", None)
+        _override("CPU", bytes_of)
     _MESSAGES[:] = [Path(messages)] if messages else []
     store = _Store()
     rendezvous: Any = import_module("torch.distributed.rendezvous")  # `distributed` has a function
@@ -102,7 +102,7 @@ def follow(bytes_of: Bytes) -> None:
     _override("CUDA", bytes_of)
 
 
-def _override(key: str, bytes_of: Bytes | None) -> None:
+def _override(key: str, bytes_of: Bytes) -> None:
     ours = torch.library.Library("c10d", "IMPL")
     _KEPT.append(ours)
     with warnings.catch_warnings():
@@ -110,17 +110,17 @@ def _override(key: str, bytes_of: Bytes | None) -> None:
         for name in _COLLECTIVES.split():
             operation = getattr(torch.ops.c10d, name).default
             if key == "CPU" or operation.has_kernel_for_dispatch_key("CUDA"):
-                answer = Hidden(_answer(operation, bytes_of))
-                ours.impl(name, answer, key, with_keyset=bytes_of is not None)
+                answer = Hidden(_answer(operation, bytes_of, runs=key == "CUDA"))
+                ours.impl(name, answer, key, with_keyset=key == "CUDA")
 
 
-def _answer(operation: Any, bytes_of: Bytes | None) -> Callable[..., Any]:
-    """Return a collective in which all ranks hold what this one holds."""
+def _answer(operation: Any, bytes_of: Bytes, *, runs: bool) -> Callable[..., Any]:
+    """Return a collective in which all ranks hold what this one holds; NCCL's runs, too."""
     from torch._C._distributed_c10d import FakeWork
 
     name = operation._schema.name.removeprefix("c10d::")
     returned = len(operation._schema.returns)
-    boxed = None if bytes_of is None else torch.library.get_kernel(operation, "CUDA").call_boxed
+    boxed = torch.library.get_kernel(operation, "CUDA").call_boxed if runs else None
 
     def collective(*args: Any, **kwargs: Any) -> Any:
         if boxed is not None:
@@ -129,20 +129,20 @@ def _answer(operation: Any, bytes_of: Bytes | None) -> Callable[..., Any]:
             work = FakeWork().boxed()
             result = (args[0], work) if returned == 2 else work if returned else None
         targets = leaves(args[0])
-        if name.startswith("alltoall") and bytes_of is not None:
+        if name.startswith("alltoall") and runs:
             _connect(args[2], bytes_of)
         if name in ("send", "recv_", "broadcast_"):
             for tensor in targets:
                 _post(name, tensor, args, bytes_of)
         elif "barrier" not in name and name != "recv_any_source_":
             for to, source, change in _sent(name, args, targets):
-                if change is None or (bytes_of and max(to.numel(), source.numel()) > FEW):
-                    if bytes_of:
-                        bytes_of.note(to, LOST)
+                if change is None or (runs and max(to.numel(), source.numel()) > FEW):
+                    bytes_of.note(to, LOST)
                 elif to.numel() and source.numel():
-                    values = change(source if bytes_of is None else bytes_of.read(source)).flatten()
+                    values = change(bytes_of.read(source)).flatten()
                     values = values.repeat(-(-to.numel() // max(values.numel(), 1)))
-                    _write(to, values[: to.numel()].view_as(to), source, bytes_of)
+                    values, known = values[: to.numel()].view_as(to), bytes_of.is_known(source)
+                    bytes_of.write(to, values, known=known)
         return result
 
     return collective
@@ -189,14 +189,7 @@ def _connect(group: Any, bytes_of: Bytes) -> None:
             raise RuntimeError("no room for NCCL's buffers")
 
 
-def _write(to: torch.Tensor, values: torch.Tensor, source: Any, bytes_of: Bytes | None) -> None:
-    if bytes_of is None:
-        to.copy_(values)
-    else:
-        bytes_of.write(to, values, known=source is None or bytes_of.is_known(source))
-
-
-def _post(name: str, tensor: torch.Tensor, args: Any, bytes_of: Bytes | None) -> None:
+def _post(name: str, tensor: torch.Tensor, args: Any, bytes_of: Bytes) -> None:
     """Keep what this rank sends, or write what another one has sent in its own run."""
     members = distributed.get_process_group_ranks(distributed.ProcessGroup.unbox(args[1]))
     peer, me = members[args[2]], distributed.get_rank()
@@ -208,7 +201,7 @@ def _post(name: str, tensor: torch.Tensor, args: Any, bytes_of: Bytes | None) ->
     sender = me if name == "send" else peer
     file = _MESSAGES[0] / f"{sender}-{zlib.crc32(box.encode())}"
     if sender == me:
-        values = (bytes_of.read(tensor) if bytes_of else tensor).flatten().tolist()
+        values = bytes_of.read(tensor).flatten().tolist()
         _SENT.setdefault(file.name, []).append(values)
         if len(_SENT[file.name]) <= _MOST_KEPT:
             file.with_suffix(".new").write_text(json.dumps(_SENT[file.name]))
@@ -216,7 +209,7 @@ def _post(name: str, tensor: torch.Tensor, args: Any, bytes_of: Bytes | None) ->
         return
     at = _READ[file.name] = _READ.get(file.name, -1) + 1
     message = torch.tensor(_received(file, at, sender), dtype=tensor.dtype)
-    _write(tensor, message.view_as(tensor), None, bytes_of)
+    bytes_of.write(tensor, message.view_as(tensor), known=True)
 
 
 def _received(file: Path, at: int, sender: int) -> list[int]:

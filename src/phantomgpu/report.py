@@ -13,7 +13,7 @@ from phantomgpu.gpus import GIB, GPU, OLDEST
 
 UNTRAINED = {"evaluation", "generation", "save", "no_grad"}
 """Phases that belong to no step of an optimizer."""
-Status = Literal["fits", "does not fit", "failed", "cannot run"]
+Status = Literal["fits", "does not fit", "failed"]
 
 
 @final
@@ -129,11 +129,10 @@ class Report:
             peak += f", in the first {self.limit:g} seconds"
         kind = f"{self.gpu} (depends on values)" if self.depends_on_values else self.gpu
         rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
-        without = {"failed": "the script failed, but not for lack of memory"}
-        without["cannot run"] = "the script did not run"
-        lines = [without.get(self.status, f"{self.status} {kind}{rank}: {peak}")]
-        if self.status == "failed" and self.peak_allocated:
-            lines.append(f"  until then: {peak}")
+        lines = [f"{self.status} {kind}{rank}: {peak}"]
+        if self.status == "failed":
+            lines = ["the script failed, but not for lack of memory"]
+            lines += [f"  until then: {peak}"] * bool(self.peak_allocated)
         tables = {
             "": self.categories,
             "most in: ": {} if UNTRAINED.isdisjoint(self.peaks_by_phase) else self.peaks_by_phase,
@@ -179,7 +178,7 @@ def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str
         read = f"read at {', '.join(places[:12])}{more}"
         if places:
             notes.append(f"numbers that hang on large tensors, {read}: {what}")
-    if result["status"] in ("failed", "cannot run"):
+    if result["status"] == "failed":
         return notes
     if not result.get("cudnn"):
         notes.append("cuDNN is off: convolutions and RNNs run through torch's own kernels")

@@ -94,19 +94,17 @@ def start(
 
 def hide() -> None:
     """Keep `torch.compile` from tracing what runs below torch's operations."""
-    name = "__call__"
     for kind in (Kernel, Hidden):
-        setattr(kind, name, torch.compiler.disable(getattr(kind, name)))
+        kind.__call__ = torch.compiler.disable(kind.__call__)  # type: ignore[method-assign]
 
 
 def _coalesced(real: Callable[..., torch.Tensor], keys: Any, sparse: torch.Tensor) -> torch.Tensor:
     """Return a sparse tensor with each index once: torch's kernel, which does not run, counts."""
     real(keys, sparse)  # for what it allocates
     indices, values = sparse._indices().cpu(), sparse._values()
-    sizes, flat = sparse.shape[: len(indices)], torch.zeros_like(indices[0])
-    for size, row in zip(sizes, indices, strict=True):
-        flat = flat * size + row
-    places = torch.stack(torch.unravel_index(flat.unique(), sizes)).to(values.device)
+    ones = torch.ones(indices.shape[1])
+    counted = torch.sparse_coo_tensor(indices, ones, sparse.shape[: len(indices)]).coalesce()
+    places = counted.indices().to(values.device)
     sums = values.new_empty((places.shape[1], *values.shape[1:]))
     return torch.sparse_coo_tensor(
         places, sums, sparse.shape, is_coalesced=True, check_invariants=False
@@ -216,17 +214,16 @@ class Kernel:
         most = max([most, *(one.numel() for one in fresh)])
         if host is None and not targets and self.is_worth(fresh, most):
             host = self.on_host(args, kwargs, targets)
+        known = host is not None and host[3]
         if host is None or most > MOST or not self.computed(host, targets, fresh, most):
             for one in targets or [one for one in fresh if most > self.few]:
                 self.bytes.note(one, self.share(one, args, kwargs, tensors))
-            if self.base == "all":  # what is checked is finite
-                self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)
-        elif (
-            self.base == "all" and not host[3] and "distribution.py" in line_of(sys._getframe())[1]
-        ):
-            self.bytes.write(out, torch.ones_like(out, device="cpu"), known=False)  # valid, too
-        elif self.base == "any" and most > self.few and not host[3]:  # and no sample is rejected
-            self.bytes.write(out, torch.zeros_like(out, device="cpu"), known=False)
+            known = False
+        is_check = self.base in ("all", "any") and not known
+        if is_check and (most > self.few or "distribution.py" in line_of(sys._getframe())[1]):
+            # What is checked is finite and valid, and no sample is rejected.
+            answer = torch.full_like(out, self.base == "all", device="cpu")
+            self.bytes.write(out, answer, known=False)
         return out
 
     def share(self, out: torch.Tensor, args: Any, kwargs: Any, read: list[torch.Tensor]) -> float:
@@ -545,14 +542,12 @@ class Bytes:
             return torch.tensor([0, 1]).to(tensor.dtype)
         if isinstance(state, Share):
             return (torch.rand(FEW, generator=self.generator) < state).to(tensor.dtype)
-        if isinstance(state, Same):
-            return torch.full((FEW,), state, dtype=tensor.dtype)
-        if tensor.dtype.is_floating_point and tensor.numel() > 1 and state in (None, LOST, _NORMAL):
+        is_lost = state in (None, LOST, _NORMAL) and not isinstance(state, Same)
+        if tensor.dtype.is_floating_point and tensor.numel() > 1 and is_lost:
             draw = torch.randn if state == _NORMAL else torch.rand
             return draw(FEW, generator=self.generator).to(tensor.dtype)
         at = torch.randint(shape.numel(), (FEW,), generator=self.generator)
-        values = (host(tensor) if tensor.is_cuda else tensor).expand(shape)
-        return values[torch.unravel_index(at, shape)]
+        return self.read(tensor).expand(shape)[torch.unravel_index(at, shape)]
 
     def write(self, to: torch.Tensor, result: torch.Tensor, *, known: bool) -> None:
         """Write values to the device, which then knows that these bytes are not zero."""

@@ -63,9 +63,9 @@ class Run:
     def join(self) -> None:
         """Play the other ranks."""
         if self.settings.ranks > 1:
-            from phantomgpu import ranks
+            from phantomgpu import ranks, values
 
-            ranks.start(self.settings.messages)
+            ranks.start(self.settings.messages, values.Bytes(self.library, []))
 
     def begin(self) -> None:
         """Record allocations, once CUDA starts."""

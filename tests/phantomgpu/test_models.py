@@ -309,7 +309,7 @@ def test_blocks_of_vllm() -> None:
 
 
 def test_inference_takes_no_options_of_training(tmp_path: Path) -> None:
-    for wrong in (("--lora", "8"), ("--ranks", "2")):
+    for wrong in (("--checkpointing",), ("--ranks", "2")):
         said = ask(tmp_path, "--length", "8", "--generate", "8", *wrong)
         assert "--generate" in str(said.exception)
     assert "256" in str(ask(tmp_path, "--length", "128", "--generate", "128").exception)

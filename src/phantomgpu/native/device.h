@@ -41,11 +41,13 @@ extern size_t phantom_assumed;      /* whose workspaces are not known: 1 Xgeev, 
 /* An attribute, numbered as in CUdevice_attribute and cudaDeviceAttr; 0 if unknown. */
 int phantom_attribute(int attribute);
 const char *phantom_error(int error);
+void *phantom_function(const char *name);
 
 /* Physical memory: whether it is there, and its return. */
 int phantom_take(int device, size_t bytes);
 void phantom_give(int device, size_t bytes);
 int phantom_connect(int device, long bytes); /* NCCL's buffers; less than 0 to give them back */
+void phantom_cross(long group, size_t count, int type, int each); /* counts a collective */
 size_t phantom_used(int device), phantom_highest(int device);
 
 /* Addresses; 0 if none is left. phantom_return gives the size, or 0 for an unknown address. */

@@ -1,32 +1,18 @@
 /* libcuda.so.1: what torch, Triton and extensions ask of the driver. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <stdint.h>
 #include <stdio.h>
-#include <string.h>
 
 #include "device.h"
 
-typedef uint64_t address;
-
-/* Virtual memory, for expandable segments. A handle of physical memory is its size, a whole number
-   of pages, and its device in the lowest 4 bits. */
-int cuMemCreate(size_t *handle, size_t bytes, const int *property, uint64_t flags) {
-  int device = property[3]; /* type, kinds of handles, kind of place, number of the device */
-  if (!bytes || bytes % PAGE) return INVALID_VALUE;
-  if (!phantom_take(device, bytes)) return OUT_OF_MEMORY;
-  *handle = bytes | device;
-  return OK;
-}
-
 /* Devices and contexts: what is not here gives an answer only (answers.txt). */
-int cuPointerGetAttribute(void *value, int attribute, address pointer) {
+int cuPointerGetAttribute(void *value, int attribute, size_t pointer) {
   int owner = phantom_owner((void *)pointer);
   if (owner < 0) return INVALID_VALUE;
   switch (attribute) {
-    case 1: *(address *)value = owner + 1; return OK; /* its context */
+    case 1: *(size_t *)value = owner + 1; return OK; /* its context */
     case 2: *(unsigned *)value = 2; return OK; /* memory of a device */
-    case 3: *(address *)value = pointer; return OK;
+    case 3: *(size_t *)value = pointer; return OK;
     case 8: *(unsigned *)value = 0; return OK; /* managed? */
     case 9: *(int *)value = owner; return OK;
     case 11: return phantom_block(pointer, value, NULL);
@@ -53,12 +39,5 @@ void *phantom_function(const char *name) {
   snprintf(newest, sizeof newest, "%s_v2", name);
   void *found = dlsym(driver, newest);
   return found ? found : dlsym(driver, name);
-}
-
-int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags,
-                        int *status) {
-  *function = phantom_function(name);
-  if (status) *status = *function ? 0 : 1;
-  return *function ? OK : NOT_FOUND;
 }
 

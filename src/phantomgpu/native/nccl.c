@@ -1,7 +1,6 @@
 /* libnccl: collectives of ranks that do not exist. What they write is known to ranks.py; only what
    ranks gather is written here, too, for torch before 2.10. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "device.h"
 
@@ -46,10 +45,6 @@ int ncclCommDestroy(struct communicator *one) {
   return 0;
 }
 
-const char *ncclGetErrorString(int error) {
-  return error == UNHANDLED ? "no room for NCCL's buffers" : "not supported by phantomgpu";
-}
-
 int ncclCommInitRank(struct communicator **to, int ranks, struct id id, int rank) {
   return make(to, ranks, rank, of(ranks));
 }
@@ -68,18 +63,19 @@ int ncclCommSplit(struct communicator *from, int colour, int key, struct communi
 
 #define SERVER 8 /* GPUs that NVLink joins */
 
-/* Counts what a rank must receive of `total` bytes, if ranks of a group are neighbours: all that it
-   does not have, and its share of what its server does not have. It holds for rings and trees, and
-   is half of what they move in an all-reduce, which switches may add up. */
-static void count_crossing(struct communicator *among, double total) {
-  double ranks = among->ranks;
+/* Counts what a rank must receive, if ranks of a group are neighbours: all that it does not have, and
+   its share of what its server does not have. It holds for rings and trees, and is half of what they
+   move in an all-reduce, which switches may add up. `count` is of all together, or of `each` rank. */
+void phantom_cross(long group, size_t count, int type, int each) {
+  double ranks = ((struct communicator *)group)->ranks;
+  double total = (double)count * BYTES[type] * (each ? ranks : 1);
   phantom_inside += total * (ranks - 1) / ranks;
   if (ranks > SERVER) phantom_between += total * (ranks - SERVER) / ranks / SERVER;
 }
 
 int ncclBroadcast(const void *from, void *to, size_t count, int type, int root,
                   struct communicator *among, void *stream) {
-  count_crossing(among, count * BYTES[type]);
+  phantom_cross((long)among, count, type, 0);
   if (from && to) phantom_copy(to, from, count * BYTES[type]);
   return 0;
 }
@@ -87,7 +83,7 @@ int ncclBroadcast(const void *from, void *to, size_t count, int type, int root,
 int ncclAllGather(const void *from, char *to, size_t count, int type, struct communicator *among,
                   void *stream) {
   size_t bytes = count * BYTES[type];
-  count_crossing(among, bytes * among->ranks);
+  phantom_cross((long)among, count, type, 1);
   if (bytes > (1 << 20)) { /* the bytes of large tensors are not worth keeping for each rank */
     phantom_set(to, 0, 1, bytes * among->ranks);
     return 0;
@@ -96,24 +92,6 @@ int ncclAllGather(const void *from, char *to, size_t count, int type, struct com
   phantom_copy(own, from, bytes);
   for (int rank = 0; rank < among->ranks; rank++) phantom_copy(to + rank * bytes, own, bytes);
   free(own);
-  return 0;
-}
-
-int ncclReduce(const void *from, void *to, size_t count, int type, int operation, int root,
-               struct communicator *among, void *stream) {
-  count_crossing(among, count * BYTES[type]);
-  return 0;
-}
-
-int ncclReduceScatter(const void *from, void *to, size_t count, int type, int operation,
-                      struct communicator *among, void *stream) {
-  count_crossing(among, count * BYTES[type] * among->ranks);
-  return 0;
-}
-
-int ncclAlltoAll(const void *from, void *to, size_t count, int type, struct communicator *among,
-                 void *stream) {
-  count_crossing(among, count * BYTES[type] * among->ranks);
   return 0;
 }
 

@@ -1,14 +1,9 @@
 /* libcudart: devices, memory, copies, streams, graphs. Kernels are launched and do nothing. */
 #define _GNU_SOURCE
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "device.h"
-
-typedef void *stream_t;
 
 static _Thread_local int last_error;
 
@@ -26,12 +21,6 @@ int cudaGetLastError(void) {
 int cudaPeekAtLastError(void) { return last_error; }
 
 /* Devices */
-
-int cudaSetDevice(int device) {
-  if (device < 0 || device >= facts.devices) return phantom_fail(INVALID_DEVICE);
-  current_device = device;
-  return OK;
-}
 
 static const struct {
   int attribute, offset, bytes;
@@ -56,15 +45,6 @@ int cudaGetDeviceProperties_v2(char *to, int device) {
 
 /* Memory: what is not here gives an answer only (answers.txt). */
 
-/* The pool of device n is the address n + 1; it returns freed memory at once. */
-int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *value) {
-  int device = (int)(size_t)pool - 1; /* 5 and 7 are what is there now, 6 and 8 the highest */
-  *value = attribute == 6 || attribute == 8   ? phantom_highest(device) - facts.context
-           : attribute == 5 || attribute == 7 ? phantom_used(device) - facts.context
-                                              : 0;
-  return OK;
-}
-
 struct pointer_facts {
   int type, device;
   void *on_device, *on_host;
@@ -77,15 +57,6 @@ int cudaPointerGetAttributes(struct pointer_facts *to, const void *pointer) {
   *to = (struct pointer_facts){owner < 0 ? type : 2, owner < 0 ? 0 : owner};
   if (to->type) to->on_device = (void *)pointer;
   if (owner < 0) to->on_host = (void *)pointer;
-  return OK;
-}
-
-/* Copies */
-
-int cudaMemcpy2D(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width,
-                 size_t height, int kind) {
-  for (size_t row = 0; row < height; row++)
-    phantom_copy(to + row * to_pitch, from + row * from_pitch, width);
   return OK;
 }
 
@@ -120,34 +91,4 @@ int cudaEventQuery(void *event) {
   return time <= waited || time + behind <= phantom_now++ ? OK : NOT_READY;
 }
 
-int cudaEventRecord(void *event, stream_t stream) { return *time_of(event) = LAUNCH, OK; }
-
-int cudaLaunchHostFunc(stream_t stream, void (*function)(void *), void *argument) {
-  if (!phantom_graph || !stream) function(argument);
-  return OK;
-}
-
-int cudaStreamAddCallback(stream_t stream, void (*function)(stream_t, int, void *), void *argument,
-                          unsigned flags) {
-  function(stream, OK, argument);
-  return OK;
-}
-
-/* Kernels */
-
-int cudaFuncGetAttributes(int *to, const void *function) {
-  memset(to, 0, 144);
-  to[6] = 1024;                          /* threads per block */
-  to[7] = 32;                            /* registers: so few that they never limit the blocks */
-  to[8] = to[9] = facts.code;            /* versions of PTX and of the code */
-  to[11] = facts.shared_per_block_optin; /* dynamic shared memory */
-  return OK;
-}
-
-/* The next functions are called by code that nvcc writes. */
-
-void **__cudaRegisterFatBinary(void *binary) {
-  static void *registered;
-  return &registered;
-}
-
+int cudaEventRecord(void *event, void *stream) { return *time_of(event) = LAUNCH, OK; }
