@@ -102,8 +102,8 @@ def _coalesced(real: Callable[..., torch.Tensor], keys: Any, sparse: torch.Tenso
     """Return a sparse tensor with each index once: torch's kernel, which does not run, counts."""
     real(keys, sparse)  # for what it allocates
     indices, values = sparse._indices().cpu(), sparse._values()
-    ones = torch.ones(indices.shape[1])
-    counted = torch.sparse_coo_tensor(indices, ones, sparse.shape[: len(indices)]).coalesce()
+    sizes, ones = sparse.shape[: len(indices)], torch.ones(indices.shape[1])
+    counted = torch.sparse_coo_tensor(indices, ones, sizes, check_invariants=False).coalesce()
     places = counted.indices().to(values.device)
     sums = values.new_empty((places.shape[1], *values.shape[1:]))
     return torch.sparse_coo_tensor(
