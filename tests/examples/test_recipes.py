@@ -260,3 +260,14 @@ def test_a_recipe_is_planned_without_torch_and_not_trained() -> None:
     )
     assert refused.returncode == 2
     assert "there is no 'model'" in refused.stderr
+
+
+def test_recipes_are_planned_where_torch_is_not_installed() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from stretto.cli.app import app\n"
+        "for recipe in sys.argv[1:]: app(['plan', '--json', recipe], standalone_mode=False)"
+    )
+    command = [sys.executable, "-c", code, *map(str, FILES)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "no module 'torch' here" in done.stderr

@@ -96,7 +96,7 @@ _IMPORTED = ("rule", "schedules", "values", "batch_size")
 def _check_names(config: RunConfig, section: Optimizer) -> Iterator[str]:
     """Check what is scheduled as the optimizer does, and what an optimizer of torch is given."""
     groups: list[dict[str, Any]] = [{"name": name} for name in ("rest", *section.groups)]
-    is_torchs = section.target.startswith("torch.optim")
+    is_torchs = section.target.startswith("torch.optim") and bool(importlib.util.find_spec("torch"))
     if is_torchs:
         signature = describe_target(section.target).signature
         assert signature is not None, "optimizers of torch are written in Python"
