@@ -139,7 +139,7 @@ def write_tokens(folder: Path, *, train: int = 20_000_000, validation: int = 10_
         (folder / f"fineweb_{name}.bin").write_bytes(header.tobytes() + tokens.tobytes())
 
 
-GROUP = re.compile(r'run_id: str = f"(\w+)/')
+GROUP = re.compile(r"""run_id(?:: str)? = f["'](\w+)/""")
 """The folder in `logs` of a record's log."""
 
 
