@@ -195,7 +195,7 @@ class GradientNoise:
         a = y * y - reach * (self.spread_denominator / y_unit / y_unit)
         b = x * y - reach * (self.spread_both / x_unit / y_unit)
         c = x * x - reach * (self.spread_numerator / x_unit / x_unit)
-        return _positive_part(a, b, c, unit, is_positive=x > 0 and y > 0)
+        return positive_part(a, b, c, unit, is_positive=x > 0 and y > 0)
 
     def to_state(self) -> dict[str, int | float]:
         """Return the averages as JSON."""
@@ -250,7 +250,7 @@ def _integrated(confidence: float, v: float) -> float:
     return math.sqrt(v) * math.sinh(y)
 
 
-def _positive_part(
+def positive_part(
     a: float, b: float, c: float, unit: float, *, is_positive: bool
 ) -> tuple[float, float]:
     """The positive ratios R with `a R^2 - 2 b R + c <= 0`."""
