@@ -16,7 +16,7 @@ MOST_ROWS = 64
 MOST_STEPS = 100
 """`measured` takes the time of so many steps of the largest size at most."""
 _START_UP, _TIMED, _SIZES = 4, 12, 5
-_ENOUGH = 8.0
+_ENOUGH = 4.0
 """How many times as long as the first size the last one has to take: its samples are then seen."""
 _DISTURBED = 1.4
 """Seconds above this many times the fastest were disturbed: what disturbs a step only adds."""
@@ -159,6 +159,12 @@ class StepCost:
         ratio = line.a / line.b if line.b > 0 else math.inf
         return min(max(ratio, least), most)
 
+    @property
+    def c(self) -> float | None:
+        """The `c` of `NoiseScale`, the root of `bounded_ratio`; None: it is not known."""
+        ratio = self.bounded_ratio()
+        return None if ratio is None else math.sqrt(ratio)
+
     def __str__(self) -> str:
         line = self.line
         span = f"{len(self.sizes)} sizes from {min(self.sizes):,} to {max(self.sizes):,}"
@@ -167,7 +173,7 @@ class StepCost:
         if len(self.sizes) == 1:
             span = f"steps of {min(self.sizes):,} and their micro-batches"
         return (
-            f"a step takes {_shown(line.a)} + {_shown(line.b)} a sample "
+            f"a step takes {shown_seconds(line.a)} + {shown_seconds(line.b)} a sample "
             f"({span}, fits to {line.misfit:.0%})"
         )
 
@@ -195,10 +201,11 @@ def measured(seconds_of: Callable[[int], float], sizes: Sequence[int]) -> StepCo
     """Time steps of several sizes, in the time of 100 steps of the largest at most.
 
     Of each size, 4 steps are not counted and 12 are. Larger sizes are left out when a step takes
-    8 times as long as the smallest. The time that is left goes to the smallest and the largest.
+    4 times as long as the smallest. The time that is left goes to the smallest and the largest.
 
     Args:
-        seconds_of: runs a step of a size; returns its seconds, the same on all ranks.
+        seconds_of: runs a step of a size; returns its seconds, the same on all ranks; infinity if
+            there is no memory for it.
         sizes: the sizes, in rising order.
     """
     return StepCost([*_steps(seconds_of, sizes)])
@@ -207,7 +214,10 @@ def measured(seconds_of: Callable[[int], float], sizes: Sequence[int]) -> StepCo
 def _steps(seconds_of: Callable[[int], float], sizes: Sequence[int]) -> Iterator[StepSeconds]:
     visited, fastest = list[int](), list[float]()
     for size in sizes[:_SIZES]:
-        seconds = [seconds_of(size) for _ in range(_START_UP + _TIMED)]
+        first = seconds_of(size)
+        if first == math.inf:
+            break
+        seconds = [first, *(seconds_of(size) for _ in range(_START_UP + _TIMED - 1))]
         yield from (StepSeconds(size, one) for one in seconds[_START_UP:])
         visited.append(size)
         fastest.append(min(seconds))
@@ -240,8 +250,12 @@ def _fitted(seen: Sequence[tuple[float, float, Sequence[float]]]) -> Line:
     return Line(max(a, 0.0), max(b, 0.0), interval, max(map(abs, off)))
 
 
-def _shown(seconds: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds * 1e6:.3g} us"
+def shown_seconds(seconds: float) -> str:
+    """Return a short time with its unit.
+
+    >>> shown_seconds(0.041), shown_seconds(2.5e-05)
+    ('41 ms', '25 us')
+    """
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    unit, name = next((one for one in units if seconds >= 0.999 * one[0]), units[-1])
+    return f"{seconds / unit:.3g} {name}"

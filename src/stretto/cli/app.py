@@ -177,6 +177,26 @@ def find_batch_size(
         typer.echo(text)
 
 
+@verb(app, "step-cost run.yaml", "step-cost run.yaml --sizes 8,32,128")
+def step_cost(
+    run_file: list[str] | None = None, *, sizes: str | None = None, as_json: bool = False
+) -> None:
+    """Measure what a step costs without samples, and each sample; with torchrun, on all processes.
+
+    Args:
+        run_file ([RUN.YAML] [KEY=VALUE]...): A run file (default: the packaged one); then values to
+            change, with dots for inner keys: optimizer.lr=1e-3.
+        sizes (N[,N...]): Up to five batch sizes; by default, some of those that the run may have.
+        as_json: Print JSON.
+    """
+    from stretto.cli import advising
+
+    with progress("timing steps"):
+        text, plain = advising.step_cost(run_file or [], sizes)
+    if os.environ.get("RANK", "0") == "0":
+        print_json(plain) if as_json else typer.echo(text)
+
+
 @verb(app, "report runs/a", "report runs/a runs/b --html page.html")
 def report(paths: list[Path], *, html: Path | None = None, as_json: bool = False) -> None:
     """Show what runs have done.

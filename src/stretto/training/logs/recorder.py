@@ -269,6 +269,27 @@ class Throughput:
 
 
 @final
+class StepTotals:
+    """Steps of one size between two moments at which the device is known to be done."""
+
+    def __init__(self) -> None:
+        self.kinds: set[tuple[int, int]] = set()
+        """The sizes of the steps, and how many micro-batches they had."""
+        self.count = self.paused = 0
+        """The steps, and nanoseconds of them that were spent on something else."""
+        self._since: int | None = None
+
+    def take(self, now: int) -> dict[str, float]:
+        """Return the seconds of a step until now, if all are alike, and begin anew."""
+        since, is_one = self._since, len(self.kinds) == 1
+        found = {}
+        if since is not None and is_one and now - since > self.paused:
+            found["step_seconds"] = (now - since - self.paused) / self.count / NANOSECONDS
+        self.kinds, self.count, self.paused, self._since = set(), 0, 0, now
+        return found
+
+
+@final
 class Recorder:
     """Collects losses and throughput between logs, and writes on rank 0.
 
@@ -277,6 +298,7 @@ class Recorder:
         loggers: where metrics go besides the run folder.
         events: the callbacks.
         largest_piece: returns the samples of the largest micro-batch of a step; 0: not known.
+        sample_seconds: returns the seconds of a further sample of micro-batches; None: not known.
         console: shows the metrics and the progress of the run; None: nothing is shown.
         config: the settings of the run, for loggers.
     """
@@ -288,6 +310,7 @@ class Recorder:
         *,
         events: Events,
         largest_piece: Callable[[Step | None], int],
+        sample_seconds: Callable[[], float | None],
         console: ConsoleLogger | None,
         config: Mapping[str, Any],
     ) -> None:
@@ -297,12 +320,14 @@ class Recorder:
         is_first = run.ranks.is_first
         self.console = console if is_first else None
         self._run, self._events, self._largest_piece = run, events, largest_piece
+        self._sample_seconds = sample_seconds
         self._config = config
         self.files = RunFiles(run)
         shown = () if self.console is None else (self.console,)
         self._given = [Guarded(one) for one in (*loggers, *shown)] if is_first else []
         self._loggers: list[Guarded] = []
         self._throughput = Throughput(Timestamp())
+        self._steps = StepTotals()
         self._size: int | None = None
         self._decided: int | None = None
         """The last decided size."""
@@ -322,7 +347,7 @@ class Recorder:
         Raises:
             TrainingError: the folder holds another run, or cannot be written to.
         """
-        self._throughput = Throughput(timestamp)
+        self._throughput, self._steps = Throughput(timestamp), StepTotals()
         self.files.open(timestamp)
         arguments = ("start", dict(self._config), timestamp.sample)
         self._loggers = [one for one in self._given if one.call(*arguments)]
@@ -347,6 +372,7 @@ class Recorder:
             end = at.sample + size
             tokens = after.token - at.token - horizon.tokens(end, after.sample)
             self._throughput.add(size, tokens)
+            self._steps.kinds.add((size, one.num_micro_batches))
             line = (
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{size},{tokens},"
                 f"{one.num_micro_batches},{at.run_nanoseconds / NANOSECONDS:.6f},{decided:d},"
@@ -355,6 +381,7 @@ class Recorder:
             lines.append(line)
             if self._follows_run and decided != self._decided:
                 self._note_size(decided, at)
+        self._steps.count += len(pending)
         self._size = pending[-1].batch_size
         self.files.add_batches(lines)
         for one in pending:
@@ -400,8 +427,11 @@ class Recorder:
             **run.hyperparameters.values(),
             **run.values,
             **self._throughput.take(now),
+            **self._steps.take(run.timer.clock()),
             "memory_peak_bytes": memory,
         }
+        if (further := self._sample_seconds()) is not None:
+            record["sample_seconds"] = further
         if run.skipped_steps:
             record["skipped_steps"] = run.skipped_steps
         record |= run.loader.log_values()
@@ -420,11 +450,14 @@ class Recorder:
     def paused(self, work: Callable[[], Any]) -> Any:
         """Return `work()`, whose time does not count as training time."""
         self.record()
-        start = time.monotonic_ns()
+        clock = self._run.timer.clock
+        start = clock()
         try:
             return work()
         finally:
-            self._throughput.pause(time.monotonic_ns() - start)
+            passed = clock() - start
+            self._throughput.pause(passed)
+            self._steps.paused += passed
 
     def flush(self) -> None:
         """Write everything that was recorded to the files; what does not fit is kept."""
