@@ -101,7 +101,7 @@ class StepCost:
     @property
     def _kept(self) -> Mapping[int, Sequence[float]]:
         found = dict[int, list[float]]()
-        for row in sorted(self.rows):
+        for row in sorted(self.rows, key=lambda row: row.size):
             found.setdefault(row.size, []).append(row.seconds)
         return {size: undisturbed(seconds) for size, seconds in found.items()}
 

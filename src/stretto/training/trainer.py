@@ -356,6 +356,11 @@ class Trainer:
             console=ConsoleLogger(run.horizon.max_duration) if is_shown else None,
             config=ChainMap({"folder": folder}, given),
         )
+        recorder.files.facts |= {
+            "machine": machine_of(ranks),
+            "optimizer": " and ".join(type(one).__name__ for one in step.optimizers),
+            "micro_batch_size": plain(run.loader.micro_batch_size),
+        }
         if self._weights.optimizers:
             names = [type(one).__name__ for one in self._weights.optimizers]
             recorder.files.facts["evaluates_with"] = " and ".join(
