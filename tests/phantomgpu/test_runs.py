@@ -303,6 +303,10 @@ def whole_numbers() -> None:
     assert many.sum().item() == 3_000_000 * 2_999_999 // 2
     many[::2] = 1
     assert (many == 1).nonzero().shape == (1_500_001, 1)
+    labels = (many == 1).float()  # of boxes, as detectors have them
+    labels[many > 2_999_990] = -1
+    assert torch.where(labels >= 1)[0].shape == (1_500_001,)
+    assert (labels.mul(2).sum().item(), labels.min().item()) == (2 * 1_500_001 - 2 * 5, -1)
     assert torch.randperm(1_000_000, device="cuda").bincount().shape == (1_000_000,)
     del numbers, mask, many
     for _ in range(20):  # blocks are used again: nothing of the above may be read
