@@ -124,7 +124,8 @@ def lessons(folder: Path) -> None:
 
 
 METRIC = """
-import datasets, evaluate
+import datasets
+import evaluate
 
 class Accuracy(evaluate.Metric):
     def _info(self):

@@ -74,6 +74,12 @@ EDITS = {
         r"^import torch\.distributed as dist$",
         r"\g<0>\nimport record_streams",
     ),
+    "segments": Edit(
+        "segments that do not expand: builds of then did not read `PYTORCH_ALLOC_CONF` "
+        "(pytorch issue 183387)",
+        r'^os\.environ\["PYTORCH_ALLOC_CONF"\] = "expandable_segments:True"$',
+        "",
+    ),
     "tuning": Edit(
         "Inductor's coordinate descent tuning off",
         r"^((?:torch\._inductor\.)?config)\.coordinate_descent_tuning = True",
@@ -252,8 +258,10 @@ YARN = """\
 2025-09-30_CustomBatching 40b101b1-77ea-45ea-a089-1d3a647daa22.txt 29512 44036
 2025-10-04_Backout 514e7581-fbd4-4338-a3e4-e556f9c958ce.txt 29226 44076
 2025-10-24_NorMuon 088a77ee-9b67-475a-bbb9-3e92e4698799.txt 29226 44076
-2025-10-27_FixMuonLR 14afd380-d3d9-48d7-ad23-4c13cb96754b.txt 29250 50528
 2025-10-31_AdamSyncGradientHook 0c17cdfd-772c-4906-8d11-141b370599a0.txt 29244 44256
+"""
+FIXED = """\
+2025-10-27_FixMuonLR 14afd380-d3d9-48d7-ad23-4c13cb96754b.txt 29250 50528
 2025-11-10_CautiousWD 1aac0132-a891-4ed9-b358-0fd2abd1b019.txt 29248 50528
 2025-11-18_RefineSkip 00f4e1e6-0044-4a08-b88a-3b7ec0624081.txt 29250 47336
 """
@@ -268,6 +276,10 @@ ROWS = (
     *(
         row_of(line, ("eager step", "warm-up", "windows", "last windows"))
         for line in YARN.splitlines()
+    ),
+    *(
+        row_of(line, ("eager step", "warm-up", "windows", "last windows", "segments"))
+        for line in FIXED.splitlines()
     ),
     Row("autoresearch, 128 rows", {"allocated": 45060.2 * MIB}, {**AUTO, "edits": []}),
     Row(

@@ -161,6 +161,7 @@ class Kernel:
         # How many elements a mask of tokens has: `bernoulli(full(shape, 0.15))` in scripts.
         is_mask = self.base.startswith(("bernoulli", "fill_", "masked_fill"))
         self.few = MOST // 4 if is_mask else FEW
+        self.is_light = self.class_ == "other kernels" and not self.is_random
         self.zeroes = schema.name == "aten::zero_" or str(operation) == "aten.fill_.Scalar"
 
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +196,7 @@ class Kernel:
                 for at, one in enumerate(args)
             )
         tensors = leaves((args, kwargs))
-        if not all(one.layout is torch.strided for one in tensors):
+        if len(_dense(tensors)) < len(tensors):
             return self.boxed(keys, *args, **kwargs)
         if self.base == "copy_":
             return self.copied(keys, *args, **kwargs)
@@ -208,11 +209,13 @@ class Kernel:
             return out
         targets = self.targets(args, kwargs)
         most = max((one.numel() for one in tensors), default=0)
-        host = self.on_host(args, kwargs, targets) if self.is_worth(targets, most) else None
+        host = (
+            self.on_host(args, kwargs, targets) if self.is_worth(targets, most, tensors) else None
+        )
         out = self.boxed(keys, *args, **kwargs)
-        fresh = [one for one in leaves(out) if not _among(one, targets)]
+        fresh = [one for one in _dense(leaves(out)) if not _among(one, targets)]
         most = max([most, *(one.numel() for one in fresh)])
-        if host is None and not targets and self.is_worth(fresh, most):
+        if host is None and not targets and self.is_worth(fresh, most, tensors):
             host = self.on_host(args, kwargs, targets)
         known = host is not None and host[3]
         if host is None or most > MOST or not self.computed(host, targets, fresh, most):
@@ -256,11 +259,11 @@ class Kernel:
             return Share(part)
         return LOST
 
-    def is_worth(self, outputs: list[torch.Tensor], most: int) -> bool:
+    def is_worth(self, outputs: list[torch.Tensor], most: int, read: list[torch.Tensor]) -> bool:
         """Return whether outputs are computed, if tensors have so many elements."""
-        return bool(outputs) and (
-            most <= self.few or (most <= MOST and any(map(_is_whole, outputs)))
-        )
+        if most <= self.few or most > MOST or any(map(_is_whole, outputs)):
+            return bool(outputs) and most <= MOST
+        return bool(outputs) and self.is_light and all(map(self.bytes.is_known, read))
 
     def on_host(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[torch.Tensor]
@@ -304,7 +307,7 @@ class Kernel:
             new = [one for one in results if not _among(one, copies)]
             pairs = [*zip(targets, copies, strict=True), *zip(fresh, new, strict=True)]
             for to, result in pairs:
-                if not to.is_cuda or (most > self.few and not _is_whole(to)):
+                if not to.is_cuda or (most > self.few and not known and not _is_whole(to)):
                     self.bytes.note(to, LOST)
                 else:
                     self.bytes.write(to, result, known=known)
@@ -348,7 +351,8 @@ class Kernel:
         known = self.bytes.is_known(source)
         state = self.bytes.state(source)
         # A program on the CPU reads all of a copy: k-means must not see only zeros.
-        is_small = to.numel() <= (MOST if _is_whole(to) or not to.is_cuda else self.few)
+        is_kept = _is_whole(to) or not to.is_cuda or (known and source.is_cuda)
+        is_small = to.numel() <= (MOST if is_kept else self.few)
         if isinstance(state, Share):
             is_small = not to.is_cuda
         values = self.bytes.read(source) if is_small else source
@@ -378,6 +382,11 @@ def _tensor(number: complex, args: tuple[Any, ...]) -> torch.Tensor:
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
+def _dense(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those that have a storage of their own."""
+    return [one for one in tensors if one.layout is torch.strided and not one.is_nested]
 
 
 def _among(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:

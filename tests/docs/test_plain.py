@@ -8,21 +8,12 @@ from pathlib import Path
 
 import generated_docs
 import pytest
+from tests.docs.pages import FENCE, PAGES, ROOT, anchors, links
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-MADE = ("_build", "_templates", "api")
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(one for one in DOCS.rglob("*.md") if not set(MADE) & set(one.relative_to(DOCS).parts)),
-]
-FENCE = re.compile(
-    r"^(?P<fence>`{3,}|:{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ ]*$",
-    re.DOTALL | re.MULTILINE,
-)
-LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
-CODE = re.compile(r"`[^`\n]+`")
 SHOWN_BY_SPHINX_ALONE = ("include", "literalinclude")
+ADDRESS = re.compile(r"https://[\w.-]+\.\w+(/[\w./~%+=&?#:@-]*)?")
+STARTS = ("README.md", "RELEASING.md", "bench/README.md")
+"""What needs no link: what a stranger, a maintainer and GitHub open first."""
 
 
 def empty(text: str) -> list[str]:
@@ -36,29 +27,37 @@ def empty(text: str) -> list[str]:
     return found
 
 
-def targets(path: Path) -> Iterator[Path]:
-    """The files of this repository that a page links to or shows."""
-    text = CODE.sub("", FENCE.sub("", path.read_text(encoding="utf-8")))
-    for link in LINK.finditer(text):
-        if "://" not in link["target"] and not link["target"].startswith(("#", "mailto:")):
-            yield path.resolve().parent / link["target"].partition("#")[0]
+def targets(path: Path) -> Iterator[tuple[Path, str]]:
+    """The files of this repository that a page links to or shows, and the heading there."""
+    for link in links(path.read_text(encoding="utf-8")):
+        if "://" not in link and not link.startswith("mailto:"):
+            file, _, heading = link.partition("#")
+            yield path.resolve().parent / file if file else path.resolve(), heading
+
+
+def broken(file: Path, heading: str) -> bool:
+    """Whether a link leads to no file, or to no heading of its page."""
+    if heading and file.suffix == ".md" and file.exists():
+        return heading not in anchors(file.read_text(encoding="utf-8"))
+    return not file.exists()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_page_is_whole(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert empty(text) == []
-    assert [one for one in targets(path) if not one.exists()] == []
+    assert [one for one in targets(path) if broken(*one)] == []
+    assert [one for one in links(text) if "://" in one and not ADDRESS.fullmatch(one)] == []
     assert generated_docs.renewed(text) == text, "write it again: make golden"
 
 
 def test_every_page_is_reached_by_links() -> None:
-    reached, ahead = set[Path](), [ROOT / "README.md"]
+    reached, ahead = set[Path](), [ROOT / name for name in STARTS]
     while ahead:
         page = ahead.pop().resolve()
         if page.suffix == ".md" and page.exists() and page not in reached:
             reached.add(page)
-            ahead += targets(page)
+            ahead += [file for file, _ in targets(page)]
     assert {path.resolve() for path in PAGES} - reached == set()
 
 
@@ -88,3 +87,10 @@ def test_a_picture_is_drawn_alike(tmp_path: Path) -> None:
 )
 def test_what_shows_nothing_is_found(text: str, found: list[str]) -> None:
     assert empty(text) == found
+
+
+@pytest.mark.parametrize("link", ["b.md", "a.md#other", "#none"])
+def test_a_link_that_leads_nowhere_is_found(link: str, tmp_path: Path) -> None:
+    page = tmp_path / "a.md"
+    page.write_text(f"# One `two`, [three](a.md)\n\n[x]({link}), [y](a.md#one-two-three)\n")
+    assert [broken(*one) for one in targets(page)] == [False, True, False]

@@ -119,7 +119,7 @@ def build(payload: Mapping[str, Any]) -> str:
             raise ConfigError.cannot(
                 "build the page",
                 why=f"{' or '.join(names)} is not in {folder}",
-                instead="run 'make uplot', or install a wheel of stretto",
+                instead="run 'make page', or install a wheel of stretto",
             ) from None
     data = json.dumps(payload, allow_nan=False, separators=(",", ":"))
     texts["{{DATA}}"] = data.replace("<", "\\u003c").replace("\u2028", "\\u2028")
