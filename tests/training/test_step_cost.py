@@ -189,7 +189,7 @@ def test_nothing_more_is_read_from_the_device(
         monkeypatch.setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
     made(tmp_path / "a", 16, micro_batch_size=4).fit()
     with_totals, reads = reads, 0
-    monkeypatch.setattr("stretto.runtime.further.Further.watched", lambda *given: given[-1])
+    monkeypatch.setattr("stretto.training.further.Further.watched", lambda *given: given[-1])
     monkeypatch.setattr("stretto.training.logs.recorder.StepTotals.take", lambda *_: {})
     made(tmp_path / "b", 16, micro_batch_size=4).fit()
     assert with_totals == reads > 0

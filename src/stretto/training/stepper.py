@@ -34,7 +34,6 @@ from stretto.errors import DataError, StrettoError, TrainingError, first_line
 from stretto.noise import NoiseMeter, NoiseSums
 from stretto.ordering import evenly
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.runtime.further import Further
 from stretto.runtime.losses import scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text, release_memory
 from stretto.runtime.packing import count
@@ -47,6 +46,7 @@ from stretto.timing import Timestamp
 from stretto.training.checkpointing.state import MISFITS, unfit
 from stretto.training.criterion import HINT
 from stretto.training.describe import plain
+from stretto.training.further import Further
 from stretto.training.reduction import adds_up, has_sum, is_sum
 
 

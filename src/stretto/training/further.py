@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
-if TYPE_CHECKING:
-    from stretto.data import MicroBatch
+from stretto.data import MicroBatch
 
 _EVERY, _OFFSET = 50, 25
 """One step of so many; not the first, which may be the only one that measures the noise."""
