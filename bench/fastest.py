@@ -7,6 +7,7 @@ with jitter of 5 percent, 1 percent of steps 10 times as slow, and a slow start.
 size is that of the closed form, which nobody knows before the run.
 
     python bench/fastest.py [SEEDS]
+    python bench/fastest.py --overhead    # microseconds that measuring adds to a step of a run
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ import json
 import math
 import random
 import sys
+import time
+import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import torch
 
 from stretto import Horizon, NoiseScale, Timestamp
 from stretto.batching import Bound, Signals
 from stretto.batching.step_cost import ladder, measured
+from stretto.training.further import Further
+from stretto.training.logs.recorder import Throughput
 
 RESULTS = Path(__file__).parent / "results"
 LEAST_STEPS, FIRST_NOISE = 1_600, 32.0
@@ -149,8 +155,26 @@ def table(found: list[dict[str, float | list[float]]]) -> str:
     return "\n".join(lines)
 
 
+def overhead() -> float:
+    """Return the microseconds of processor time that the seconds of steps add to each step."""
+    further, throughput = Further(torch.device("cpu"), 1), Throughput(Timestamp())
+    micro_batches, kinds = [None] * 4, set()
+
+    def spent(work: Callable[[], object]) -> float:
+        times = timeit.repeat(work, number=100_000, repeat=5, timer=time.process_time)
+        return min(times) * 10
+
+    nothing = spent(lambda: None)
+    watched = spent(lambda: further.watched(7, 4, micro_batches)) - nothing  # type: ignore[arg-type]
+    noted = spent(lambda: kinds.add((8, throughput.samples))) - nothing
+    return watched + noted
+
+
 def main() -> None:
     """Run the study and write its results."""
+    if "--overhead" in sys.argv:
+        print(f"{overhead():.2f} us a step")
+        return
     seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 8
     found = list(rows(seeds))
     text = table(found)

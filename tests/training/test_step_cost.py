@@ -190,7 +190,6 @@ def test_nothing_more_is_read_from_the_device(
     made(tmp_path / "a", 16, micro_batch_size=4).fit()
     with_totals, reads = reads, 0
     monkeypatch.setattr("stretto.training.further.Further.watched", lambda *given: given[-1])
-    monkeypatch.setattr("stretto.training.logs.recorder.StepTotals.take", lambda *_: {})
     made(tmp_path / "b", 16, micro_batch_size=4).fit()
     assert with_totals == reads > 0
 
@@ -205,8 +204,9 @@ def test_what_cannot_be_measured_is_refused_with_what_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = POLICIES["plain"]("time")
-    with pytest.raises(TrainingError, match=r"rule={'linear': 4}"):
-        made(tmp_path, policy, rule=None)
+    for rule in (None, {"momentum": {"half_life": 8}}):
+        with pytest.raises(TrainingError, match=r"rule={'linear': 4}"):
+            made(tmp_path, policy, rule=rule)
     with monkeypatch.context() as patched:
         patched.setattr(pricing, "_sizes", lambda *_: [8])
         with pytest.raises(TrainingError, match=r"no split.*write c="):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
 
 import torch
 
 from stretto.batching import Tokens, split
 from stretto.batching.policy import has_tokens
+from stretto.batching.rules import is_learning_rate
 from stretto.batching.step_cost import StepCost, ladder
 from stretto.data import MicroBatch, Step
 from stretto.errors import TrainingError
@@ -26,23 +26,6 @@ _KNOWN += (torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adagrad, torch.opt
 """Optimizers without a norm of their own, unlike Muon and those that use signs."""
 
 
-@final
-class Price:
-    """`a / b` of a step, and where it was measured; a part of a checkpoint."""
-
-    def __init__(self) -> None:
-        self.machine = ""
-        self.ratio = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return both; nothing before it is measured."""
-        return {"machine": self.machine, "ratio": self.ratio} if self.machine else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what was measured."""
-        self.machine, self.ratio = str(state["machine"]), float(state["ratio"])
-
-
 def machine_of(ranks: Ranks) -> str:
     """Return the kind of machine and the number of ranks that a price is of."""
     device = ranks.device
@@ -57,7 +40,7 @@ def check_rule(prepared: Prepared, optimizers: Sequence[object]) -> None:
         TrainingError: there is none.
     """
     names = " and ".join(type(one).__name__ for one in optimizers)
-    if not prepared.rules:
+    if not any(map(is_learning_rate, prepared.rules)):
         kind = "linear" if all(isinstance(one, torch.optim.SGD) for one in optimizers) else "sqrt"
         least, _ = prepared.bound_policy.bounds or (32, 0)
         raise TrainingError.cannot(

@@ -55,6 +55,7 @@ from stretto.training.callback import Callback, Events, overrides
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run
 from stretto.training.checkpointing.saver import Saver
 from stretto.training.checkpointing.state import (
+    Functions,
     Part,
     callback_parts,
     check_states,
@@ -70,7 +71,7 @@ from stretto.training.logs.loggers import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import RESUMED_FILES, Recorder
 from stretto.training.loop import Loop, Stops, raise_for
 from stretto.training.metrics import check_merging
-from stretto.training.pricing import Price, check_rule, machine_of, measure_cost
+from stretto.training.pricing import check_rule, machine_of, measure_cost
 from stretto.training.settings import (
     Evaluation,
     Logging,
@@ -391,10 +392,10 @@ class Trainer:
             setup=self._setup,
             strategy=self._strategy,
         )
-        self._price = Price()
+        self._price: dict[str, Any] = {}  # a / b of a step, and the machine it was measured on
         if COST in run.loader.reads:
             check_rule(run.prepared, step.optimizers)
-            parts["step_cost"] = self._price
+            parts["step_cost"] = Functions(self._price.copy, self._price.update)
         stops = Stops(run)
         saver = Saver(
             checkpoint,
@@ -564,18 +565,17 @@ class Trainer:
     def _follow_cost(self) -> None:
         """Give the policy the price of a step, measured unless this machine has done it before."""
         price, machine = self._price, machine_of(self._ranks)
-        if price.machine != machine:
-            cost, before = self.measure_cost(), price.machine
+        if price.get("machine") != machine:
+            cost, before = self.measure_cost(), price.get("machine")
             ratio = cost.bounded_ratio()
             if ratio is None:
                 instead = "write c= a number, or a wider range from 'minimum' to 'maximum'"
                 raise TrainingError.cannot("follow c='time'", why=cost.unknown, instead=instead)
-            price.machine, price.ratio = machine, ratio
-            text = f"c = {math.sqrt(ratio):.4g} on {machine}: {cost}"
+            price |= {"machine": machine, "ratio": ratio, "c": math.sqrt(ratio)}
+            text = f"c = {cost.c:.4g} on {machine}: {cost}"
             text += f"; measured again, since the last was on {before}" if before else ""
-            facts = {"c": math.sqrt(ratio), "ratio": ratio, "machine": machine}
-            self._loop.recorder.files.event("step_cost", self.timer.timestamp, text, **facts)
-        self.run.loader.note_cost(price.ratio)
+            self._loop.recorder.files.event("step_cost", self.timer.timestamp, text, **price)
+        self.run.loader.note_cost(price["ratio"])
 
     def _check_outside(self, what: str, call: str) -> None:
         """Refuse a call from a callback."""

@@ -238,15 +238,24 @@ class RunFiles:
 
 @final
 class Throughput:
-    """Samples, tokens and seconds of training since the last line of metrics."""
+    """Samples, tokens and seconds of training since the last line of metrics.
+
+    The seconds of a step are between two moments at which the device is known to be done, if all
+    steps there had one size and as many micro-batches.
+    """
 
     def __init__(self, since: Timestamp) -> None:
         self.since = since
         self.samples = self.tokens = 0
         self._pauses = self._last_pause = 0
+        self._kinds: set[tuple[int, int]] = set()
+        self._count = self._paused = 0
+        self._moment: int | None = None
 
-    def add(self, samples: int, tokens: int) -> None:
+    def add(self, samples: int, tokens: int, passes: int) -> None:
         """Count a batch."""
+        self._kinds.add((samples, passes))
+        self._count += 1
         self.samples += samples
         self.tokens += tokens
         # A pause after the last batch is not before its end, up to which a line is measured.
@@ -256,37 +265,26 @@ class Throughput:
     def pause(self, nanoseconds: int) -> None:
         """Leave out a pause after a batch."""
         self._last_pause += nanoseconds
+        self._paused += nanoseconds
 
-    def take(self, now: Timestamp) -> dict[str, float]:
-        """Return samples and tokens per second until `now`, and begin anew there."""
+    def take(self, now: Timestamp, moment: int) -> dict[str, float]:
+        """Return samples and tokens per second until `now`, and begin anew there.
+
+        Args:
+            now: the clock after the last batch.
+            moment: nanoseconds when the device was done with it.
+        """
         passed = now.run_nanoseconds - self.since.run_nanoseconds - self._pauses
         seconds = max(passed, 1) / NANOSECONDS
         rates = {"samples_per_second": self.samples / seconds}
         if now.token:
             rates["tokens_per_second"] = self.tokens / seconds
+        spent = 0 if self._moment is None else moment - self._moment - self._paused
+        if spent > 0 and len(self._kinds) == 1:
+            rates["step_seconds"] = spent / self._count / NANOSECONDS
+        self._kinds, self._count, self._paused, self._moment = set(), 0, 0, moment
         self.since, self.samples, self.tokens, self._pauses = now, 0, 0, 0
         return rates
-
-
-@final
-class StepTotals:
-    """Steps of one size between two moments at which the device is known to be done."""
-
-    def __init__(self) -> None:
-        self.kinds: set[tuple[int, int]] = set()
-        """The sizes of the steps, and how many micro-batches they had."""
-        self.count = self.paused = 0
-        """The steps, and nanoseconds of them that were spent on something else."""
-        self._since: int | None = None
-
-    def take(self, now: int) -> dict[str, float]:
-        """Return the seconds of a step until now, if all are alike, and begin anew."""
-        since, is_one = self._since, len(self.kinds) == 1
-        found = {}
-        if since is not None and is_one and now - since > self.paused:
-            found["step_seconds"] = (now - since - self.paused) / self.count / NANOSECONDS
-        self.kinds, self.count, self.paused, self._since = set(), 0, 0, now
-        return found
 
 
 @final
@@ -327,7 +325,6 @@ class Recorder:
         self._given = [Guarded(one) for one in (*loggers, *shown)] if is_first else []
         self._loggers: list[Guarded] = []
         self._throughput = Throughput(Timestamp())
-        self._steps = StepTotals()
         self._size: int | None = None
         self._decided: int | None = None
         """The last decided size."""
@@ -347,7 +344,7 @@ class Recorder:
         Raises:
             TrainingError: the folder holds another run, or cannot be written to.
         """
-        self._throughput, self._steps = Throughput(timestamp), StepTotals()
+        self._throughput = Throughput(timestamp)
         self.files.open(timestamp)
         arguments = ("start", dict(self._config), timestamp.sample)
         self._loggers = [one for one in self._given if one.call(*arguments)]
@@ -371,8 +368,7 @@ class Recorder:
             # The clock also passes over what `last_batch="drop"` leaves out after the batch.
             end = at.sample + size
             tokens = after.token - at.token - horizon.tokens(end, after.sample)
-            self._throughput.add(size, tokens)
-            self._steps.kinds.add((size, one.num_micro_batches))
+            self._throughput.add(size, tokens, one.num_micro_batches)
             line = (
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{size},{tokens},"
                 f"{one.num_micro_batches},{at.run_nanoseconds / NANOSECONDS:.6f},{decided:d},"
@@ -381,7 +377,6 @@ class Recorder:
             lines.append(line)
             if self._follows_run and decided != self._decided:
                 self._note_size(decided, at)
-        self._steps.count += len(pending)
         self._size = pending[-1].batch_size
         self.files.add_batches(lines)
         for one in pending:
@@ -426,8 +421,7 @@ class Recorder:
             **({"micro_batch_size": micro_batch_size} if micro_batch_size else {}),
             **run.hyperparameters.values(),
             **run.values,
-            **self._throughput.take(now),
-            **self._steps.take(run.timer.clock()),
+            **self._throughput.take(now, run.timer.clock()),
             "memory_peak_bytes": memory,
         }
         if (further := self._sample_seconds()) is not None:
@@ -455,9 +449,7 @@ class Recorder:
         try:
             return work()
         finally:
-            passed = clock() - start
-            self._throughput.pause(passed)
-            self._steps.paused += passed
+            self._throughput.pause(clock() - start)
 
     def flush(self) -> None:
         """Write everything that was recorded to the files; what does not fit is kept."""
