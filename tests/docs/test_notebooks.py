@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "docs" / "notebooks"
 DOORS = [
     "own-loop",
-    "hugging-face",
+    pytest.param(
+        "hugging-face", marks=pytest.mark.long
+    ),  # docs/start/hugging-face.md shows the same
     pytest.param(
         "no-gpu",
         marks=[pytest.mark.long, pytest.mark.skipif(reason is not None, reason=str(reason))],
