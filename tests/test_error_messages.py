@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.errors.test_written import wrong
 
 from stretto.errors import StrettoError
 
@@ -60,3 +61,4 @@ def test_an_error_says_what_why_and_what_to_write_instead(
             assert said
             assert str(tmp_path) not in said
         assert FORM.fullmatch(str(message))
+        assert wrong(message.instead) == []

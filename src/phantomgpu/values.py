@@ -193,7 +193,7 @@ class Kernel:
             if at in self.numbers and isinstance(one, (int, float, complex)):
                 args = (*args[:at], _tensor(one, args), *args[at + 1 :])
         tensors = leaves((args, kwargs))
-        if any(one.layout is not torch.strided for one in tensors):
+        if len(_dense(tensors)) < len(tensors):
             return self.boxed(keys, *args, **kwargs)
         if self.base == "copy_":
             return self.copied(keys, *args, **kwargs)
@@ -209,7 +209,7 @@ class Kernel:
         is_worth = self.is_worth(targets, most, tensors)
         host = self.on_host(args, kwargs, targets) if is_worth else None
         out = self.boxed(keys, *args, **kwargs)
-        fresh = [one for one in leaves(out) if not _among(one, targets)]
+        fresh = [one for one in _dense(leaves(out)) if not _among(one, targets)]
         most = max([most, *(one.numel() for one in fresh)])
         if host is None and not targets and self.is_worth(fresh, most, tensors):
             host = self.on_host(args, kwargs, targets)
@@ -378,6 +378,11 @@ def _tensor(number: complex, args: tuple[Any, ...]) -> torch.Tensor:
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
+def _dense(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those that have a storage of their own."""
+    return [one for one in tensors if one.layout is torch.strided and not one.is_nested]
 
 
 def _among(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:

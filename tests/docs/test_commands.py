@@ -23,6 +23,8 @@ EVERYWHERE = ("--quiet", "--traceback")
 INLINE = r"(stretto|phantomgpu) (?!cannot)[a-z-]+( |$)|(pip install|make|torchrun|python) [^.,(=]"
 ELSEWHERE = ("export", "chromium", "tune", "docker", "cat", "deepspeed")
 """Programs that are not of Python and not ours: nothing of theirs is checked."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS = set(PROJECT["optional-dependencies"])
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
 
 
@@ -163,7 +165,6 @@ EXTRA = re.compile(r"^\| (?P<extras>`\w+`(?:, `\w+`)*) \|", re.MULTILINE)
 
 
 def test_the_table_of_extras_is_that_of_the_project() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     table = pages.section("docs/index.md", "Install")
     named = {one for row in EXTRA.finditer(table) for one in re.findall(r"\w+", row["extras"])}
-    assert named == set(project["optional-dependencies"]) - {"dev", "docs"}
+    assert named == EXTRAS - {"dev", "docs"}

@@ -224,6 +224,51 @@ def watch(
         listening.serve_forever()
 
 
+@verb(
+    app,
+    "branch runs/a --at 20%,50% --sizes 1x,2x,4x,8x --for 2%",
+    "branch runs/a 'rule={sqrt: 64}' --at 50% --most 30m --at-once 2",
+)
+def branch(
+    run: Path,
+    overrides: list[str] | None = None,
+    *,
+    at: str,
+    sizes: str = "1x,2x,4x,8x",
+    as_for: str = "2%",
+    seeds: int = 3,
+    tolerance: float = 0.01,
+    most: str | None = None,
+    at_once: int = 1,
+    folder: Path | None = None,
+) -> None:
+    """Find the largest batch that trains as well, by short branches from checkpoints of a run.
+
+    Branches that are done are kept: the same command goes on where it was stopped.
+
+    Args:
+        run (RUN_FOLDER): The folder of a run with checkpoints. It stays as it is.
+        overrides ([KEY=VALUE]...): Values to change in its run file.
+        at (TIME[,TIME...]): Where branches start: at the nearest checkpoints.
+        sizes (N|Nx[,...]): Batch sizes: numbers, or multiples of the run's own at that point.
+        as_for (TIME): How long each branch trains.
+        seeds: Orders of the samples; an interval needs two.
+        tolerance: The largest excess of the loss over that of the smallest size.
+        most (TIME): Begin no branch that would end later than this, such as 30m.
+        at_once: How many branches are trained at the same time, each in its own process.
+        folder: Where the branches are kept; by default beside the run, with -branches at its name.
+    """
+    from stretto.cli import branching
+
+    asked = {"at": at, "sizes": sizes, "for": as_for, "seeds": str(seeds)}
+    asked |= {} if most is None else {"most": most}
+    lines = branching.branch(
+        run, overrides or [], folder, asked, at_once=at_once, tolerance=tolerance
+    )
+    for line in lines:
+        typer.echo(line)
+
+
 @verb(app, "inspect runs/a", "inspect runs/a/checkpoints/checkpoint-000000000640 --json")
 def inspect(checkpoint: Path, *, as_json: bool = False) -> None:
     """Show what is in a checkpoint, when it was written, and whether it is whole.

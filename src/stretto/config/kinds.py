@@ -124,11 +124,19 @@ def _choice(choices: Sequence[str]) -> Kind:
     )
 
 
+def _accepts(check: Check | None, value: object) -> bool:
+    try:
+        return check is None or bool(check.converted(value, "", ConfigError))
+    except StrettoError:
+        return False
+
+
 def _time(check: Check | None = None, *, may_rest: bool = False) -> Kind:
     here = {"$ref": "#/$defs/Time"}
     until = {"type": "string", "pattern": "^until .", "examples": ["until 10Ttok"]}
     schema = {"anyOf": [{"const": "rest"}, here, until]} if may_rest else here
-    text = "a time such as 90ep, 1_000sp, 10% or 1h30m" + ", until and a time, or rest" * may_rest
+    shown = ", ".join(one for one in ("90ep", "1_000sp", "10%", "1h30m") if _accepts(check, one))
+    text = f"a time such as {shown}" + ", until and a time, or rest" * may_rest
 
     def read(value: Any, path: Path, *_: object) -> Any:
         written = str(value)

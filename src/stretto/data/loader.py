@@ -304,6 +304,8 @@ class StepLoader(Iterator[Step]):
         self._idle_ranks = idle_ranks
         self.has_dropped_state = False
         """Whether the loaded state belongs to another policy, so this one starts anew."""
+        self.may_reorder = False
+        """Whether a state of another order may be loaded; samples may then come twice."""
         self.reads = self.prepared.bound_policy.reads
         """The signals that the policy reads (see `Bound.reads`)."""
         # If only the clock can tell when the run is over, it is checked before each step.
@@ -565,7 +567,10 @@ class StepLoader(Iterator[Step]):
                 why = f"this version of stretto reads {_VERSION}"
                 instead = "pass what state_dict() returned"
                 raise CheckpointError.bad("version", state.get("version"), why, instead)
-            _check_order(state["order"], self._source.order_record)
+            present = self._source.order_record
+            if self.may_reorder and "seed" in present:
+                present = {**present, "seed": state["order"].get("seed")}
+            _check_order(state["order"], present)
             self.timer.load_state_dict(state["clock"])
             self.has_dropped_state = not self._decisions.load_state_dict(state)
             source = state["source"]

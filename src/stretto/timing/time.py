@@ -210,9 +210,14 @@ def read_wall_clock(value: TimeLike) -> Time:
     Raises:
         TimeError: it is not a positive wall-clock time.
     """
-    time = Time(value)
+    instead = "write '90s' or '1h30m'"
+    try:
+        time = Time(value)
+    except TimeError as error:
+        said = error.message
+        raise TimeError.cannot(said.what, why=said.why, instead=instead) from None
     if time.unit is not TimeUnit.SECOND or time.amount <= 0:
-        why, instead = "it is not a wall-clock time longer than 0", "write '90s' or '1h30m'"
+        why = "it is not a wall-clock time longer than 0"
         raise TimeError.cannot(f"wait '{time}'", why=why, instead=instead)
     return time
 

@@ -208,12 +208,13 @@ def find_modules(model: nn.Module, names: Sequence[str], what: str) -> list[nn.M
     modules, plain = dict(model.named_modules()), plain_naming(model)
     for name, module in tuple(modules.items()):
         modules.setdefault(plain(name), module)
+    known = list(modules)[1:]
     for name in names:
         if name not in modules:
             raise TrainingError.cannot(
                 f"{what} {name!r}",
                 why="the model has no such module",
-                instead=f"write one of {shown(list(modules)[1:])}",
+                instead=f"write one of {shown(known)}" if known else "leave it out: it has none",
             )
     return [modules[name] for name in names]
 
