@@ -20,8 +20,8 @@ from stretto.run_folder import metrics_lines
 POINTS = ("20%", "50%", "80%")
 SIZES = (8, 16, 32, 64)
 LEAST = 8
-WINDOW = 1024
-"""Samples around a point, over which a loss of the sweep is smoothed; a branch has 5 percent."""
+PART = 16
+"""A branch has this part of the run, and a loss of the sweep is smoothed over as much of it."""
 
 
 def stretto(*arguments: object) -> int:
@@ -50,13 +50,14 @@ def sweep(folder: Path, seeds: int, num_samples: int, tolerance: float) -> dict[
     """Return the critical size of the sweep at each point."""
     found = {}
     for point in POINTS:
-        at = int(point[:-1]) * num_samples // 100
+        half = num_samples // PART // 2 // SIZES[-1] * SIZES[-1]
+        at = int(point[:-1]) * num_samples // 100 // SIZES[-1] * SIZES[-1]
         losses = dict[int, list[float]]()
         for size in SIZES:
             for seed in range(seeds):
                 lines = metrics_lines(folder / f"{size}-{seed}")
                 each = [(int(one["sp"]) - size, one["loss"]) for one in lines if "loss" in one]
-                mean = smoothed(each, at - WINDOW // 2, at + WINDOW // 2)
+                mean = smoothed(each, at - half, at + half)
                 losses.setdefault(size, []).append(mean)
         rows = compared(losses)
         found[point] = critical(rows, tolerance)
@@ -94,18 +95,28 @@ def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=20_480, help="of a run")
     parser.add_argument("--orders", type=int, default=5)
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE in the packaged run file")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     seeds, orders = (1, 1) if asked.quick else (asked.seeds, asked.orders)
-    given = ["rule={sqrt: 16}", *asked.overrides]
+    given = ["rule={sqrt: 16}", f"max_duration={asked.samples}sp", *asked.overrides]
     for seed in range(seeds):
         for size in SIZES:
             train(asked.folder / f"{size}-{seed}", size, seed, given)
-    base, num_samples = asked.folder / f"{LEAST}-0", 20_480
-    options = ("--at", ",".join(POINTS), "--sizes", "1x,2x,4x,8x", "--for", "5%", "--seeds", orders)
+    base, num_samples = asked.folder / f"{LEAST}-0", asked.samples
+    options = (
+        "--at",
+        ",".join(POINTS),
+        "--sizes",
+        "1x,2x,4x,8x",
+        "--for",
+        f"{num_samples // PART}sp",
+        "--seeds",
+        orders,
+    )
     stretto("branch", base, *options, "--tolerance", asked.tolerance)
     of_sweep = sweep(asked.folder, seeds, num_samples, asked.tolerance)
     of_branches = branches(base.with_name(f"{base.name}-branches"), orders, asked.tolerance)
