@@ -226,7 +226,7 @@ def test_a_size_that_diverges_is_beyond(stretto: Stretto) -> None:
     assert "25%: 4 (crossed near 4; one order, so no interval)" in stretto(*BRANCH, *steep).out
     said = stretto(*BRANCH[:5], "8,16", *BRANCH[6:], *steep)
     assert said.code == 2
-    assert "batches of 8 diverged at 25%" in said.err
+    assert "batches of 8, the smallest, diverged at 25%" in said.err
 
 
 @pytest.mark.parametrize(
@@ -236,10 +236,11 @@ def test_a_size_that_diverges_is_beyond(stretto: Stretto) -> None:
         (["--at", "100%"], "the run ends before"),
         (["--at", "50%,50%"], "has a point twice"),
         (["--sizes", "2,4"], "add micro_batch_size=2"),
-        (["--sizes", "0.3x,1x"], "is no whole size"),
+        (["--sizes", "0.3x,1x"], "is no whole batch size"),
         (["--sizes", "4"], "one size cannot be compared"),
         (["--for", "2%"], "write --for 8%, or smaller sizes"),
         (["--seeds", "0"], "write --seeds 3"),
+        (["--tolerance", "nan"], "write --tolerance 0.01"),
         (["rule=null"], "rule={sqrt: 64}"),
         (["schedules={lr: {Cosine: {warmup: 10ba}}}"], "lr reads batches"),
         (["max_duration=200ba"], "max_duration reads batches"),
@@ -277,6 +278,9 @@ def test_refuses_a_run_without_a_run_file_and_several_ranks(
     assert "it has no run.yaml" in stretto("branch", "runs", "--at", "50%").err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "there are 2 ranks" in stretto(*BRANCH).err
+    monkeypatch.delenv("WORLD_SIZE")
+    shutil.rmtree("runs/a/checkpoints")
+    assert "it has no checkpoint" in stretto(*BRANCH).err
 
 
 @pytest.mark.long
