@@ -53,7 +53,7 @@ def test_the_best_size_is_the_root_of_price_times_noise(tmp_path: Path) -> None:
     assert advice.is_known
     assert advice.best(25) == pytest.approx(40, rel=0.1)
     assert list(advice.plan) == ["0%"]
-    assert advice.noise == (25, 20, 32.5)
+    assert advice.noise == pytest.approx((25, 20, 32.5))
     text = str(advice)
     assert "64 ms + 1 ms a sample (3 sizes from 8 to 64" in text
     assert "batch 16  now" in text

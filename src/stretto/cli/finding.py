@@ -74,7 +74,7 @@ def find(
         ]
         return answers_table([({"ranks": ranks}, answer) for ranks, answer in rows]), plain
     answer = find_batch_size(found.step, found.batch, world_size=worlds[0], **asked)
-    return _shown(answer, **({} if world_size is None else {"ranks": numbers[0]}))
+    return _shown(answer, **({} if world_size is None else {"ranks": worlds[0]}))
 
 
 def _shown(answer: Answer, **more: int) -> tuple[str, dict[str, Any]]:

@@ -21,8 +21,8 @@ from stretto.runtime import TrainStep
 from stretto.runtime.ranks import Ranks
 from stretto.training.stepper import Stepper
 
-_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam)
-_KNOWN += (torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adagrad, torch.optim.RMSprop)
+_TORCH = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop")
+_KNOWN = tuple(getattr(torch.optim, name) for name in _TORCH)
 """Optimizers without a norm of their own, unlike Muon and those that use signs."""
 
 

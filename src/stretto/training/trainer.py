@@ -570,7 +570,7 @@ class Trainer:
             ratio = cost.bounded_ratio()
             if ratio is None:
                 instead = "write c= a number, or a wider range from 'minimum' to 'maximum'"
-                raise TrainingError.cannot("follow c='time'", why=cost.unknown, instead=instead)
+                raise TrainingError.cannot("follow c='time'", why=str(cost), instead=instead)
             price |= {"machine": machine, "ratio": ratio, "c": math.sqrt(ratio)}
             text = f"c = {cost.c:.4g} on {machine}: {cost}"
             text += f"; measured again, since the last was on {before}" if before else ""
