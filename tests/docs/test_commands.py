@@ -27,7 +27,7 @@ from tests.phantomgpu.test_runs import reason
 
 PROGRAMS = ("stretto", "phantomgpu")
 EVERYWHERE = ("--quiet", "--traceback")
-INLINE = r"(stretto|phantomgpu) (?!cannot)[a-z-]+( |$)|(pip install|make|torchrun|python) [^.,(=]"
+INLINE = r"(stretto|phantomgpu) (?!cannot)[a-z-]+( |$)|pip install .|(make|torchrun|python) [^.,(=]"
 ELSEWHERE = ("export", "chromium", "tune", "docker", "cat", "deepspeed")
 """Programs that are not of Python and not ours: nothing of theirs is checked."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
