@@ -189,12 +189,9 @@ class Kernel:
     def run(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
         self.bytes.watch()
-        numbers = int | float | complex
-        if any(isinstance(args[at], numbers) for at in self.numbers if at < len(args)):
-            args = tuple(
-                _tensor(one, args) if at in self.numbers and isinstance(one, numbers) else one
-                for at, one in enumerate(args)
-            )
+        for at, one in enumerate(args):
+            if at in self.numbers and isinstance(one, (int, float, complex)):
+                args = (*args[:at], _tensor(one, args), *args[at + 1 :])
         tensors = leaves((args, kwargs))
         if len(_dense(tensors)) < len(tensors):
             return self.boxed(keys, *args, **kwargs)
@@ -209,9 +206,8 @@ class Kernel:
             return out
         targets = self.targets(args, kwargs)
         most = max((one.numel() for one in tensors), default=0)
-        host = (
-            self.on_host(args, kwargs, targets) if self.is_worth(targets, most, tensors) else None
-        )
+        is_worth = self.is_worth(targets, most, tensors)
+        host = self.on_host(args, kwargs, targets) if is_worth else None
         out = self.boxed(keys, *args, **kwargs)
         fresh = [one for one in _dense(leaves(out)) if not _among(one, targets)]
         most = max([most, *(one.numel() for one in fresh)])
@@ -414,13 +410,13 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 def leaves(value: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments or results."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):  # faster than a union
-        return []
-    return [leaf for one in value for leaf in leaves(one)]
+    found, waiting = [], [value]
+    for one in waiting:
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, (list, tuple, dict)):  # faster than a union
+            waiting += one.values() if isinstance(one, dict) else one
+    return found
 
 
 def _mode_of(frame: FrameType | None, before: str) -> str:
