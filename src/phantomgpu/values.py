@@ -189,12 +189,9 @@ class Kernel:
     def run(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
         self.bytes.watch()
-        numbers = int | float | complex
-        if any(isinstance(args[at], numbers) for at in self.numbers if at < len(args)):
-            args = tuple(
-                _tensor(one, args) if at in self.numbers and isinstance(one, numbers) else one
-                for at, one in enumerate(args)
-            )
+        for at, one in enumerate(args):
+            if at in self.numbers and isinstance(one, (int, float, complex)):
+                args = (*args[:at], _tensor(one, args), *args[at + 1 :])
         tensors = leaves((args, kwargs))
         if len(_dense(tensors)) < len(tensors):
             return self.boxed(keys, *args, **kwargs)
@@ -209,9 +206,8 @@ class Kernel:
             return out
         targets = self.targets(args, kwargs)
         most = max((one.numel() for one in tensors), default=0)
-        host = (
-            self.on_host(args, kwargs, targets) if self.is_worth(targets, most, tensors) else None
-        )
+        is_worth = self.is_worth(targets, most, tensors)
+        host = self.on_host(args, kwargs, targets) if is_worth else None
         out = self.boxed(keys, *args, **kwargs)
         fresh = [one for one in _dense(leaves(out)) if not _among(one, targets)]
         most = max([most, *(one.numel() for one in fresh)])
@@ -247,7 +243,10 @@ class Kernel:
         if self.base.startswith(("scatter", "index_put", "_index_put")) and state == _KNOWN:
             places = [one.numel() for one in leaves(args) if one.dtype == torch.int64]
             return Share(min(1.0, max(places, default=0) / out.numel()))
-        if out.dtype is not torch.bool and not self.base.startswith("bernoulli"):
+        if not self.base.startswith(("bernoulli", "native_dropout")) and not any(
+            one.dtype is torch.bool or isinstance(self.bytes.state(one), Share)
+            for one in [out, *read]
+        ):
             return LOST
         first = state if len(read) == 1 else None
         both = isinstance(first, Share)
@@ -256,7 +255,7 @@ class Kernel:
             result = leaves(self.called(*self.here(args, kwargs, drawn)))[0]
             parts = result.bool().float().expand(2 if both else FEW)
             part = parts[0].lerp(parts[1], first) if isinstance(first, Share) else parts.mean()
-            return Share(part)
+            return Share(part) if out.dtype is torch.bool or part < 1 else LOST
         return LOST
 
     def is_worth(self, outputs: list[torch.Tensor], most: int, read: list[torch.Tensor]) -> bool:
@@ -308,7 +307,8 @@ class Kernel:
             pairs = [*zip(targets, copies, strict=True), *zip(fresh, new, strict=True)]
             for to, result in pairs:
                 if not to.is_cuda or (most > self.few and not known and not _is_whole(to)):
-                    self.bytes.note(to, LOST)
+                    share = Share(result.count_nonzero() / max(1, result.numel()))
+                    self.bytes.note(to, share if share < 1 else LOST)
                 else:
                     self.bytes.write(to, result, known=known)
             return True
@@ -366,6 +366,8 @@ class Kernel:
         elif to.is_cuda:
             kept = to.dtype == source.dtype and to.nbytes <= MOST
             kept = kept and to.is_contiguous() and source.is_contiguous()
+            if source.dtype is torch.bool and state == _DERIVED:
+                state = Share(self.bytes.read(source).float().mean())
             lost = state if isinstance(state, Share) and to.numel() == source.numel() else LOST
             self.bytes.note(to, _KNOWN if known and kept else lost)
         return out
@@ -408,13 +410,13 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 def leaves(value: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments or results."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):  # faster than a union
-        return []
-    return [leaf for one in value for leaf in leaves(one)]
+    found, waiting = [], [value]
+    for one in waiting:
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, (list, tuple, dict)):  # faster than a union
+            waiting += one.values() if isinstance(one, dict) else one
+    return found
 
 
 def _mode_of(frame: FrameType | None, before: str) -> str:
@@ -497,7 +499,7 @@ class Bytes:
         if not tensor.is_cuda:
             return
         old = self.state(tensor)
-        if old is None and state == LOST:
+        if old is None and state is LOST:  # a share may be 0, too
             return
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()

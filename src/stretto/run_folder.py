@@ -54,6 +54,7 @@ EventKind: TypeAlias = Literal[
     "out_of_memory",
     "skipped_step",
     "decided_size",
+    "step_cost",
 ]
 _LONGEST_LINE = 1 << 20
 """Bytes, and more than a line of metrics or of the ledger has."""

@@ -7,9 +7,14 @@ cluster: its program, its options and its files are checked without running it.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +22,12 @@ import typer
 from packaging.requirements import Requirement
 from tests.docs import pages
 from tests.docs.pages import ROOT
+from tests.docs.test_documents import COMMAND, differs
+from tests.phantomgpu.test_runs import reason
 
 PROGRAMS = ("stretto", "phantomgpu")
 EVERYWHERE = ("--quiet", "--traceback")
-INLINE = r"(stretto|phantomgpu) (?!cannot)[a-z-]+( |$)|(pip install|make|torchrun|python) [^.,(=]"
+INLINE = r"(stretto|phantomgpu) (?!cannot)[a-z-]+( |$)|pip install .|(make|torchrun|python) [^.,(=]"
 ELSEWHERE = ("export", "chromium", "tune", "docker", "cat", "deepspeed")
 """Programs that are not of Python and not ours: nothing of theirs is checked."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -168,3 +175,51 @@ def test_the_table_of_extras_is_that_of_the_project() -> None:
     table = pages.section("docs/index.md", "Install")
     named = {one for row in EXTRA.finditer(table) for one in re.findall(r"\w+", row["extras"])}
     assert named == EXTRAS - {"dev", "docs"}
+
+
+PHANTOM = ("phantomgpu.md", "phantomgpu/time.md", "phantomgpu/ranks.md", "phantomgpu/questions.md")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(reason is not None, reason=str(reason))
+@pytest.mark.parametrize("name", PHANTOM)
+def test_the_commands_of_phantomgpu_print_what_is_shown(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (script, *_) = pages.blocks(pages.text_of("docs/phantomgpu.md"), "python")
+    Path("train.py").write_text(script)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024}
+    transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(".")
+    for block in pages.blocks(pages.text_of(f"docs/{name}"), "console"):
+        for shown in COMMAND.finditer(block):
+            program, *arguments = shlex.split(shown["command"], comments=True)
+            arguments = [sys.executable if one == "python" else one for one in arguments]
+            command = [sys.executable, "-m", program, *arguments]
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+            assert done.returncode == 0, (shown["command"], done.stderr[-2000:])
+            if shown["output"].strip():
+                assert differs(shown["output"], done.stdout.strip()) is None
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="no clone")
+def test_a_clone_is_installed_in_an_empty_environment(tmp_path: Path) -> None:
+    """As the pages say; the packages that it requires are those of this environment."""
+    said = {command for _, command in WHOLE + INSIDE}
+    clone, own = tmp_path / "clone", tmp_path / "own" / "bin"
+    origin = ROOT.as_uri()
+    subprocess.run(["git", "clone", "-q", "--depth", "1", origin, str(clone)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "own"], cwd=tmp_path, check=True)
+    packages = next((tmp_path / "own/lib").glob("python3*/site-packages"))
+    here = importlib.metadata.distribution("torch").locate_file("")
+    (packages / "here.pth").write_text(f"{here}\n")
+    for command in ("pip install ./phantom", "pip install .", "pip install '.[plot]'"):
+        assert command in said
+        pip = [str(own / "python"), "-m", *shlex.split(command), "--ignore-installed", "--no-deps"]
+        subprocess.run(pip, cwd=clone, check=True)
+        subprocess.run([str(own / "phantomgpu"), "gpus"], cwd=tmp_path, check=True)
+    subprocess.run([str(own / "stretto"), "plan", "max_duration=1ep"], cwd=tmp_path, check=True)

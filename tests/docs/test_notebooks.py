@@ -7,10 +7,10 @@ Cells with the tag `varies` keep no output. `STRETTO_UPDATE_GOLDEN=1` writes the
 from __future__ import annotations
 
 import contextlib
-import doctest
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -23,7 +23,7 @@ from tests.phantomgpu.test_runs import reason
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "docs" / "notebooks"
 DOORS = [
-    "own-loop",
+    pytest.param("own-loop"),
     pytest.param(
         "hugging-face", marks=pytest.mark.long
     ),  # docs/start/hugging-face.md shows the same
@@ -58,6 +58,11 @@ def ran(source: str, names: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
+def steady(printed: str) -> str:
+    """Leave out what each new measurement of the published runs changes."""
+    return re.sub(r"published runs reached .*", "", printed)
+
+
 def outputs(printed: str) -> list[dict[str, Any]]:
     """Return what a cell printed as a notebook keeps it."""
     lines = printed.splitlines(keepends=True)
@@ -84,19 +89,22 @@ def test_a_notebook_prints_what_it_keeps(
             cell["outputs"] = [] if varies else outputs(printed)
         elif not varies:
             kept = "".join(line for one in cell["outputs"] for line in one["text"])
-            checker = doctest.OutputChecker()
-            assert checker.check_output(kept, printed, doctest.ELLIPSIS), f"{kept}\n{printed}"
+            assert steady(printed) == steady(kept), "write it again: STRETTO_UPDATE_GOLDEN=1"
     if os.environ.get("STRETTO_UPDATE_GOLDEN"):
         path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def test_each_door_has_a_notebook() -> None:
-    names = [door if isinstance(door, str) else str(door.values[0]) for door in DOORS]
+    names = [str(door.values[0]) for door in DOORS]
     assert sorted(names) == sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [name for name in names if f"(docs/notebooks/{name}.ipynb)" not in readme] == []
 
 
-def test_a_wrong_output_is_noticed() -> None:
-    assert ran("print(1 + 1)", {}) == "2\n"
-    assert outputs("2\n") != outputs("3\n")
+def test_cells_are_run_as_jupyter_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    assert ran("%%writefile one.py\nprint(1)", names) == "Writing one.py\n"
+    assert ran("!python one.py", names) == "1\n"
+    assert ran("two = 2", names) == ""
+    assert ran("print(two)", names) == "2\n"

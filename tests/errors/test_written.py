@@ -21,7 +21,7 @@ import torch
 import yaml
 from tests.docs import test_commands
 from torch import nn
-from torch.distributed import fsdp
+from torch.distributed import device_mesh, fsdp
 
 import stretto
 from stretto import batching, checkpoint, data, distributed, memory, schedules, timing
@@ -46,7 +46,7 @@ NAMES: dict[str, Any] = {
     "stretto": stretto,
     "trainer": stretto.Trainer,
     "model": nn.Module,
-    "init_device_mesh": torch.distributed.init_device_mesh,
+    "init_device_mesh": device_mesh.init_device_mesh,
     "build_plan": stretto.plan,
 }
 CALL = re.compile(r"(?<![\w.])(?P<name>[A-Z_a-z][\w.]*)\((?P<given>(?:[^()]|\([^()]*\))*)\)")

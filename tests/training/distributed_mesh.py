@@ -347,7 +347,7 @@ def own_loop(kind: str) -> dict[str, Any]:
         loading={"seed": 7},
         **parallel,
     )
-    run.timer._clock = itertools.count(0, 10**9 * (1 + run.ranks.rank)).__next__
+    run.timer.clock = itertools.count(0, 10**9 * (1 + run.ranks.rank)).__next__
     run.timer.start()
     ids: list[int] = []
     looks, seen = [], 0.0

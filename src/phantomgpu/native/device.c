@@ -191,7 +191,7 @@ static void forget(size_t from, size_t to) {
     struct range had = written.at[i];
     size_t first = had.from > from ? had.from : from, last = had.to < to ? had.to : to;
     size_t page = (first + 4095) & ~(size_t)4095, end = last & ~(size_t)4095;
-    if (end > page && end - page >= 65536) {
+    if (end > page && end - page > 262144) {
       memset((void *)first, 0, page - first);
       memset((void *)end, 0, last - end);
       madvise((void *)page, end - page, MADV_DONTNEED);

@@ -33,6 +33,7 @@ from stretto.batching.seesaw import (
     Staircase,
 )
 from stretto.batching.split import Split, split
+from stretto.batching.step_cost import StepCost
 from stretto.batching.steps import Fixed, PiecewiseConstant, PolicyLike, as_policy
 from stretto.batching.wrappers import AtLeast, AtMost, Hysteresis, Monotone, MultipleOf, PowerOfTwo
 
@@ -71,6 +72,7 @@ __all__ = [
     "SquareRootRule",
     "StagedRamp",
     "Staircase",
+    "StepCost",
     "Tokens",
     "PiecewiseConstant",
     "as_policy",

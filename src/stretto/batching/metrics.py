@@ -7,8 +7,9 @@ from typing import Any
 
 from stretto.errors import TrainingError
 
-LOSS, NOISE = "loss", "noise"
-"""What every step can measure; any other signal is a metric of an evaluation."""
+LOSS, NOISE, COST = "loss", "noise", "cost"
+"""What every step, or a trainer before the first, can measure; any other signal is a metric of an
+evaluation."""
 
 
 def metrics_of(evaluations: Iterable[Any]) -> list[str]:
@@ -29,7 +30,7 @@ def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | Non
     Raises:
         TrainingError: no evaluation measures it, or there is more than one.
     """
-    metrics = sorted(reads - {LOSS, NOISE})
+    metrics = sorted(reads - {LOSS, NOISE, COST})
     if len(metrics) > 1:
         what = f"follow {' and '.join(map(repr, metrics))} with the batch size"
         instead = f"follow {metrics[0]!r} alone"

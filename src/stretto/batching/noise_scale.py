@@ -6,23 +6,25 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Annotated, Any, TypeAlias, TypeGuard, final
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
     Decision,
+    PolicyState,
     Signals,
     Size,
     SizeLike,
     check_start,
     grain_of,
+    has_tokens,
     in_unit_of,
     rounded_size,
 )
 from stretto.errors import BatchSizeError
-from stretto.schedules.fields import Check, Positive, check_fields, fill, number_field
-from stretto.timing import Horizon
+from stretto.schedules.fields import Check, check_fields, fill, number_field
+from stretto.timing import Horizon, Timestamp
 from stretto.timing.grammar import whole
 
 LARGEST = 1e100
@@ -37,6 +39,8 @@ _FEW = 15.0
 a confidence of 0.9999; at 5 it was 6 percent, and at 1 it was 12 percent at 0.9."""
 STEADY = 3.0
 """A ratio that is known to within this factor counts as known."""
+LEAST_GAIN = 0.03
+"""A smaller saving is no reason to move: near its minimum the cost is flat."""
 
 
 UNKNOWN = (0.0, math.inf)
@@ -56,6 +60,11 @@ Window: TypeAlias = Annotated[int, Check(lambda value, *_: _checked_window(value
 # Above, Student's distribution is less exact.
 Confidence: TypeAlias = Annotated[
     float, number_field("a number from 0.01 to 0.9999", lambda value: 0.01 <= value <= 0.9999)
+]
+_POSITIVE = number_field("a finite number above 0, or 'time'", lambda value: 0 < value < math.inf)
+Factor: TypeAlias = Annotated[
+    float | Literal["time"],
+    Check(lambda value, *named: value if value == "time" else _POSITIVE.converted(value, *named)),
 ]
 Power: TypeAlias = Annotated[
     float, number_field("a number above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -195,7 +204,7 @@ class GradientNoise:
         a = y * y - reach * (self.spread_denominator / y_unit / y_unit)
         b = x * y - reach * (self.spread_both / x_unit / y_unit)
         c = x * x - reach * (self.spread_numerator / x_unit / x_unit)
-        return _positive_part(a, b, c, unit, is_positive=x > 0 and y > 0)
+        return positive_part(a, b, c, unit, is_positive=x > 0 and y > 0)
 
     def to_state(self) -> dict[str, int | float]:
         """Return the averages as JSON."""
@@ -250,7 +259,7 @@ def _integrated(confidence: float, v: float) -> float:
     return math.sqrt(v) * math.sinh(y)
 
 
-def _positive_part(
+def positive_part(
     a: float, b: float, c: float, unit: float, *, is_positive: bool
 ) -> tuple[float, float]:
     """The positive ratios R with `a R^2 - 2 b R + c <= 0`."""
@@ -286,7 +295,11 @@ class NoiseScale(BatchSizePolicy):
 
     With a `power` it follows `c * B_noise ** power`. The root, `power=0.5`, costs least if a
     step costs as much as `c ** 2` samples: the same progress takes `1 + B_noise / B` steps and
-    `B + B_noise` samples, and `c ** 2 * steps + samples` is least at `B = c * sqrt(B_noise)`.
+    `B + B_noise` samples, and `c ** 2 * steps + samples` is least at `B = c * sqrt(B_noise)`. So
+    with the root, the size moves only if that is to save 3 percent of this cost.
+
+    `c="time"` means the root with the `c` of this machine, which the trainer measures before the
+    first batch and then keeps; the log has it. `c=` that number gives the same sizes.
 
     >>> from stretto import Horizon, Timestamp
     >>> from stretto.batching import Signals
@@ -301,8 +314,8 @@ class NoiseScale(BatchSizePolicy):
     Args:
         start: the size until the noise is known.
         maximum: the largest size.
-        c: the factor of the noise scale, or of its `power`. With sizes in tokens, the noise scale
-            is in tokens.
+        c: the factor of the noise scale, or of its `power`; or `"time"`. With sizes in tokens, the
+            noise scale is in tokens.
         power: the power of the noise scale that the batch follows, above 0 and at most 1.
         minimum: the smallest size; by default, `start`.
         window: the number of measured steps that the averages are over.
@@ -318,7 +331,7 @@ class NoiseScale(BatchSizePolicy):
     minimum: Size | None = field(default=None, kw_only=True)
     window: Window = field(default=100, kw_only=True)
     confidence: Confidence = field(default=0.9, kw_only=True)
-    c: Positive = field(default=1.0, kw_only=True)
+    c: Factor = field(default=1.0, kw_only=True)
     power: Power = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -328,40 +341,69 @@ class NoiseScale(BatchSizePolicy):
         check_start(self.start, least, self.maximum)
         if least < 2:
             raise _single(name, least, "2 or more")
+        if self.c == "time":
+            if self.power not in (0.5, 1.0):
+                why, instead = "c='time' follows the root", "leave it out"
+                raise BatchSizeError.bad("power", self.power, why, instead)
+            if has_tokens(self.start):
+                why, instead = "the sizes are in tokens", "write sizes as numbers of samples"
+                raise BatchSizeError.bad("c", self.c, why, instead)
+            fill(self, power=0.5)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size and the averages."""
         least, two = self.minimum or self.start, 2 * grain_of(self, horizon)
         if least < two:
             raise _single("minimum", least, f"{in_unit_of(least, two)} or more")
-        empty = GradientNoise(self.window, self.confidence)
+        empty, of_time = GradientNoise(self.window, self.confidence), self.c == "time"
+
+        def decide(_: Timestamp, state: PolicyState, signals: Signals) -> Decision:
+            noise = empty.from_state(state).after(signals)
+            if not of_time:
+                return self._decide(state["size"], noise, float(self.c))
+            ratio = signals.cost_ratio
+            c = state["c"] if ratio is None or not 0 < ratio < math.inf else math.sqrt(ratio)
+            size, after = self._decide(state["size"], noise, c)
+            return size, {**after, "c": c}
+
         return Bound(
-            decide=lambda _, state, signals: self._decide(
-                state["size"], empty.from_state(state).after(signals)
-            ),
-            start={"size": self.start, **empty.to_state()},
-            reads=frozenset({"noise"}),
+            decide=decide,
+            start={"size": self.start, **empty.to_state(), **({"c": None} if of_time else {})},
+            reads=frozenset({"noise", "cost"} if of_time else {"noise"}),
             bounds=(self.minimum or self.start, self.maximum),
-            log_values=lambda state: _log_values(empty.from_state(state)),
+            log_values=lambda state: _log_values(empty.from_state(state), state.get("c")),
             sizes=lambda state: (state["size"],),
         )
 
-    def _decide(self, size: int, noise: GradientNoise) -> Decision:
+    def _decide(self, size: int, noise: GradientNoise, c: float | None) -> Decision:
         """Return the size, moved if the interval of the noise scale excludes it."""
         size = self._bounded(size)  # the bounds of this run; it may have been resumed with others
-        if noise.has_enough_steps:
-            lowest, highest = map(self._wanted, noise.interval)
+        if noise.has_enough_steps and c is not None:
+            lowest, highest = (self._wanted(end, c) for end in noise.interval)
             if not lowest <= size <= highest:
-                nearest = lowest if size < lowest else highest
-                size = self._bounded(nearest if noise.scale is None else self._wanted(noise.scale))
+                wanted = lowest if size < lowest else highest
+                if noise.scale is not None:
+                    wanted = self._wanted(noise.scale, c)
+                if self.power != 0.5 or _saves(size, self._bounded(wanted), wanted, c):
+                    size = self._bounded(wanted)
         return size, {"size": size, **noise.to_state()}
 
     def _bounded(self, size: float) -> int:
         return rounded_size(size, self.minimum or self.start, self.maximum)
 
-    def _wanted(self, noise_scale: float) -> float:
+    def _wanted(self, noise_scale: float, c: float) -> float:
         # An end of the interval may be below zero by a rounding error.
-        return self.c * math.pow(max(noise_scale, 0.0), self.power)
+        return c * math.pow(max(noise_scale, 0.0), self.power)
+
+
+def _saves(size: int, other: int, best: float, c: float) -> bool:
+    """Return whether another size costs at least 3 percent less, if `best` costs least.
+
+    The noise scale is then `(best / c) ** 2`, and a step costs as much as `c ** 2` samples.
+    """
+    noise, ratio = (best / c) ** 2, c * c
+    before, after = ((ratio + one) * (1 + noise / one) for one in (size, other))
+    return after <= (1 - LEAST_GAIN) * before
 
 
 def _single(name: str, size: int, instead: str) -> BatchSizeError:
@@ -370,9 +412,9 @@ def _single(name: str, size: int, instead: str) -> BatchSizeError:
     return BatchSizeError.bad(name, size, why, f"write {instead}")
 
 
-def _log_values(noise: GradientNoise) -> dict[str, float]:
-    """Return the noise scale and the ends of its interval, as far as they are known."""
-    found: dict[str, float] = {}
+def _log_values(noise: GradientNoise, c: float | None) -> dict[str, float]:
+    """Return the noise scale, the ends of its interval and a measured `c`, as far as known."""
+    found: dict[str, float] = {} if c is None else {"c": c}
     if noise.has_enough_steps:
         lower, upper = noise.interval
         if noise.scale is not None:

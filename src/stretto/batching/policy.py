@@ -51,6 +51,8 @@ class Signals:
     """An unbiased estimate of |G|^2, the squared norm of the true gradient."""
     num_samples: float | None = None
     """The samples of that batch, the weight of its noise. By default, the loader fills it in."""
+    cost_ratio: float | None = None
+    """How many samples cost as much as a step without any (`a / b` of `StepCost`)."""
 
     def __post_init__(self) -> None:
         # NumPy numbers and tensors become floats: a checkpoint could not store them.
@@ -219,8 +221,9 @@ class Bound:
     units: frozenset[TimeUnit] = frozenset()
     """The units that it reads from the clock."""
     reads: frozenset[str] = frozenset({"loss"})
-    """The signals that it reads: `"loss"`, `"noise"` (all that belongs to it), or the name of a
-    metric, such as `"validation/loss"`. Only those are measured. None if it is static."""
+    """The signals that it reads: `"loss"`, `"noise"` (all that belongs to it), `"cost"`
+    (`cost_ratio`), or the name of a metric, such as `"validation/loss"`. Only those are measured.
+    None if it is static."""
     bounds: tuple[int, int] | None = None
     """The smallest and the largest size that it may decide; None: unknown."""
     unit: TimeUnit = TimeUnit.SAMPLE

@@ -177,6 +177,41 @@ def find_batch_size(
         typer.echo(text)
 
 
+@verb(app, "step-cost run.yaml", "step-cost run.yaml --sizes 8,32,128")
+def step_cost(
+    run_file: list[str] | None = None, *, sizes: str | None = None, as_json: bool = False
+) -> None:
+    """Measure what a step costs without samples, and each sample; with torchrun, on all processes.
+
+    Args:
+        run_file ([RUN.YAML] [KEY=VALUE]...): A run file (default: the packaged one); then values to
+            change, with dots for inner keys: optimizer.lr=1e-3.
+        sizes (N[,N...]): Up to five batch sizes; by default, some of those that the run may have.
+        as_json: Print JSON.
+    """
+    from stretto.cli import advising
+
+    with progress("timing steps"):
+        text, plain = advising.step_cost(run_file or [], sizes)
+    if os.environ.get("RANK", "0") == "0":
+        print_json(plain) if as_json else typer.echo(text)
+
+
+@verb(app, "advise runs/a", "advise runs/a --write sizes.yaml")
+def advise(folder: Path, *, write: Path | None = None, as_json: bool = False) -> None:
+    """Say which batch size ends soonest, as far as the log of a run tells it.
+
+    Args:
+        folder: The folder of a run.
+        write: Write the sizes to a file, as 'batch_size' of a run file.
+        as_json: Print JSON.
+    """
+    from stretto.cli import advising
+
+    text, plain = advising.advise(folder, write)
+    print_json(plain) if as_json else typer.echo(text)
+
+
 @verb(app, "report runs/a", "report runs/a runs/b --html page.html")
 def report(paths: list[Path], *, html: Path | None = None, as_json: bool = False) -> None:
     """Show what runs have done.
@@ -186,7 +221,7 @@ def report(paths: list[Path], *, html: Path | None = None, as_json: bool = False
         html: Write a page for a browser.
         as_json: Print JSON.
     """
-    from stretto.report import page, read_metrics, run_table
+    from stretto.report import page, read_advice, read_metrics, run_table
 
     if html is not None:
         if len(paths) == 1 and paths[0].is_file():
@@ -201,7 +236,8 @@ def report(paths: list[Path], *, html: Path | None = None, as_json: bool = False
         records = [{"folder": str(folder), **asdict(read)} for folder, read in found.items()]
         print_json(records if len(paths) > 1 else records[0])
     else:
-        typer.echo("\n\n".join(run_table(read, folder) for folder, read in found.items()))
+        texts = [(run_table(read, folder), read_advice(folder)) for folder, read in found.items()]
+        typer.echo("\n\n".join(f"{text}\n\n{one}" if one.is_known else text for text, one in texts))
 
 
 @verb(app, "watch", "watch runs/a --port 8400")

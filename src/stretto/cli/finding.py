@@ -37,7 +37,7 @@ def find(
     Raises:
         ConfigError: the options contradict each other, or the numbers of ranks cannot be read.
     """
-    numbers = _numbers("--world-size", world_size or "1")
+    worlds = numbers("--world-size", world_size or "1")
     if asked["gpu"] is None and (world_size, micro_batch_size, shard) != (None, None, None):
         raise ConfigError.cannot(
             "find a batch size for ranks",
@@ -66,15 +66,15 @@ def find(
         ranks, answer = find_num_ranks(found.step, found.batch, size, **asked)
         return _shown(answer, num_ranks=ranks)
     asked |= {"minimum": least, "maximum": most or found.most or MAXIMUM}
-    if len(numbers) > 1:
-        rows = [(ranks, _answer(found.step, found.batch, ranks, asked)) for ranks in numbers]
+    if len(worlds) > 1:
+        rows = [(ranks, _answer(found.step, found.batch, ranks, asked)) for ranks in worlds]
         plain = [
             {"ranks": ranks, **({"size": None} if answer is None else _to_record(answer))}
             for ranks, answer in rows
         ]
         return answers_table([({"ranks": ranks}, answer) for ranks, answer in rows]), plain
-    answer = find_batch_size(found.step, found.batch, world_size=numbers[0], **asked)
-    return _shown(answer, **({} if world_size is None else {"ranks": numbers[0]}))
+    answer = find_batch_size(found.step, found.batch, world_size=worlds[0], **asked)
+    return _shown(answer, **({} if world_size is None else {"ranks": worlds[0]}))
 
 
 def _shown(answer: Answer, **more: int) -> tuple[str, dict[str, Any]]:
@@ -103,11 +103,16 @@ def _answer(step: Any, batch: Any, ranks: int, asked: dict[str, Any]) -> Answer 
         return None
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    numbers = [number.strip() for number in text.split(",")]
-    if not all(number.isdecimal() and int(number) for number in numbers):
+def numbers(option: str, text: str) -> list[int]:
+    """Return the numbers in a text such as `8,16,64`.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    found = [number.strip() for number in text.split(",")]
+    if not all(number.isdecimal() and int(number) for number in found):
         raise ConfigError.bad(option, text, "it is not a list of numbers", "write 64 or 8,16,64")
-    return list(map(int, numbers))
+    return list(map(int, found))
 
 
 def _to_record(answer: Answer) -> dict[str, Any]:

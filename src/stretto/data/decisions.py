@@ -13,7 +13,7 @@ from typing import Any, final
 from stretto.batching import NO_SIGNALS, Bound, PolicyState, Signals, checked_size
 from stretto.batching.policy import Tokens, is_same, saved_size
 from stretto.data.fetch import Plans, RankShare
-from stretto.errors import CheckpointError, StrettoError
+from stretto.errors import BatchSizeError, CheckpointError, StrettoError
 from stretto.planning import PlannedBatch, Prepared, check_least, next_step
 from stretto.planning.plan import plan_prepared
 from stretto.planning.sizes import after_batch
@@ -71,6 +71,12 @@ class Decisions:
 
     def _groups(self, *, is_ahead: bool) -> Iterator[Plans]:
         now, state, signals = self._timer.timestamp, self.state, self.signals
+        if "cost" in self._policy.reads and signals.cost_ratio is None:
+            raise BatchSizeError.cannot(
+                "follow c='time'",
+                why="nothing has measured the seconds of a step; only a Trainer does",
+                instead="write c= the number that 'stretto step-cost' or measure_step(...).c says",
+            )
         while True:
             now, plan = next_step(self._horizon, self._policy, now, state, signals)
             if plan is None:
@@ -116,6 +122,8 @@ class Decisions:
                 num_samples=size if signals.num_samples is None else signals.num_samples,
                 noise_numerator=signals.noise_numerator * each,
             )
+        if self.signals.cost_ratio is not None:  # it stays until another one is measured
+            signals = replace(signals, cost_ratio=signals.cost_ratio or self.signals.cost_ratio)
         self.last = plan
         if self.past is not None and not (self.past and is_same(self.past[-1][1], plan.decided)):
             self.past.append((plan.timestamp.batch, plan.decided))

@@ -463,6 +463,13 @@ class StepLoader(Iterator[Step]):
         """Give the policy a metric measured since the last step."""
         self._decisions.signals = replace(self._decisions.signals, metric=value)
 
+    def note_cost(self, ratio: float) -> None:
+        """Give the policy the price of a step, `a / b` of `StepCost`, from now on.
+
+        >>> StepLoader([1, 2], 1, max_duration="1ep").note_cost(64.0)
+        """
+        self._decisions.signals = replace(self._decisions.signals, cost_ratio=ratio)
+
     def take_back(self) -> None:
         """Yield the open step once more: it could not be run.
 

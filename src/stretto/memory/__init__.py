@@ -4,6 +4,7 @@ from stretto.memory.answer import Answer, Certainty
 from stretto.memory.examples import UnequalSamples
 from stretto.memory.finder import RanksAnswer, find_batch_size, find_num_ranks
 from stretto.memory.sandbox import sandbox
+from stretto.memory.seconds import measure_step
 from stretto.memory.trial import Trials, trials
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "UnequalSamples",
     "find_batch_size",
     "find_num_ranks",
+    "measure_step",
     "sandbox",
     "trials",
 ]

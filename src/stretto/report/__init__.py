@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from stretto.report.advice import Advice, read_advice
 from stretto.report.pictures import draw
 from stretto.report.run import Comparison, Difference, RunMetrics, compare, read_metrics
 from stretto.report.tables import plan_table, run_table
 from stretto.run_folder import LedgerRow, read_ledger
 
 __all__ = [
+    "Advice",
     "Comparison",
     "Difference",
     "LedgerRow",
@@ -15,6 +17,7 @@ __all__ = [
     "compare",
     "draw",
     "plan_table",
+    "read_advice",
     "read_ledger",
     "read_metrics",
     "run_table",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stretto.batching import Tokens
 from stretto.batching.policy import in_unit_of
+from stretto.batching.step_cost import StepCost, shown_seconds
 from stretto.planning import Event, Plan, Stage, bound_of
 from stretto.planning.borders import value_text
 from stretto.planning.stages import FIRST
@@ -370,6 +371,33 @@ def memory_table(answer: Answer) -> str:
             (f"{in_unit_of(answer.size, size):,}", show_bytes(peak), show_bytes(headroom), mark)
         )
     return _with_remarks(rows)
+
+
+def cost_table(cost: StepCost) -> str:
+    """Return one line for each size that was measured, then what follows from them.
+
+    >>> from stretto.batching.step_cost import StepSeconds
+    >>> rows = [StepSeconds(size, 0.04 + 0.001 * size) for size in (8, 8, 32, 32)]
+    >>> print(cost_table(StepCost(rows)))
+    batch size  a step  fastest  samples/s  off the line
+             8   48 ms    48 ms        167            0%
+            32   72 ms    72 ms        444            0%
+    <BLANKLINE>
+    a step takes 40 ms + 1 ms a sample (2 sizes from 8 to 32, fits to 0%)
+    as much as 40 samples (40 to 40): NoiseScale(start, maximum, c=6.325, power=0.5)
+    """
+    line, fastest = cost.line, cost.fastest
+    table = [("batch size", "a step", "fastest", "samples/s", "off the line")]
+    for size, seconds in cost.sizes.items():
+        off = "" if line is None else f"{abs(seconds / (line.a + line.b * size) - 1):.0%}"
+        times = shown_seconds(seconds), shown_seconds(fastest[size])
+        table.append((f"{size:,}", *times, f"{size / seconds:,.3g}", off))
+    lines = [*aligned(list(zip(*table, strict=True))), "", str(cost)]
+    if line is not None and line.ratio is not None:
+        low, high = line.interval
+        policy = f"NoiseScale(start, maximum, c={cost.c:.4g}, power=0.5)"
+        lines.append(f"as much as {line.ratio:.3g} samples ({low:.3g} to {high:.3g}): {policy}")
+    return "\n".join(lines)
 
 
 def answers_table(rows: Sequence[tuple[Mapping[str, object], Answer | None]]) -> str:

@@ -34,14 +34,15 @@ class Timer:
         clock: a monotonic clock in nanoseconds.
     """
 
-    __slots__ = ("_clock", "_mark", "_period", "horizon", "timestamp")
+    __slots__ = ("_mark", "_period", "clock", "horizon", "timestamp")
 
     def __init__(self, horizon: Horizon, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.horizon = horizon
         """The facts that fractions refer to, and where epochs end."""
         self.timestamp = Timestamp()
         """The present clock."""
-        self._clock = clock
+        self.clock = clock
+        """A monotonic clock in nanoseconds; `start` goes on with another one."""
         self._mark = clock()
         self._period: PeriodClock | None = None
 
@@ -61,7 +62,7 @@ class Timer:
 
     def start(self) -> None:
         """Measure wall time from now on; time since the last update does not count."""
-        self._mark = self._clock()
+        self._mark = self.clock()
 
     def advance(
         self,
@@ -92,7 +93,7 @@ class Timer:
             tokens = _count("tokens", tokens)
         if seconds is None:
             # A mark in the future: another rank's clock has measured more time than this one.
-            passed = self._clock() - self._mark
+            passed = self.clock() - self._mark
             passed = passed if passed > 0 else 0
         else:
             passed = nanoseconds(seconds)
@@ -114,7 +115,7 @@ class Timer:
         >>> Timer(Horizon("9ba"), clock=clock).seconds_since_update()
         1.5
         """
-        return max(0, self._clock() - self._mark) / NANOSECONDS
+        return max(0, self.clock() - self._mark) / NANOSECONDS
 
     def end_epoch(self, *, carried: int = 0, tokens: int = 0, dropped: int = 0) -> None:
         """Begin the next epoch, and skip what is left of the present one.

@@ -46,6 +46,7 @@ from stretto.timing import Timestamp
 from stretto.training.checkpointing.state import MISFITS, unfit
 from stretto.training.criterion import HINT
 from stretto.training.describe import plain
+from stretto.training.further import Further
 from stretto.training.reduction import adds_up, has_sum, is_sum
 
 
@@ -131,6 +132,7 @@ class Stepper:
         """The checkpoint that was loaded, until the first update after it."""
         self.retry = Retry(step.model, spec, self._ranks, size=micro_batch_size, is_found=is_found)
         """Repeats steps that run out of memory."""
+        self.further = Further(self._ranks.device, strategy.ranks.dp_world_size)
         self._reads_loss = LOSS in reads
         self.meter: NoiseMeter | None = None
         """Measures the gradient noise; None: it is not needed."""
@@ -161,9 +163,8 @@ class Stepper:
         """Whether it is known that the loss is a mean, as far as it can be."""
         self._looks = False
         """Whether the next pass looks whether it is one."""
-        self._is_warm = False
-        self._is_new = True
-        """Whether no step was taken yet."""
+        # Whether gradients were averaged once, and whether no step was taken yet.
+        self._is_warm, self._is_new = False, True
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -208,7 +209,7 @@ class Stepper:
         at, size, number = step.timestamp, step.num_samples, len(micro_batches)
         result = StepResult(at, size, step.batch_size, losses, number)
         if self._is_plain and meter is None and not self._step.transforms:
-            for micro in micro_batches:
+            for micro in self.further.watched(at.batch, self.retry.size, micro_batches):
                 units = micro.num_samples
                 losses.append(MicroLoss(self._pass(micro, micro.weight), units, units))
             return result
@@ -224,7 +225,8 @@ class Stepper:
         whole = step.num_samples if self.count is None else self._whole(step, counts)
         if not whole:
             raise nothing_to_learn(step)
-        for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
+        watched = self.further.watched(at.batch, self.retry.size, micro_batches)
+        for index, (micro, units) in enumerate(zip(watched, counts, strict=True)):
             is_last = index == len(micro_batches) - 1
             measured: AbstractContextManager[None] = _NOTHING
             if meter is not None:
@@ -374,6 +376,15 @@ class Stepper:
         if units == 0:
             raise nothing_to_learn(step)
         self._multiply(step.num_samples / units)
+
+    def rehearse(self, step: Step) -> None:
+        """Run a whole step that nothing remembers but the weights; every rank must call it."""
+        result = self.gradient(step)
+        if self._ranks.world_size > 1 or self.measures:
+            own = (*self._ranks.counted((result.units,)), *self.measured(result))
+            sums = self._ranks.agree((*own, *self.flags(result)))
+            self.finish(step, sums[0], sums[len(own) :])
+        self.update()
 
     def show(self, look: Callable[[], None]) -> None:
         """Call `look` while the gradient is unscaled.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +18,11 @@ from torch.optim import Optimizer
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
 from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
-from stretto.batching.metrics import followed_metric, metrics_of
+from stretto.batching.metrics import COST, followed_metric, metrics_of
 from stretto.batching.policy import has_tokens
 from stretto.batching.rows import LengthsLike, as_lengths
 from stretto.batching.seesaw import Pair
+from stretto.batching.step_cost import StepCost
 from stretto.checkpoint import checkpoint_path
 from stretto.checkpoint.formats import load_dcp_weights
 from stretto.data import DataSpec
@@ -52,6 +55,7 @@ from stretto.training.callback import Callback, Events, overrides
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run
 from stretto.training.checkpointing.saver import Saver
 from stretto.training.checkpointing.state import (
+    Functions,
     Part,
     callback_parts,
     check_states,
@@ -67,6 +71,7 @@ from stretto.training.logs.loggers import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import RESUMED_FILES, Recorder
 from stretto.training.loop import Loop, Stops, raise_for
 from stretto.training.metrics import check_merging
+from stretto.training.pricing import check_rule, machine_of, measure_cost
 from stretto.training.settings import (
     Evaluation,
     Logging,
@@ -157,6 +162,7 @@ class Trainer:
             above that is not a fraction of it. Callbacks that have times are copied
             (`trainer.callbacks`). The number of samples in the data stays.
         folder: where metrics, the ledger and checkpoints go; one for each run.
+        clock: the wall clock, nanoseconds that only grow; by default, the system's.
 
     Raises:
         StrettoError: something in the settings cannot be; the message says what to write.
@@ -193,6 +199,7 @@ class Trainer:
         sequence_length: LengthsLike | None = None,
         scale_schedule: Number | None = None,
         folder: str | Path | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         loading = read_settings(Loading, loading, "loading")
         stepping = read_settings(Stepping, stepping, "stepping")
@@ -278,11 +285,11 @@ class Trainer:
             idle_ranks=idle_ranks,
             sequence_length=sequence_length,
         )
-        self.run = self._bound(prepared, sizes)
+        self.run = self._bound(prepared, sizes, clock)
         """What every event of a callback gets."""
         self._make_loop(named, listening, stepping, self._built_events(micro_batch_size))
 
-    def _bound(self, prepared: Callable[..., Run], sizes: Any) -> Run:
+    def _bound(self, prepared: Callable[..., Run], sizes: Any, clock: Callable[[], int]) -> Run:
         """Return the run, bound to its optimizers, with the largest size if that is to be found."""
         awaits = awaits_maximum(sizes)
         run = prepared(with_maximum(sizes, NO_LIMIT) if awaits else sizes)
@@ -295,7 +302,8 @@ class Trainer:
             # Samples of unequal length may need a second pass for the same memory.
             more = {"micro_batch_size": answer.size} if has_tokens(largest) else {}
             run = prepared(with_maximum(sizes, largest), **more)
-        return run.bind(self.step.optimizers, strategy=self._strategy)
+        run.bind(self.step.optimizers, strategy=self._strategy).timer.clock = clock
+        return run
 
     def _built_events(self, micro_batch_size: MicroBatchSize) -> Events:
         """Build the callbacks, and find the micro-batch size beside what they allocate."""
@@ -336,6 +344,7 @@ class Trainer:
             micro_batch_size=run.loader.micro_batch_size,
             is_found=self.fitting is not None,
         )
+        stepper.further.clock = self.timer.clock
         is_shown = ranks.is_first and (has_terminal() if log.console is None else log.console)
         folder = None if self.folder is None else str(self.folder)
         given = self._setup.settings if log.config is None else dict(log.config)
@@ -344,9 +353,15 @@ class Trainer:
             log.loggers,
             events=events,
             largest_piece=stepper.retry.largest_piece,
+            sample_seconds=stepper.further.take,
             console=ConsoleLogger(run.horizon.max_duration) if is_shown else None,
             config=ChainMap({"folder": folder}, given),
         )
+        recorder.files.facts |= {
+            "machine": machine_of(ranks),
+            "optimizer": " and ".join(type(one).__name__ for one in step.optimizers),
+            "micro_batch_size": plain(run.loader.micro_batch_size),
+        }
         if self._weights.optimizers:
             names = [type(one).__name__ for one in self._weights.optimizers]
             recorder.files.facts["evaluates_with"] = " and ".join(
@@ -377,6 +392,10 @@ class Trainer:
             setup=self._setup,
             strategy=self._strategy,
         )
+        self._price: dict[str, Any] = {}  # a / b of a step, and the machine it was measured on
+        if COST in run.loader.reads:
+            check_rule(run.prepared, step.optimizers)
+            parts["step_cost"] = Functions(self._price.copy, self._price.update)
         stops = Stops(run)
         saver = Saver(
             checkpoint,
@@ -521,11 +540,42 @@ class Trainer:
             loop.stepper.clear()  # a gradient from before is no part of the first batch
             share_random_state(self._strategy)
             self._weights.train()
+            if COST in self.run.loader.reads:
+                self._follow_cost()
             with loop.events.fit(), self._ranks.monitor.watch(inside_a_pass=True):
                 loop.train()
                 self._weights.eval()  # what is trained is used next
         if on_signal == "raise":
             raise_for(loop.stops.signal or loop.stops.received)
+
+    def measure_cost(self, sizes: Sequence[int] | None = None) -> StepCost:
+        """Return the seconds of a step by batch size, on all ranks; nothing else changes.
+
+        Whole steps run in a sandbox, with what measures the noise, but without reading data.
+
+        Args:
+            sizes: up to five batch sizes; by default, some of those that the run may have.
+
+        Raises:
+            TrainingError: no sample can be read before the run, or sizes are in tokens.
+        """
+        stepper = self._loop.stepper
+        return measure_cost(stepper, self.step, self.run, sizes, clock=self.timer.clock)
+
+    def _follow_cost(self) -> None:
+        """Give the policy the price of a step, measured unless this machine has done it before."""
+        price, machine = self._price, machine_of(self._ranks)
+        if price.get("machine") != machine:
+            cost, before = self.measure_cost(), price.get("machine")
+            ratio = cost.bounded_ratio()
+            if ratio is None:
+                instead = "write c= a number, or a wider range from 'minimum' to 'maximum'"
+                raise TrainingError.cannot("follow c='time'", why=str(cost), instead=instead)
+            price |= {"machine": machine, "ratio": ratio, "c": math.sqrt(ratio)}
+            text = f"c = {cost.c:.4g} on {machine}: {cost}"
+            text += f"; measured again, since the last was on {before}" if before else ""
+            self._loop.recorder.files.event("step_cost", self.timer.timestamp, text, **price)
+        self.run.loader.note_cost(price["ratio"])
 
     def _check_outside(self, what: str, call: str) -> None:
         """Refuse a call from a callback."""

@@ -15,6 +15,7 @@ import numpy as np
 from stretto._location import local_path
 from stretto.batching import Tokens
 from stretto.errors import DataError, first_line
+from stretto.report.advice import read_advice
 from stretto.report.page.series import UNITS, Numbers, RunData, Series
 from stretto.run_folder import (
     CLOCK,
@@ -119,6 +120,9 @@ def _read(folder: Path) -> RunData:
     facts = given[-1] if given else {}
     run.series = [*planned_series(plan, is_main=False), *run.series]
     run.facts = [[str(name).replace("_", " "), str(value)] for name, value in facts.items()]
+    with suppress(DataError, *UNFIT):
+        advice = read_advice(folder)
+        run.facts += [["advice", line] for line in str(advice).splitlines() if advice.is_known]
     run.columns, run.stages = stages_of(plan, run)
     run.settings = settings_of(complete_text(folder / RUN_FILE))
     return run

@@ -238,15 +238,24 @@ class RunFiles:
 
 @final
 class Throughput:
-    """Samples, tokens and seconds of training since the last line of metrics."""
+    """Samples, tokens and seconds of training since the last line of metrics.
+
+    The seconds of a step are between two moments at which the device is known to be done, if all
+    steps there had one size and as many micro-batches.
+    """
 
     def __init__(self, since: Timestamp) -> None:
         self.since = since
         self.samples = self.tokens = 0
         self._pauses = self._last_pause = 0
+        self._kinds: set[tuple[int, int]] = set()
+        self._count = self._paused = 0
+        self._moment: int | None = None
 
-    def add(self, samples: int, tokens: int) -> None:
+    def add(self, samples: int, tokens: int, passes: int) -> None:
         """Count a batch."""
+        self._kinds.add((samples, passes))
+        self._count += 1
         self.samples += samples
         self.tokens += tokens
         # A pause after the last batch is not before its end, up to which a line is measured.
@@ -256,14 +265,24 @@ class Throughput:
     def pause(self, nanoseconds: int) -> None:
         """Leave out a pause after a batch."""
         self._last_pause += nanoseconds
+        self._paused += nanoseconds
 
-    def take(self, now: Timestamp) -> dict[str, float]:
-        """Return samples and tokens per second until `now`, and begin anew there."""
+    def take(self, now: Timestamp, moment: int) -> dict[str, float]:
+        """Return samples and tokens per second until `now`, and begin anew there.
+
+        Args:
+            now: the clock after the last batch.
+            moment: nanoseconds when the device was done with it.
+        """
         passed = now.run_nanoseconds - self.since.run_nanoseconds - self._pauses
         seconds = max(passed, 1) / NANOSECONDS
         rates = {"samples_per_second": self.samples / seconds}
         if now.token:
             rates["tokens_per_second"] = self.tokens / seconds
+        spent = 0 if self._moment is None else moment - self._moment - self._paused
+        if spent > 0 and len(self._kinds) == 1:
+            rates["step_seconds"] = spent / self._count / NANOSECONDS
+        self._kinds, self._count, self._paused, self._moment = set(), 0, 0, moment
         self.since, self.samples, self.tokens, self._pauses = now, 0, 0, 0
         return rates
 
@@ -277,6 +296,7 @@ class Recorder:
         loggers: where metrics go besides the run folder.
         events: the callbacks.
         largest_piece: returns the samples of the largest micro-batch of a step; 0: not known.
+        sample_seconds: returns the seconds of a further sample of micro-batches; None: not known.
         console: shows the metrics and the progress of the run; None: nothing is shown.
         config: the settings of the run, for loggers.
     """
@@ -288,6 +308,7 @@ class Recorder:
         *,
         events: Events,
         largest_piece: Callable[[Step | None], int],
+        sample_seconds: Callable[[], float | None],
         console: ConsoleLogger | None,
         config: Mapping[str, Any],
     ) -> None:
@@ -297,6 +318,7 @@ class Recorder:
         is_first = run.ranks.is_first
         self.console = console if is_first else None
         self._run, self._events, self._largest_piece = run, events, largest_piece
+        self._sample_seconds = sample_seconds
         self._config = config
         self.files = RunFiles(run)
         shown = () if self.console is None else (self.console,)
@@ -346,7 +368,7 @@ class Recorder:
             # The clock also passes over what `last_batch="drop"` leaves out after the batch.
             end = at.sample + size
             tokens = after.token - at.token - horizon.tokens(end, after.sample)
-            self._throughput.add(size, tokens)
+            self._throughput.add(size, tokens, one.num_micro_batches)
             line = (
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{size},{tokens},"
                 f"{one.num_micro_batches},{at.run_nanoseconds / NANOSECONDS:.6f},{decided:d},"
@@ -399,9 +421,11 @@ class Recorder:
             **({"micro_batch_size": micro_batch_size} if micro_batch_size else {}),
             **run.hyperparameters.values(),
             **run.values,
-            **self._throughput.take(now),
+            **self._throughput.take(now, run.timer.clock()),
             "memory_peak_bytes": memory,
         }
+        if (further := self._sample_seconds()) is not None:
+            record["sample_seconds"] = further
         if run.skipped_steps:
             record["skipped_steps"] = run.skipped_steps
         record |= run.loader.log_values()
@@ -420,11 +444,12 @@ class Recorder:
     def paused(self, work: Callable[[], Any]) -> Any:
         """Return `work()`, whose time does not count as training time."""
         self.record()
-        start = time.monotonic_ns()
+        clock = self._run.timer.clock
+        start = clock()
         try:
             return work()
         finally:
-            self._throughput.pause(time.monotonic_ns() - start)
+            self._throughput.pause(clock() - start)
 
     def flush(self) -> None:
         """Write everything that was recorded to the files; what does not fit is kept."""
