@@ -243,7 +243,10 @@ class Kernel:
         if self.base.startswith(("scatter", "index_put", "_index_put")) and state == _KNOWN:
             places = [one.numel() for one in leaves(args) if one.dtype == torch.int64]
             return Share(min(1.0, max(places, default=0) / out.numel()))
-        if out.dtype is not torch.bool and not self.base.startswith("bernoulli"):
+        if not self.base.startswith(("bernoulli", "native_dropout")) and not any(
+            one.dtype is torch.bool or isinstance(self.bytes.state(one), Share)
+            for one in [out, *read]
+        ):
             return LOST
         first = state if len(read) == 1 else None
         both = isinstance(first, Share)
@@ -252,7 +255,7 @@ class Kernel:
             result = leaves(self.called(*self.here(args, kwargs, drawn)))[0]
             parts = result.bool().float().expand(2 if both else FEW)
             part = parts[0].lerp(parts[1], first) if isinstance(first, Share) else parts.mean()
-            return Share(part)
+            return Share(part) if out.dtype is torch.bool or part < 1 else LOST
         return LOST
 
     def is_worth(self, outputs: list[torch.Tensor], most: int, read: list[torch.Tensor]) -> bool:
@@ -304,7 +307,8 @@ class Kernel:
             pairs = [*zip(targets, copies, strict=True), *zip(fresh, new, strict=True)]
             for to, result in pairs:
                 if not to.is_cuda or (most > self.few and not known and not _is_whole(to)):
-                    self.bytes.note(to, LOST)
+                    share = Share(result.count_nonzero() / max(1, result.numel()))
+                    self.bytes.note(to, share if share < 1 else LOST)
                 else:
                     self.bytes.write(to, result, known=known)
             return True
@@ -362,6 +366,8 @@ class Kernel:
         elif to.is_cuda:
             kept = to.dtype == source.dtype and to.nbytes <= MOST
             kept = kept and to.is_contiguous() and source.is_contiguous()
+            if source.dtype is torch.bool and state == _DERIVED:
+                state = Share(self.bytes.read(source).float().mean())
             lost = state if isinstance(state, Share) and to.numel() == source.numel() else LOST
             self.bytes.note(to, _KNOWN if known and kept else lost)
         return out
@@ -493,7 +499,7 @@ class Bytes:
         if not tensor.is_cuda:
             return
         old = self.state(tensor)
-        if old is None and state == LOST:
+        if old is None and state is LOST:  # a share may be 0, too
             return
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
