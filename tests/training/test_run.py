@@ -38,7 +38,7 @@ class Do(Callback):
 def lines(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics, without what depends on the clock on the wall."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("sec", "samples_per_second", "tokens_per_second", "memory_peak_bytes")
+    timed = ("sec", "samples_per_second", "tokens_per_second", "memory_peak_bytes", "step_seconds")
     return [{key: value for key, value in one.items() if key not in timed} for one in found]
 
 

@@ -128,6 +128,7 @@ _TAKEN = frozenset(
         *("size", "tokens", "micro_batches", "decided_size", "batch_size", "micro_batch_size"),
         *("samples_per_second", "tokens_per_second", "memory_peak_bytes", "skipped_steps"),
         *("grad_norm", "noise_scale", "noise_scale_low", "noise_scale_high"),
+        *("step_seconds", "sample_seconds"),
     )
 )
 """What the ledger and the metrics have columns for."""
