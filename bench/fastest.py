@@ -175,7 +175,7 @@ def main() -> None:
     if "--overhead" in sys.argv:
         print(f"{overhead():.2f} us a step")
         return
-    seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     found = list(rows(seeds))
     text = table(found)
     print(text)

@@ -33,18 +33,29 @@ SEEN = []
 
 
 class Points(TensorDataset):
-    def __init__(self, count=200):
+    def __init__(self, count=200, width=3, noise=1.0):
         chance = torch.Generator().manual_seed(1)
-        inputs = torch.randn(count, 3, generator=chance)
-        noise = torch.randn(count, 1, generator=chance)
-        super().__init__(inputs, inputs.sum(1, keepdim=True) + noise, torch.arange(count))
+        inputs = torch.randn(count, width, generator=chance)
+        weight = torch.randn(width, 1, generator=chance) / width**0.5
+        outputs = inputs @ weight + noise * torch.randn(count, 1, generator=chance)
+        super().__init__(inputs, outputs, torch.arange(count))
 
 
 class Line(nn.Module):
-    def __init__(self):
+    def __init__(self, width=3, drop=0.1):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3, 1))
-        self.drop = nn.Dropout(0.1)
+        self.weight = nn.Parameter(torch.zeros(width, 1))
+        self.drop = nn.Dropout(drop)
+
+
+def stream(count=200):
+    for row in zip(*Points(count).tensors):
+        yield [one[None] for one in row]
+
+
+class Stream:
+    def __iter__(self):
+        return stream()
 
 
 def loss(model, batch):
@@ -291,6 +302,22 @@ def test_two_at_once_find_the_same(stretto: Stretto, monkeypatch: pytest.MonkeyP
     assert losses() == losses("whole")
 
 
+def test_sizes_are_multiples_of_the_run_s_own_at_each_point(stretto: Stretto) -> None:
+    stretto("train", "run.yaml", "batch_size={0ep: 4, 2ep: 8}", "--folder", "runs/r")
+    said = stretto("branch", "runs/r", "--at", "25%,75%", "--sizes", "1x,2x", "--for", "10%")
+    rows = [line.split() for line in said.out.splitlines()]
+    sizes = [row[:2] for row in rows if row[0] in ("25%", "75%")]
+    assert sizes == [["25%", "4"], ["25%", "8"], ["75%", "8"], ["75%", "16"]]
+
+
+def test_data_of_a_single_order_have_no_interval(stretto: Stretto) -> None:
+    data = "data={target: 'branch_project:Stream', num_samples: 200}"
+    stretto("train", "run.yaml", data, "--folder", "runs/s")
+    one = ("branch", "runs/s", "--at", "50%", "--sizes", "1x,2x", "--for", "10%")
+    assert "write --seeds 1" in stretto(*one).err
+    assert "one order, so no interval" in stretto(*one, "--seeds", 1).out
+
+
 def test_muon(stretto: Stretto) -> None:
     muon = ("optimizer={target: torch.optim:Muon, lr: 0.01}", "checkpoint={every: 25%, keep: 9}")
     stretto("train", "run.yaml", *muon, "--folder", "runs/m")
@@ -306,3 +333,22 @@ def test_the_smoothed_loss_has_no_lag() -> None:
         for size in (1, 8, 32)
     }
     assert list(means.values()) == pytest.approx([5 - 0.96] * 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "rate"), [("AdamW", 0.003), ("Muon", 0.0012)])
+def test_a_ramp_where_the_critical_size_grows_and_a_constant_where_it_does_not(
+    stretto: Stretto, kind: str, rate: float
+) -> None:
+    """Far from the optimum every step counts; at the floor of the noise, only samples do."""
+    options = ("max_duration=6144sp", "batch_size=8", "rule={sqrt: 8}", "schedules={}")
+    data = "data={target: 'branch_project:Points', count: 8192, width: 64, noise: 0.5}"
+    model = "model={target: 'branch_project:Line', width: 64, drop: 0.0}"
+    optimizer = f"optimizer={{target: 'torch.optim:{kind}', lr: {rate}, weight_decay: 0.0}}"
+    keep = ("checkpoint={every: 5%, keep: 20}", "evaluate=[]", "log={every: 20%, loggers: []}")
+    stretto("train", "run.yaml", *options, data, model, optimizer, *keep, "--folder", "runs/g")
+    branches = ("branch", "runs/g", "--sizes", "1x,2x,4x", "--for", "5%", "--seeds", "3")
+    grows = stretto(*branches, "--at", "5%,50%").out
+    assert "batch_size: {0%: 8, 50%: 32}" in grows
+    same = stretto(*branches, "--at", "50%,75%").out
+    assert "constant, " in same, same

@@ -24,7 +24,7 @@ from stretto.checkpoint import open_checkpoint
 from stretto.checkpoint.folder import checkpoints
 from stretto.checkpoint.manifest import MANIFEST
 from stretto.cli.planning import add_working_folder
-from stretto.config.plans import TimesAndSizes, prepare_checked
+from stretto.config.plans import TimesAndSizes, make_loading, make_spec, prepare_checked
 from stretto.config.run import Log, RunConfig, dump_run_file, read_run_file
 from stretto.config.training import build_trainer
 from stretto.errors import ConfigError, DataError, TrainingError
@@ -116,8 +116,10 @@ class Branches:
             need(is_same, why, "add it in another unit, such as max_duration=640sp")
         is_known = prepared.horizon.end_sample is not None
         need(is_known, "the number of its samples is not known", "set max_duration in 'sp'")
-        has_orders = prepared.facts.dataset_num_samples and config.loading.shuffle is not False
-        need(has_orders or self.orders == 1, "its data have one order", "write --seeds 1")
+        if self.orders > 1:
+            spec, loading = make_spec(config), make_loading(config)
+            has_orders = spec.is_map_style and spec.order(loading).shuffle
+            need(has_orders, "its data have a single order", "write --seeds 1")
         return times, prepared
 
     def config_of(self, size: int, order: int) -> RunConfig:
@@ -292,7 +294,7 @@ class Branches:
         if len(plan) > 1:
             yield f"batch_size: {{{', '.join(f'{at}: {size}' for at, size in plan.items())}}}"
         else:
-            yield f"constant, {plan['0%']}: no growth is shown, and nothing was measured earlier"
+            yield f"constant, {plan['0%']}: no growth is shown (none is known before)"
         yield f"wrote {self.folder / RUN_FILE}"
         planned, own, end = Counter[int](), Counter[int](), self.num_samples
         for at, size in reversed([*plan.items()]):
