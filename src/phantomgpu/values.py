@@ -248,13 +248,12 @@ class Kernel:
             for one in [out, *read]
         ):
             return LOST
-        first = state if len(read) == 1 else None
-        both = isinstance(first, Share)
+        both = len(read) == 1 and isinstance(state, Share)
         with suppress(*_REFUSED):
             drawn = {id(one): self.bytes.sample(one, out.shape, both=both) for one in read}
             result = leaves(self.called(*self.here(args, kwargs, drawn)))[0]
             parts = result.bool().float().expand(2 if both else FEW)
-            part = parts[0].lerp(parts[1], first) if isinstance(first, Share) else parts.mean()
+            part = parts[0].lerp(parts[1], state or 0.0) if both else parts.mean()
             return Share(part) if out.dtype is torch.bool or part < 1 else LOST
         return LOST
 
@@ -499,7 +498,7 @@ class Bytes:
         if not tensor.is_cuda:
             return
         old = self.state(tensor)
-        if old is None and state is LOST:  # a share may be 0, too
+        if old is None and state == LOST and not isinstance(state, Share):
             return
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
