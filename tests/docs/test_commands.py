@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import re
 import shlex
 import shutil
@@ -188,10 +189,13 @@ def test_the_commands_of_phantomgpu_print_what_is_shown(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    monkeypatch.setenv("PATH", path)  # of torchrun
     (script, *_) = pages.blocks(pages.text_of("docs/phantomgpu.md"), "python")
     Path("train.py").write_text(script)
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024}
+    sizes["max_position_embeddings"] = 8192
     transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(".")
     for block in pages.blocks(pages.text_of(f"docs/{name}"), "console"):
         for shown in COMMAND.finditer(block):
