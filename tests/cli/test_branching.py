@@ -187,6 +187,12 @@ def test_the_branch_with_the_size_of_the_run_is_the_run(stretto: Stretto) -> Non
     # From the middle of the branch, at sample 248, to its end, and one batch more.
     expected = smoothed(run, 248, 296)
     assert losses()["000000000200-4-0"] == pytest.approx(expected, rel=1e-12)
+    plain = json.loads(stretto(*BRANCH, "--seeds", 1, "--json").out)
+    tried = plain["25%"]["tried"]
+    assert tried[0] | {"loss": 0} == {"size": 4, "loss": 0, "excess": 0, "reach": None}
+    assert tried[0]["loss"] == pytest.approx(expected, rel=1e-12)
+    assert plain["plan"]["0%"] in (4, 8, 16)
+    assert (plain["done"], plain["missing"]) == (6, [])
 
 
 def test_killed_it_goes_on_branch_by_branch(trained: Path, stretto: Stretto) -> None:

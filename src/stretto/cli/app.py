@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -277,6 +277,7 @@ def branch(
     most: str | None = None,
     at_once: int = 1,
     folder: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Find the largest batch that trains as well, by short branches from checkpoints of a run.
 
@@ -293,16 +294,23 @@ def branch(
         most (TIME): Begin no branch that would end later than this, such as 30m.
         at_once: How many branches are trained at the same time, each in its own process.
         folder: Where the branches are kept; by default beside the run, with -branches at its name.
+        as_json: Print JSON.
     """
     from stretto.cli import branching
 
     asked = {"at": at, "sizes": sizes, "for": as_for, "seeds": str(seeds)}
     asked |= {} if most is None else {"most": most}
+    plain: dict[str, Any] = {}
     lines = branching.branch(
-        run, overrides or [], folder, asked, at_once=at_once, tolerance=tolerance
+        run, overrides or [], folder, asked, at_once=at_once, tolerance=tolerance, plain=plain
     )
-    for line in lines:
-        typer.echo(line)
+    try:
+        for line in lines:
+            if not as_json:
+                typer.echo(line)
+    finally:  # what is missing is an exit code, too
+        if as_json and plain:
+            print_json(plain)
 
 
 @verb(app, "inspect runs/a", "inspect runs/a/checkpoints/checkpoint-000000000640 --json")

@@ -248,8 +248,8 @@ class Branches:
         samples, each = last - one.point.sample, (ended - began) / 1e9 / (last - first)
         return {"loss": loss, "samples": samples, "each": each}
 
-    def report(self, branches: Sequence[Branch]) -> Iterator[str]:
-        """Yield the lines of the report; write the run file with the plan that follows."""
+    def report(self, branches: Sequence[Branch], plain: dict[str, Any]) -> Iterator[str]:
+        """Yield the lines of the report, and fill `plain`; write the run file of the plan."""
         done = {one: found for one in branches if (found := self.result(one)) is not None}
         each = {
             size: median(found["each"] for one, found in done.items() if one.size == size)
@@ -274,15 +274,22 @@ class Branches:
                 line = f"{self.part(point.sample):>6} {size:>8,} {loss:>9.4f} {shown:>18}"
                 yield f"{line} {each[size]:>10.2e}"
             critical_sizes[at] = critical(rows, self.tolerance)
+            tried = [
+                {name: one if math.isfinite(one) else None for name, one in row._asdict().items()}
+                for row in rows
+            ]
+            plain[at] = {"tried": tried, "critical": critical_sizes[at]._asdict()}
             yield f"{at}: {critical_sizes[at]}"
         if len(critical_sizes) == len(points):
             plan = static_plan(critical_sizes, next(iter(points.values())).size)
+            plain["plan"] = plan
             yield from self._advice(plan, each)
         samples = sum(found["samples"] for found in done.values())
         seconds = show_seconds(sum(found["each"] * found["samples"] for found in done.values()))
         cost = f"{samples:,} samples ({self.part(samples)} of the run), {seconds}"
         yield f"{len(done)} of {len(branches)} branches are done: {cost}"
         missing = [f"{p.at} with {s} (order {n})" for p, s, n in branches if (p, s, n) not in done]
+        plain |= {"done": len(done), "missing": missing}
         if missing:
             yield f"missing: {', '.join(missing)}; the same command goes on"
 
@@ -353,6 +360,7 @@ def branch(
     *,
     at_once: int,
     tolerance: float,
+    plain: dict[str, Any],
 ) -> Iterator[str]:
     """Train the branches that are missing, and yield the lines of the report.
 
@@ -363,6 +371,7 @@ def branch(
         asked: the options `at`, `sizes`, `for`, `seeds`, and `most` if there is a limit.
         at_once: how many processes train them.
         tolerance: the largest excess of the loss.
+        plain: filled with the numbers of the report.
 
     Raises:
         ConfigError: the run, or what is asked for, does not allow them; nothing is trained.
@@ -388,6 +397,6 @@ def branch(
     finally:
         for copy in copies:
             copy.terminate()
-    yield from branches.report(every)
+    yield from branches.report(every, plain)
     if any(branches.result(one) is None for one in every):
         raise SystemExit(1)

@@ -137,7 +137,8 @@ def test_the_size_follows_a_power_of_the_noise_scale() -> None:
     seen = noisy(64.0, 300) + noisy(256.0, 400, seed=1)
     sizes, _ = sizes_of(NoiseScale(8, 1000, c=3, power=0.5), seen)
     assert sizes[299] == pytest.approx(3 * 8, rel=0.1)
-    assert sizes[-1] == pytest.approx(3 * 16, rel=0.1)
+    off = sizes[-1] / (3 * 16)
+    assert 0 <= (off + 1 / off - 2) / 4 < 0.03  # it moves only where that saves 3 percent
     # The interval is of that power, too: it is narrower, and the size keeps as still.
     assert sum(one != other for one, other in itertools.pairwise(sizes[100:300])) <= 5
 
