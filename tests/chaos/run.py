@@ -265,6 +265,7 @@ def main() -> None:
     parser.add_argument("--power-cut", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "a micro-batch of one sample")  # sequences have more values
     torch.set_num_threads(1)
     folder: Path = arguments.folder.resolve()
     witness = Witness()

@@ -44,7 +44,8 @@ MOST_KILLS = 8
 """Kills of one run; then it may end."""
 KINDS = {"moment": 5, "operation": 4, "power cut": 2}
 """How a process is killed, and how often one way against the others."""
-WALL_CLOCK = {"sec", "samples_per_second", "tokens_per_second", "memory_peak_bytes", "step_seconds"}
+RATES = {"samples_per_second", "tokens_per_second", "step_seconds", "sample_seconds"}
+WALL_CLOCK = {"sec", "memory_peak_bytes", *RATES}
 """Keys of a line of metrics that no two runs have in common."""
 
 
