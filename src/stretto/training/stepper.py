@@ -182,11 +182,13 @@ class Stepper:
         retry = self.retry
         if self._ranks.world_size == 1:
             retry.rewind.save()
+        is_plain = self._is_plain and self.meter is None and not self._step.transforms
+        gradient = self._plain_gradient if is_plain else self._gradient
         while True:
             pieces = step.micro_batches if retry.size is None else retry.pieces(step)
             self._looks = not self._is_seen and len(pieces) * self._world_size > 1
             try:
-                return self._gradient(step, pieces)
+                return gradient(step, pieces)
             except Exception as error:  # noqa: BLE001  others are raised again
                 if self._is_new and isinstance(error, (TypeError, AttributeError)):
                     error.add_note(HINT)
@@ -204,15 +206,20 @@ class Stepper:
         self._strategy.average()
         self.clear()
 
+    def _plain_gradient(self, step: Step, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        losses, number = list[MicroLoss](), len(micro_batches)
+        watched: Iterable[MicroBatch] = micro_batches
+        if number > 1:  # one tells nothing of further ones
+            watched = self.further.watched(step.timestamp.batch, self.retry.size, micro_batches)
+        for micro in watched:
+            units = micro.num_samples
+            losses.append(MicroLoss(self._pass(micro, micro.weight), units, units))
+        return StepResult(step.timestamp, step.num_samples, step.batch_size, losses, number)
+
     def _gradient(self, step: Step, micro_batches: Sequence[MicroBatch]) -> StepResult:
         meter, losses = self.meter, list[MicroLoss]()
         at, size, number = step.timestamp, step.num_samples, len(micro_batches)
         result = StepResult(at, size, step.batch_size, losses, number)
-        if self._is_plain and meter is None and not self._step.transforms:
-            for micro in self.further.watched(at.batch, self.retry.size, micro_batches):
-                units = micro.num_samples
-                losses.append(MicroLoss(self._pass(micro, micro.weight), units, units))
-            return result
         if meter is not None:
             meter.has_finite_gradient = False  # a failed step may have set it
             meter = meter if meter.is_due(step) else None
