@@ -215,8 +215,10 @@ class Kernel:
             host = self.on_host(args, kwargs, targets)
         known = host is not None and host[3]
         if host is None or most > MOST or not self.computed(host, targets, fresh, most):
+            masked = any(map(self.bytes.is_mask, tensors))  # once: NCCL's copies have thousands
             for one in targets or [one for one in fresh if most > self.few]:
-                self.bytes.note(one, self.share(one, args, kwargs, tensors))
+                is_masked = masked or one.dtype is torch.bool
+                self.bytes.note(one, self.share(one, args, kwargs, tensors, is_masked=is_masked))
             known = False
         is_check = self.base in ("all", "any") and not known
         if is_check and (most > self.few or "distribution.py" in line_of(sys._getframe())[1]):
@@ -225,7 +227,9 @@ class Kernel:
             self.bytes.write(out, answer, known=False)
         return out
 
-    def share(self, out: torch.Tensor, args: Any, kwargs: Any, read: list[torch.Tensor]) -> float:
+    def share(
+        self, out: torch.Tensor, args: Any, kwargs: Any, read: list[torch.Tensor], *, is_masked: bool
+    ) -> float:
         """Return what is known of a large result: for masks, how much of it is not zero."""
         if self.base in ("zero_", "normal_"):
             return _KNOWN if self.base == "zero_" else _NORMAL
@@ -243,10 +247,7 @@ class Kernel:
         if self.base.startswith(("scatter", "index_put", "_index_put")) and state == _KNOWN:
             places = [one.numel() for one in leaves(args) if one.dtype == torch.int64]
             return Share(min(1.0, max(places, default=0) / out.numel()))
-        if not self.base.startswith(("bernoulli", "native_dropout")) and not any(
-            one.dtype is torch.bool or isinstance(self.bytes.state(one), Share)
-            for one in [out, *read]
-        ):
+        if not is_masked and not self.base.startswith(("bernoulli", "native_dropout")):
             return LOST
         both = len(read) == 1 and isinstance(state, Share)
         with suppress(*_REFUSED):
@@ -482,6 +483,10 @@ class Bytes:
         storage = tensor.untyped_storage()
         known = self.states.get(storage.data_ptr())
         return known[1] if known is not None and known[0]() is storage else None
+
+    def is_mask(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is true and false, or known to be zero in part."""
+        return tensor.dtype is torch.bool or isinstance(self.state(tensor), Share)
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has its true values."""
