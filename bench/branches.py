@@ -1,31 +1,64 @@
 """Critical batch sizes by `stretto branch` against a full sweep, with the packaged model.
 
-Run `python bench/branches.py FOLDER`. The sweep trains each size from the start to the end, with
-several seeds of model and order; its critical size at a point follows from the losses around that
-point. The branches start from the checkpoints of one run. Started again in the same folder, it goes
-on. `--small` takes a GPT of 1 layer and width 16 and 4,096 samples: a minute of one core.
+Run `python bench/branches.py FOLDER` (hours of one core; started again, it goes on) or, for a ramp
+and a constant with AdamW and Muon, `python bench/branches.py FOLDER --growth`.
+
+Setting: TinyGPT of 1 layer and width 32 on sequences of 16 bytes of PythonDocs, AdamW, the packaged
+learning rate for batches of 64 (its largest), the square root rule, no clipping (its effect depends
+on the batch size), a warm-up of 2 percent, then constant: with a learning rate that decays over
+time, sizes that reach a loss at different times would reach it with different rates.
+
+Points: 5, 10 and 20 percent of 128,000 samples, where the critical size grows. A branch can show no
+size to be too large if the run itself improves by less than the tolerance while it lasts. Of a loss
+that falls by 0.3 for each factor of e in samples, a branch of 0.6 percent is worth 0.036 at 5
+percent, 0.009 at 20 and 0.002 at 80 percent of the run.
+
+What is compared, written down before the first run of it ended:
+
+- *branch*: from a checkpoint at sample p of a run of size 8, h samples at size B. Its excess is the
+  mean, over the second half of them, of its loss less that of size 8. That is the product's own.
+- *sweep*: the same excess without the switch. Five seeds of each size from the start. The loss of
+  a run near a sample s is a parabola in log(samples), fitted from s / 2 to 2 s. Let l be the loss of
+  size 8 at p, and s the sample where size B has that loss, too. The excess of B is the mean of
+  L_B(s + u) - L_8(p + u) for u from h / 2 to h. Each seed gives one; `critical` does the rest.
+- *crossing*: the size at which the excess crosses 0.005, interpolated as in the product. Beyond
+  the largest size it counts as that one, in both.
+- *agreement*: a repetition is a run of size 8 with a seed of its own and its three points. It agrees
+  if all three crossings are within a factor of 1.5 of the sweep's.
+- *coverage*: the part of the branches' 90 percent intervals that hold the sweep's crossing.
+
+The lag from the start, by which a larger size is behind at the same sample, is another quantity.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy
 
 from stretto.cli import main
-from stretto.cli.branching import smoothed
-from stretto.report.critical import Critical, compared, critical
+from stretto.report.critical import Critical, Tried, compared, critical
 from stretto.run_folder import metrics_lines
 
-POINTS = ("20%", "50%", "80%")
+NUM_SAMPLES = 128_000
+POINTS = {"5%": 6_400, "10%": 12_800, "20%": 25_600}
 SIZES = (8, 16, 32, 64)
-LEAST = 8
-SMALL = (
-    "model={target: 'stretto.examples.tiny_gpt:TinyGPT', layers: 1, width: 16, context: 16}",
+TOLERANCE = 0.005
+SWEEP_SEEDS, REPETITIONS = range(5), range(100, 110)
+MODEL = (
+    "model={target: 'stretto.examples.tiny_gpt:TinyGPT', layers: 1, width: 32, heads: 2, context: 16}",
     "data={target: 'stretto.examples.text:PythonDocs', sequence_length: 16}",
+    "schedules={lr: {Constant: {warmup: 2560sp}}}",
+    "rule={sqrt: 64}",
+    "clip_norm=null",
+    "evaluate=[]",
+    "log={every: 64sp, loggers: [], console: false}",
 )
-PART = 16
-"""A branch has this part of the run, and a loss of the sweep is smoothed over as much of it."""
 
 
 def stretto(*arguments: object) -> int:
@@ -37,100 +70,69 @@ def stretto(*arguments: object) -> int:
     return 0
 
 
-def train(folder: Path, size: int, seed: int, given: list[str]) -> None:
-    """Train one run of the sweep, unless it is there."""
-    checkpoints = (
-        "checkpoint={every: 10%, keep: 10}" if (size, seed) == (LEAST, 0) else "checkpoint=null"
-    )
+def train(folder: Path, size: int, seed: int, end: int, *settings: str) -> None:
+    """Train a run up to sample `end`, unless it is there."""
     if not (folder / "done").exists():
-        settings = [f"batch_size={size}", f"seed={seed}", checkpoints, "evaluate=[]", *given]
-        log = "log={every: 1ba, loggers: [], console: false}"
+        given = [*MODEL, f"batch_size={size}", f"seed={seed}", f"max_duration={end}sp", *settings]
         resume = ("--resume", "auto") if (folder / "run.yaml").exists() else ()
-        assert stretto("train", *settings, log, "--folder", folder, *resume, "--quiet") == 0
+        assert stretto("train", *given, "--folder", folder, *resume, "--quiet") == 0
         (folder / "done").touch()
 
 
-def sweep(folder: Path, seeds: int, num_samples: int, tolerance: float) -> dict[str, Critical]:
-    """Return the critical size of the sweep at each point."""
-    found = {}
-    for point in POINTS:
-        half = num_samples // PART // 2 // SIZES[-1] * SIZES[-1]
-        at = int(point[:-1]) * num_samples // 100 // SIZES[-1] * SIZES[-1]
-        losses = dict[int, list[float]]()
-        for size in SIZES:
-            for seed in range(seeds):
-                lines = metrics_lines(folder / f"{size}-{seed}")
-                each = [(int(one["sp"]) - size, one["loss"]) for one in lines if "loss" in one]
-                mean = smoothed(each, at - half, at + half)
-                losses.setdefault(size, []).append(mean)
-        rows = compared(losses)
-        found[point] = critical(rows, tolerance)
-        print(f"sweep {point}:", *(f"{r.size}: {r.excess:+.4f} +- {r.reach:.4f}" for r in rows))
+def branch(run: Path, *options: object) -> dict[str, Any]:
+    """Branch from a run as if it were longer, and return what the command prints as JSON."""
+    out = run.with_name(f"{run.name}.json")
+    if not out.exists():
+        from contextlib import redirect_stdout
+        from io import StringIO
+
+        with redirect_stdout(StringIO()) as text:
+            longer = f"max_duration={NUM_SAMPLES}sp"
+            assert stretto("branch", run, longer, *options, "--json") == 0
+        out.write_text(text.getvalue())
+    found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
-def branches(folder: Path, orders: int, tolerance: float) -> dict[str, list[Critical]]:
-    """Return the critical sizes of the branches at each point: of all orders, then of each."""
-    read = [
-        json.loads(one.read_text()) | {"name": one.parent.name}
-        for one in folder.glob("*/branch.json")
-    ]
-    found = dict[str, list[Critical]]()
-    starts = sorted({one["name"].split("-")[0] for one in read})
-    for point, start in zip(POINTS, starts, strict=True):
-        losses = {
+def curve(folder: Path) -> Callable[[float], numpy.poly1d]:
+    """Return the loss of a run near a sample: a parabola in the logarithm of the samples."""
+    lines = [one for one in metrics_lines(folder) if "loss" in one]
+    at = numpy.array([one["sp"] - 32 for one in lines])
+    loss = numpy.array([one["loss"] for one in lines])
+
+    def near(sample: float) -> numpy.poly1d:
+        part = (at >= sample / 2) & (at <= sample * 2)
+        return numpy.poly1d(numpy.polyfit(numpy.log(at[part]), loss[part], 2))
+
+    return near
+
+
+def excess(base: Callable, other: Callable, point: int, length: int) -> float:
+    """Return the excess of one seed of the sweep, as the first lines of this file say."""
+    of_base = base(point)
+    level = of_base(math.log(point))
+    low, high = point / 2, point * 8.0
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if other(middle)(math.log(middle)) > level else (low, middle)
+    there, further = other(low), numpy.linspace(length / 2, length, 33)
+    return float(numpy.mean(there(numpy.log(low + further)) - of_base(numpy.log(point + further))))
+
+
+def sweep(folder: Path, length: int) -> dict[str, Critical]:
+    """Return the critical size of the sweep at each point."""
+    curves = {(b, n): curve(folder / f"sweep-{b}-{n}") for b in SIZES for n in SWEEP_SEEDS}
+    found = {}
+    for at, point in POINTS.items():
+        each = {
             size: [
-                next(o["loss"] for o in read if o["name"] == f"{start}-{size}-{n}")
-                for n in range(orders)
+                0.0 if size == SIZES[0]
+                else excess(curves[SIZES[0], n], curves[size, n], point, length)
+                for n in SWEEP_SEEDS
             ]
             for size in SIZES
         }
-        single = [
-            compared({size: [each[n]] for size, each in losses.items()}) for n in range(orders)
-        ]
-        rows = compared(losses)
-        print(f"branches {point}:", *(f"{r.size}: {r.excess:+.4f} +- {r.reach:.4f}" for r in rows))
-        found[point] = [critical(one, tolerance) for one in (rows, *single)]
+        rows = compared(each)
+        found[at] = critical(rows, TOLERANCE)
+        print(f"sweep {at}:", *(f"{r.size}: {r.excess:+.4f} +- {r.reach:.4f}" for r in rows), "->", found[at])
     return found
-
-
-def run() -> None:
-    """Train what is missing, and print both."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=20_480, help="of a run")
-    parser.add_argument("--orders", type=int, default=5)
-    parser.add_argument("--tolerance", type=float, default=0.01)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("overrides", nargs="*", help="KEY=VALUE in the packaged run file")
-    asked = parser.parse_intermixed_args()
-    seeds, orders = asked.seeds, asked.orders
-    num_samples = 4096 if asked.small else asked.samples
-    overrides = [*(SMALL if asked.small else ()), *asked.overrides]
-    given = ["rule={sqrt: 16}", f"max_duration={num_samples}sp", *overrides]
-    for seed in range(seeds):
-        for size in SIZES:
-            train(asked.folder / f"{size}-{seed}", size, seed, given)
-    base = asked.folder / f"{LEAST}-0"
-    options = (
-        "--at",
-        ",".join(POINTS),
-        "--sizes",
-        "1x,2x,4x,8x",
-        "--for",
-        f"{num_samples // PART}sp",
-        "--seeds",
-        orders,
-    )
-    stretto("branch", base, *options, "--tolerance", asked.tolerance)
-    of_sweep = sweep(asked.folder, seeds, num_samples, asked.tolerance)
-    of_branches = branches(base.with_name(f"{base.name}-branches"), orders, asked.tolerance)
-    for point in POINTS:
-        whole, *single = of_branches[point]
-        alone = ", ".join(str(one.crossing and round(one.crossing)) for one in single)
-        print(f"{point}: sweep {of_sweep[point]}; branches {whole}; single orders cross at {alone}")
-
-
-if __name__ == "__main__":
-    run()

@@ -6,8 +6,6 @@ import hashlib
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +37,8 @@ from stretto.training.loop import exit_code
 
 LEAST_STEPS = 4
 """With fewer optimizer steps, a branch does not show how its batch size trains."""
+SHARE, NEAR = 0.25, "5%"
+"""By default, all branches take this part of a run; a checkpoint is near a time within this."""
 RESULT = "branch.json"
 
 
@@ -144,9 +144,16 @@ class Branches:
         """Return samples as a part of the run, rounded up."""
         return f"{math.ceil(samples / self.num_samples * 1000) / 10:g}%"
 
-    def points(self, times: str, sizes: str, length: str) -> list[Point]:
-        """Return the checkpoints that are nearest to some times, with the sizes to try at each."""
-        asked, need, found = self.samples_of(length), self._need, dict[int, Point]()
+    def cost(self, samples: int) -> str:
+        """Return samples beside their part of the run."""
+        return f"{samples:,} samples ({self.part(samples)} of the run)"
+
+    def points(self, times: str, sizes: str, length: str | None) -> list[Point]:
+        """Return the checkpoints that are nearest to some times, with the sizes to try at each.
+
+        Without a length, all branches together take `SHARE` of the run.
+        """
+        need, found, names = self._need, dict[int, Point](), times.split(",")
         kept = {  # samples before it, and the size of the last batch
             (loader["clock"]["sample"], loader["size"]): path
             for path in checkpoints(self.run / CHECKPOINTS)
@@ -154,18 +161,21 @@ class Branches:
         }
         keep_some = "train with 'checkpoint: {every: 10%, keep: 10}'"
         need(kept, "it has no checkpoint", keep_some)
-        for at in times.split(","):
+        for at in names:
             wanted = self.samples_of(at)
             sample, size = min(kept, key=lambda one: abs(one[0] - wanted))
-            there = ", ".join(self.part(one) for one, _ in kept)
-            why = f"no checkpoint is within {length} of {at}; there are {there}"
-            need(abs(sample - wanted) <= asked, why, f"name one of these, or {keep_some}")
             tried = self._sizes(sizes, size)
-            grain = math.lcm(*tried)
-            why = f"{length} has {int(asked):,} samples, fewer than {LEAST_STEPS} times {grain:,}"
+            grain, share = math.lcm(*tried), SHARE * self.num_samples / len(names) / self.orders
+            asked = (share - sum(tried)) / len(tried) if length is None else self.samples_of(length)
+            there = ", ".join(self.part(one) for one, _ in kept)
+            why = f"no checkpoint is within {NEAR} of {at}; there are {there}"
+            is_near = abs(sample - wanted) <= self.samples_of(NEAR)
+            need(is_near, why, f"name one of these, or {keep_some}")
+            why = f"a branch has {int(asked):,} samples, fewer than {LEAST_STEPS} times {grain:,}"
             least = self.part(LEAST_STEPS * grain)
             need(asked >= LEAST_STEPS * grain, why, f"write --for {least}, or smaller sizes")
-            samples = math.ceil(asked / (2 * grain)) * 2 * grain
+            whole = math.floor if length is None else math.ceil
+            samples = whole(asked / (2 * grain)) * 2 * grain
             why = f"the run ends before {at} and {samples + tried[-1]:,} samples"
             is_inside = sample + samples + tried[-1] <= self.num_samples
             need(is_inside, why, "write an earlier --at, or a shorter --for")
@@ -209,13 +219,16 @@ class Branches:
         found = read_json(self.place(one) / RESULT)
         return found if isinstance(found, dict) and found.get("key") == self.key(one) else None
 
-    def train_missing(self, branches: Sequence[Branch], until: float) -> None:
-        """Train branches without a result that no other process trains, while there is time."""
-        guess = 0.0
+    def train_missing(self, branches: Sequence[Branch], until: float) -> Iterator[str]:
+        """Yield what it costs; train what is missing and no other process trains, in time."""
+        guess, missing = 0.0, [one for one in branches if self.result(one) is None]
         with suppress(DataError, ValueError):
             *_, last = metrics_lines(self.run)
             guess = last["sec"] / last["sp"]  # of a sample, in the run
-        for one in branches:
+        samples = sum(one.point.samples + one.size for one in missing)
+        seconds = f"about {show_seconds(guess * samples)}" if guess else "seconds not known"
+        yield f"{len(missing)} branches to train: {self.cost(samples)}, {seconds}"
+        for one in missing:
             with ExitStack() as stack:
                 try:
                     stack.enter_context(locked(self.place(one)))
@@ -286,8 +299,7 @@ class Branches:
             yield from self._advice(plan, each)
         samples = sum(found["samples"] for found in done.values())
         seconds = show_seconds(sum(found["each"] * found["samples"] for found in done.values()))
-        cost = f"{samples:,} samples ({self.part(samples)} of the run), {seconds}"
-        yield f"{len(done)} of {len(branches)} branches are done: {cost}"
+        yield f"{len(done)} of {len(branches)} branches are done: {self.cost(samples)}, {seconds}"
         missing = [f"{p.at} with {s} (order {n})" for p, s, n in branches if (p, s, n) not in done]
         plain |= {"done": len(done), "missing": missing}
         if missing:
@@ -356,20 +368,20 @@ def branch(
     run: Path,
     overrides: Sequence[str],
     folder: Path | None,
-    asked: Mapping[str, str],
+    asked: Mapping[str, str | None],
     *,
-    at_once: int,
+    seeds: int,
     tolerance: float,
     plain: dict[str, Any],
 ) -> Iterator[str]:
-    """Train the branches that are missing, and yield the lines of the report.
+    """Train the branches that are missing, and yield what they cost and the report.
 
     Args:
         run: the folder of the run.
         overrides: `key=value` for what changes in its run file.
         folder: where the branches are kept; None: beside the run.
-        asked: the options `at`, `sizes`, `for`, `seeds`, and `most` if there is a limit.
-        at_once: how many processes train them.
+        asked: the options `at`, `sizes`, `for` and `most`; None for what is not given.
+        seeds: the number of orders of the samples.
         tolerance: the largest excess of the loss.
         plain: filled with the numbers of the report.
 
@@ -377,26 +389,16 @@ def branch(
         ConfigError: the run, or what is asked for, does not allow them; nothing is trained.
         SystemExit: some are missing; the code is 1.
     """
-    most = float(read_wall_clock(asked["most"]).amount) if "most" in asked else math.inf
-    until, seeds = time.monotonic() + most, int(asked["seeds"])
+    most = math.inf if asked["most"] is None else float(read_wall_clock(asked["most"]).amount)
+    until = time.monotonic() + most
     branches = Branches(run, overrides, folder, orders=seeds, tolerance=tolerance)
-    points = branches.points(asked["at"], asked["sizes"], asked["for"])
+    points = branches.points(asked["at"] or "", asked["sizes"] or "", asked["for"])
     every = [
         Branch(point, size, n) for n in range(seeds) for point in points for size in point.sizes
     ]
     for one in every:
         prepare_checked(branches.config_of(one.size, one.order), resumes=True)  # refuses
-    options = [f"--{name}={text}" for name, text in asked.items()]
-    options += [f"--folder={branches.folder}", "--quiet"]
-    command = [sys.executable, "-m", "stretto", "branch", str(run), *overrides, *options]
-    copies = [subprocess.Popen(command) for _ in range(at_once - 1)]  # noqa: S603  ourselves
-    try:
-        branches.train_missing(every, until)
-        for copy in copies:
-            copy.wait()
-    finally:
-        for copy in copies:
-            copy.terminate()
+    yield from branches.train_missing(every, until)
     yield from branches.report(every, plain)
     if any(branches.result(one) is None for one in every):
         raise SystemExit(1)
