@@ -307,7 +307,7 @@ def test_by_default_all_branches_take_a_quarter_of_the_run(stretto: Stretto) -> 
     assert said.out.startswith("8 branches to train: 304 samples (19% of the run), ")
     assert said.out.count("of the run)") == 2
     sizes = ("--sizes", "1x,16x", "--seeds", "3")
-    assert "a branch has 32 samples, fewer than" in stretto(*BRANCH[:4], *sizes).err
+    assert "fewer than 4 times 64; write --for 32%" in stretto(*BRANCH[:4], *sizes).err
 
 
 @pytest.mark.long

@@ -295,13 +295,11 @@ def branch(
         folder: Where the branches are kept; by default beside the run, with -branches at its name.
         as_json: Print JSON.
     """
-    from stretto.cli import branching
+    from stretto.cli.branching import Branches
 
-    asked = {"at": at, "sizes": sizes, "for": as_for, "most": most}
     plain: dict[str, Any] = {}
-    lines = branching.branch(
-        run, overrides or [], folder, asked, seeds=seeds, tolerance=tolerance, plain=plain
-    )
+    branches = Branches(run, overrides or [], folder, orders=seeds, limit=tolerance)
+    lines = branches.lines(at, sizes, as_for, most, plain)
     try:
         for line in lines:
             if not as_json:

@@ -74,16 +74,10 @@ class Branches:
     """
 
     def __init__(
-        self,
-        run: Path,
-        overrides: Sequence[str],
-        folder: Path | None,
-        *,
-        orders: int,
-        tolerance: float,
+        self, run: Path, overrides: Sequence[str], folder: Path | None, *, orders: int, limit: float
     ) -> None:
         add_working_folder()
-        self.run, self.orders, self.tolerance = run, orders, tolerance
+        self.run, self.orders, self.tolerance = run, orders, limit
         self.folder = run.with_name(f"{run.name}-branches") if folder is None else folder
         self._need((run / RUN_FILE).is_file(), f"it has no {RUN_FILE}", "train it with a run file")
         self._own = read_run_file(run / RUN_FILE)
@@ -171,9 +165,9 @@ class Branches:
             why = f"no checkpoint is within {NEAR} of {at}; there are {there}"
             is_near = abs(sample - wanted) <= self.samples_of(NEAR)
             need(is_near, why, f"name one of these, or {keep_some}")
-            why = f"a branch has {int(asked):,} samples, fewer than {LEAST_STEPS} times {grain:,}"
-            least = self.part(LEAST_STEPS * grain)
-            need(asked >= LEAST_STEPS * grain, why, f"write --for {least}, or smaller sizes")
+            had, least = max(int(asked), 0), LEAST_STEPS * grain
+            why = f"a branch has {had:,} samples, fewer than {LEAST_STEPS} times {grain:,}"
+            need(had >= least, why, f"write --for {self.part(least)}, or smaller sizes")
             whole = math.floor if length is None else math.ceil
             samples = whole(asked / (2 * grain)) * 2 * grain
             why = f"the run ends before {at} and {samples + tried[-1]:,} samples"
@@ -261,6 +255,30 @@ class Branches:
         samples, each = last - one.point.sample, (ended - began) / 1e9 / (last - first)
         return {"loss": loss, "samples": samples, "each": each}
 
+    def lines(
+        self, at: str, sizes: str, length: str | None, most: str | None, plain: dict[str, Any]
+    ) -> Iterator[str]:
+        """Train the branches that are missing, and yield what they cost and the report.
+
+        Args:
+            at: the points, as on the command line; so are `sizes`, `length` and `most`.
+            sizes: the batch sizes at each.
+            length: how long each branch trains; None: all together take `SHARE` of the run.
+            most: begin no branch that would end later; None: there is no limit.
+            plain: filled with the numbers of the report.
+
+        Raises:
+            ConfigError: the run, or what is asked for, does not allow them; nothing is trained.
+            SystemExit: some are missing; the code is 1.
+        """
+        seconds = math.inf if most is None else float(read_wall_clock(most).amount)
+        until, points = time.monotonic() + seconds, self.points(at, sizes, length)
+        branches = [Branch(p, s, n) for n in range(self.orders) for p in points for s in p.sizes]
+        for size in {one.size for one in branches}:
+            prepare_checked(self.config_of(size, 0), resumes=True)  # refuses
+        yield from self.train_missing(branches, until)
+        yield from self.report(branches, plain)
+
     def report(self, branches: Sequence[Branch], plain: dict[str, Any]) -> Iterator[str]:
         """Yield the lines of the report, and fill `plain`; write the run file of the plan."""
         done = {one: found for one in branches if (found := self.result(one)) is not None}
@@ -269,41 +287,34 @@ class Branches:
             for size in {one.size for one in done}
         }
         yield f"{'at':>6} {'size':>8} {'loss':>9} {'excess':>18} {'s/sample':>10}"
-        critical_sizes, points = (
-            dict[str, Critical](),
-            {one.point.at: one.point for one in branches},
-        )
+        known, points = dict[str, Critical](), {one.point.at: one.point for one in branches}
         for at, point in points.items():
             had = [n for n in range(self.orders) if all((point, s, n) in done for s in point.sizes)]
             if not had:
                 yield f"{at}: not known yet"
                 continue
-            losses = {s: [done[Branch(point, s, n)]["loss"] for n in had] for s in point.sizes}
-            is_finite = all(map(math.isfinite, losses[point.sizes[0]]))
+            rows = compared(
+                {s: [done[Branch(point, s, n)]["loss"] for n in had] for s in point.sizes}
+            )
             why = f"batches of {point.sizes[0]}, the smallest, diverged at {at}"
-            self._need(is_finite, why, "write smaller sizes, or a lower learning rate")
-            for size, loss, excess, reach in (rows := compared(losses)):
-                shown = f"{excess:+.4f}" + (f" +- {reach:.4f}" if 0 < reach < math.inf else "")
-                line = f"{self.part(point.sample):>6} {size:>8,} {loss:>9.4f} {shown:>18}"
-                yield f"{line} {each[size]:>10.2e}"
-            critical_sizes[at] = critical(rows, self.tolerance)
-            tried = [
-                {name: one if math.isfinite(one) else None for name, one in row._asdict().items()}
-                for row in rows
-            ]
-            plain[at] = {"tried": tried, "critical": critical_sizes[at]._asdict()}
-            yield f"{at}: {critical_sizes[at]}"
-        if len(critical_sizes) == len(points):
-            plan = static_plan(critical_sizes, next(iter(points.values())).size)
-            plain["plan"] = plan
+            self._need(math.isfinite(rows[0].loss), why, "write smaller sizes, or a lower rate")
+            for row in rows:
+                line = f"{self.part(point.sample):>6} {row.size:>8,} {row.loss:>9.4f}"
+                yield f"{line} {row.shown:>18} {each[row.size]:>10.2e}"
+            known[at] = critical(rows, self.tolerance)
+            plain[at] = {"tried": [row.plain for row in rows], "critical": known[at]._asdict()}
+            yield f"{at}: {known[at]}"
+        if len(known) == len(points):
+            plain["plan"] = plan = static_plan(known, next(iter(points.values())).size)
             yield from self._advice(plan, each)
         samples = sum(found["samples"] for found in done.values())
         seconds = show_seconds(sum(found["each"] * found["samples"] for found in done.values()))
         yield f"{len(done)} of {len(branches)} branches are done: {self.cost(samples)}, {seconds}"
         missing = [f"{p.at} with {s} (order {n})" for p, s, n in branches if (p, s, n) not in done]
-        plain |= {"done": len(done), "missing": missing}
+        plain |= {"done": len(done), "missing": missing, "cost": samples / self.num_samples}
         if missing:
             yield f"missing: {', '.join(missing)}; the same command goes on"
+            raise SystemExit(1)
 
     def _advice(self, plan: Mapping[str, int], each: Mapping[int, float]) -> Iterator[str]:
         """Yield the plan, and what it would save; write it."""
@@ -362,43 +373,3 @@ def smoothed(losses: Sequence[tuple[int, float]], start: int, end: int) -> float
         (0.5 if at in (start, end) else 1.0, loss) for at, loss in losses if start <= at <= end
     ]
     return sum(share * loss for share, loss in shares) / sum(share for share, _ in shares)
-
-
-def branch(
-    run: Path,
-    overrides: Sequence[str],
-    folder: Path | None,
-    asked: Mapping[str, str | None],
-    *,
-    seeds: int,
-    tolerance: float,
-    plain: dict[str, Any],
-) -> Iterator[str]:
-    """Train the branches that are missing, and yield what they cost and the report.
-
-    Args:
-        run: the folder of the run.
-        overrides: `key=value` for what changes in its run file.
-        folder: where the branches are kept; None: beside the run.
-        asked: the options `at`, `sizes`, `for` and `most`; None for what is not given.
-        seeds: the number of orders of the samples.
-        tolerance: the largest excess of the loss.
-        plain: filled with the numbers of the report.
-
-    Raises:
-        ConfigError: the run, or what is asked for, does not allow them; nothing is trained.
-        SystemExit: some are missing; the code is 1.
-    """
-    most = math.inf if asked["most"] is None else float(read_wall_clock(asked["most"]).amount)
-    until = time.monotonic() + most
-    branches = Branches(run, overrides, folder, orders=seeds, tolerance=tolerance)
-    points = branches.points(asked["at"] or "", asked["sizes"] or "", asked["for"])
-    every = [
-        Branch(point, size, n) for n in range(seeds) for point in points for size in point.sizes
-    ]
-    for one in every:
-        prepare_checked(branches.config_of(one.size, one.order), resumes=True)  # refuses
-    yield from branches.train_missing(every, until)
-    yield from branches.report(every, plain)
-    if any(branches.result(one) is None for one in every):
-        raise SystemExit(1)

@@ -24,6 +24,18 @@ class Tried(NamedTuple):
     reach: float
     """Half the width of its 90 percent interval; inf for a single order, 0 if one diverged."""
 
+    @property
+    def shown(self) -> str:
+        """The excess, with its reach if there is one."""
+        return f"{self.excess:+.4f}" + (
+            f" +- {self.reach:.4f}" if 0 < self.reach < math.inf else ""
+        )
+
+    @property
+    def plain(self) -> dict[str, float | None]:
+        """What JSON can hold: None for what is not finite."""
+        return {n: one if math.isfinite(one) else None for n, one in self._asdict().items()}
+
 
 class Critical(NamedTuple):
     """The critical batch size at one point of a run, and how sure it is."""
