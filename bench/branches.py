@@ -63,9 +63,9 @@ BASE_END, LATER_END = 20_480, 40_960
 """All branches lie before the ends: what would follow changes nothing, and is not trained."""
 KEEP = "checkpoint={every: 4912sp, keep: 20}"
 Near = Callable[[float], numpy.poly1d]
+GPT = "stretto.examples.tiny_gpt:TinyGPT"
 MODEL = (
-    "model={target: 'stretto.examples.tiny_gpt:TinyGPT',"
-    + " layers: 1, width: 32, heads: 2, context: 16}",
+    f"model={{target: '{GPT}', layers: 1, width: 32, heads: 2, context: 16}}",
     "data={target: 'stretto.examples.text:PythonDocs', sequence_length: 16}",
     f"schedules={{lr: {{Constant: {{warmup: {WARMUP}sp}}}}}}",
     "rule={sqrt: 64}",
