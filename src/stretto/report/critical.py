@@ -86,7 +86,7 @@ def critical(rows: Sequence[Tried], tolerance: float) -> Critical:
 
     >>> rows = compared({8: [2.0, 2.0], 16: [2.0, 2.0], 32: [2.02, 2.03]})
     >>> str(critical(rows, 0.01))
-    '16 (crossed near 21; 90% interval 18 to 32)'
+    '16 (crossed near 21; 90% interval 18 to more)'
     """
 
     def crossing(values: Sequence[float]) -> float | None:
