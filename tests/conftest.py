@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import textwrap
@@ -171,6 +172,9 @@ class Forked:
         """Wait for its end, for so many seconds; return its exit code, if it has ended."""
         self._process.join(timeout)
         code = self._process.exitcode
+        if code is None:
+            os.kill(self._process.pid or 0, signal.SIGABRT)
+            self._process.join(5)
         self._process.kill()
         return code
 

@@ -65,9 +65,14 @@ def test_time_as_json(stretto: Stretto) -> None:
     assert json.loads(said.out) == {"time": "9ep"}
 
 
-def test_progress_of_slow_work(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_slow_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with progress("counting", after=0.01, every=60):
         sleep(0.2)
+    monkeypatch.setenv("RANK", "1")
+    with progress("waiting", after=0.01, every=60):
+        sleep(0.1)
     with progress("nothing"):
         pass
     assert capsys.readouterr().err == "counting (0 s) ...\n"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from stretto.batching import NoiseScale
 from stretto.config.run import read_run_file
 from stretto.errors import CheckpointError, cannot
 
@@ -347,7 +348,10 @@ def test_sizes_that_were_found_are_printed_and_kept(stretto: Stretto, in_periods
     run = ("run.yaml", f"batch_size={sizes}", "micro_batch_size=auto", "--folder", "a")
     said = stretto("train", *run)
     assert said.code == 0, said.err
-    assert "\nmax_batch_size auto: 40 samples, all there are; more would fit (tried: " in said.out
+    assert (
+        "\nmemory, one pass on each rank: 40 samples, all there are; more would fit (tried: "
+        in said.out
+    )
     micro = 8 if in_periods else 12
     assert f"\nmicro_batch_size auto: {micro} samples, all there are; more would fit" in said.out
     kept = read_run_file(Path("a", "run.yaml"))
@@ -360,6 +364,18 @@ def test_sizes_that_were_found_are_printed_and_kept(stretto: Stretto, in_periods
     assert more.code == 0, more.err
     assert "changed since: max_duration: 2ep -> 3ep\n" in more.out
     assert "micro_batch_size" not in more.out
+
+
+def test_memory_bounds_the_sizes_of_a_run_file(stretto: Stretto) -> None:
+    sizes = "{NoiseScale: {start: 4, maximum: 5x memory}}"
+    said = stretto("train", "run.yaml", f"batch_size={sizes}", "--folder", "a")
+    assert said.code == 0, said.err
+    assert "\nmemory, one pass on each rank: 8 samples, " in said.out
+    kept = read_run_file(Path("a", "run.yaml"))
+    assert kept.batch_size == NoiseScale(4, 40)
+    said = stretto("train", "run.yaml", f"batch_size={sizes.replace('5x', 'five')}")
+    assert said.code == 2
+    assert "'memory' or '8x memory'" in said.err
 
 
 def test_a_run_that_has_ended_says_why_and_how_to_train_on(stretto: Stretto) -> None:

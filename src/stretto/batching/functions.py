@@ -12,8 +12,8 @@ from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
     Decision,
-    FoundSize,
     Hold,
+    Maximum,
     PolicyState,
     Signals,
     Size,
@@ -22,6 +22,8 @@ from stretto.batching.policy import (
     checked_size,
     has_tokens,
     in_unit_of,
+    known_maximum,
+    passes,
 )
 from stretto.errors import BatchSizeError, shown
 from stretto.schedules.fields import Interval, Timed, fill, name_of
@@ -191,8 +193,9 @@ class IncreaseFunction(BatchSizePolicy):
     Args:
         function: returns the increment; 0 or None for none. It must be pure.
         start: the size that the first call gets.
-        max_batch_size: the largest size that an increment may lead to; `"auto"`: the largest that
-            fits into memory in a single pass on each rank, found by a `Trainer` before the run.
+        max_batch_size: the largest size that an increment may lead to; `"auto"` or `"memory"`: the
+            largest that fits into memory in a single pass on each rank, found by a `Trainer` before
+            the run; `"8x memory"`: eight such passes.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, `start` is above
@@ -201,13 +204,13 @@ class IncreaseFunction(BatchSizePolicy):
 
     function: IncreaseCallable
     start: Size
-    max_batch_size: FoundSize
+    max_batch_size: Maximum
 
     def __post_init__(self) -> None:
         check_callable(self.function, "(epoch, current_batch_size) -> increment")
         BatchSizePolicy.__post_init__(self)
         largest = self.max_batch_size
-        if largest != "auto" and self.start > largest:
+        if not passes(largest) and self.start > largest:
             why, instead = f"it is above max_batch_size={largest}", "write a smaller start"
             raise BatchSizeError.bad("start", self.start, why, instead)
 
@@ -217,10 +220,8 @@ class IncreaseFunction(BatchSizePolicy):
         Raises:
             BatchSizeError: `max_batch_size` is still `"auto"`.
         """
-        if self.max_batch_size == "auto":
-            why, instead = "a Trainer finds it when it begins", "write a number of samples"
-            raise BatchSizeError.bad("max_batch_size", "auto", why, instead)
-        most, epochs = self.max_batch_size, horizon.axis(TimeUnit.EPOCH)
+        most = known_maximum(self.max_batch_size, "max_batch_size")
+        epochs = horizon.axis(TimeUnit.EPOCH)
 
         def decide(timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
             del signals
@@ -261,21 +262,28 @@ class IncreaseFunction(BatchSizePolicy):
         return size + added if size + added <= most else size
 
 
-def awaits_maximum(value: object) -> bool:
-    """Return whether a policy, or one inside it, has `max_batch_size="auto"`.
+def _maxima(value: object) -> set[str]:
+    fields = getattr(value, "__dataclass_fields__", ()) if isinstance(value, Timed) else ()
+    return {"maximum", "max_batch_size"}.intersection(fields)
+
+
+def awaits_maximum(value: object) -> int:
+    """Return of how many passes the largest size of a policy is, or of one inside it.
+
+    0 if none is to be found.
 
     >>> awaits_maximum(IncreaseFunction(lambda epoch, size: 8, 8, "auto"))
-    True
+    1
     """
-    if isinstance(value, IncreaseFunction):
-        return bool(value.max_batch_size == "auto")
+    most = 0
     if isinstance(value, Timed):
+        most = max((passes(getattr(value, name)) for name in _maxima(value)), default=0)
         value = tuple(getattr(value, name) for name in getattr(value, "__dataclass_fields__", ()))
-    return isinstance(value, tuple) and any(map(awaits_maximum, value))
+    return max([most, *map(awaits_maximum, value)]) if isinstance(value, tuple) else most
 
 
 def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:
-    """Return a policy with `size` instead of each `max_batch_size="auto"`.
+    """Return a policy where `size` is what fits into memory in one pass on each rank.
 
     >>> with_maximum(IncreaseFunction(max, 8, "auto"), 64)
     IncreaseFunction(max, 8, 64)
@@ -285,8 +293,10 @@ def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:
     """
 
     def change(value: object) -> object:
-        if isinstance(value, IncreaseFunction) and value.max_batch_size == "auto":
-            return replace(value, max_batch_size=in_unit_of(value.start, size))
+        for name in _maxima(value):
+            if number := passes(getattr(value, name, None)):
+                most = in_unit_of(getattr(value, "start", 1), size * number)
+                return replace(value, **{name: most})  # type: ignore[type-var]
         return value.replaced(change) if isinstance(value, Timed) else value
 
     return cast(BatchSizePolicy, change(policy))

@@ -12,6 +12,7 @@ from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
     Decision,
+    Maximum,
     PolicyState,
     Signals,
     Size,
@@ -20,6 +21,7 @@ from stretto.batching.policy import (
     grain_of,
     has_tokens,
     in_unit_of,
+    known_maximum,
     rounded_size,
 )
 from stretto.errors import BatchSizeError
@@ -313,7 +315,8 @@ class NoiseScale(BatchSizePolicy):
 
     Args:
         start: the size until the noise is known.
-        maximum: the largest size.
+        maximum: the largest size; `"memory"`: what fits into memory in one pass on each rank, found
+            by a `Trainer`; `"8x memory"`: eight such passes.
         c: the factor of the noise scale, or of its `power`; or `"time"`. With sizes in tokens, the
             noise scale is in tokens.
         power: the power of the noise scale that the batch follows, above 0 and at most 1.
@@ -327,7 +330,7 @@ class NoiseScale(BatchSizePolicy):
     """
 
     start: Size
-    maximum: Size
+    maximum: Maximum
     minimum: Size | None = field(default=None, kw_only=True)
     window: Window = field(default=100, kw_only=True)
     confidence: Confidence = field(default=0.9, kw_only=True)
@@ -353,6 +356,7 @@ class NoiseScale(BatchSizePolicy):
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size and the averages."""
         least, two = self.minimum or self.start, 2 * grain_of(self, horizon)
+        known_maximum(self.maximum)
         if least < two:
             raise _single("minimum", least, f"{in_unit_of(least, two)} or more")
         empty, of_time = GradientNoise(self.window, self.confidence), self.c == "time"

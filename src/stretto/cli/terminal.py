@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,17 +71,17 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def progress(what: str, *, after: float = 2.0, every: float = 15.0) -> Iterator[None]:
-    """Print a line to stderr while slow work lasts: also in a pipe.
+    """Print a line to stderr while slow work lasts: also in a pipe, but once for all ranks.
 
     Args:
         what: what the command does, such as "reading the data".
         after: seconds before the first line.
         every: seconds between lines.
     """
-    done, began = Event(), monotonic()
+    done, began, is_first = Event(), monotonic(), os.environ.get("RANK", "0") == "0"
 
     def report() -> None:
-        wait = after
+        wait = after if is_first else None
         while not done.wait(wait):
             typer.echo(f"{what} ({monotonic() - began:.0f} s) ...", err=True)
             wait = every

@@ -211,7 +211,7 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
         yield f"micro_batch_size auto: {trainer.fitting.summary()}"
     if trainer.found_maximum is not None:
         size, answer = trainer.found_maximum
-        yield f"max_batch_size auto: {answer.summary(size)}"
+        yield f"memory, one pass on each rank: {answer.summary(size)}"
     notes = (*(plan.warnings if plan is not None else ()), *trainer.run.mistakes)
     yield from (f"note: {line}" for line in dict.fromkeys(notes))
     if found is not None:

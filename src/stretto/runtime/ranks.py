@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -383,6 +384,9 @@ def _set_timeout(group: Any, timeout: timedelta) -> None:
 
 def _leave_group() -> None:
     if dist.is_initialized():
+        # A thread of gloo may still wait for the GIL, to drop the context of the last backward
+        # pass. DDP's reducer, freed later, would wait for that thread with the GIL held.
+        time.sleep(0.01)
         dist.destroy_process_group()
 
 

@@ -52,20 +52,21 @@ class FoundMaximum(NamedTuple):
     """The largest batch size of a run that fits into memory."""
 
     size: int
-    """Samples over all ranks, or `Tokens`."""
+    """Samples of one pass on each rank, over all ranks, or `Tokens`."""
     answer: Answer
     """The answer for the share of one rank."""
 
 
-def find_maximum(step: TrainStep, run: Run, ranks: Ranks) -> FoundMaximum:
+def find_maximum(step: TrainStep, run: Run, ranks: Ranks, passes: int) -> FoundMaximum:
     """Return the largest batch that ranks can run in one pass each.
 
-    On one rank, measuring the noise cuts such a pass into halves, which have to fit, too.
+    On one rank, measuring the noise cuts a batch of one pass into halves, which have to fit, too.
 
     Args:
         step: the step; its model is on its device.
         run: the run, without a limit of its sizes.
         ranks: the processes of the run.
+        passes: how many of them a batch has at most; the data have samples enough for as many.
 
     Raises:
         TrainingError: the data are an iterable, or the model is sharded over ranks.
@@ -75,10 +76,19 @@ def find_maximum(step: TrainStep, run: Run, ranks: Ranks) -> FoundMaximum:
     loader = StepLoader(run.spec, run.prepared, loading=loading, rank=0, world_size=1)
     horizon = run.horizon
     there_are = horizon.dataset_num_tokens if _finds_budget(run) else horizon.dataset_num_samples
-    most = max(1, (there_are or 1) // ranks.world_size)
-    answer = _largest(step, run, loader, ranks, most)
+    most = max(1, (there_are or 1) // ranks.world_size // passes)
+    measures = keeps_gradients_apart(loader.reads, map(type, run.callbacks))
+    answer = _largest(
+        step,
+        run,
+        loader,
+        ranks,
+        most,
+        accumulation=min(passes, 2),
+        measures_noise=measures and passes > 1,
+    )
     size = answer.size
-    if ranks.world_size == 1 and keeps_gradients_apart(loader.reads, map(type, run.callbacks)):
+    if passes == 1 and ranks.world_size == 1 and measures:
         half = (size + 1) // 2
         halves = _largest(step, run, loader, ranks, half, accumulation=2, measures_noise=True)
         if 2 * halves.size < size:

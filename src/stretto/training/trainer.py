@@ -291,16 +291,17 @@ class Trainer:
 
     def _bound(self, prepared: Callable[..., Run], sizes: Any, clock: Callable[[], int]) -> Run:
         """Return the run, bound to its optimizers, with the largest size if that is to be found."""
-        awaits = awaits_maximum(sizes)
-        run = prepared(with_maximum(sizes, NO_LIMIT) if awaits else sizes)
+        number = awaits_maximum(sizes)
+        run = prepared(with_maximum(sizes, NO_LIMIT) if number else sizes)
         if self._ranks.world_size > 1:
             self._setup.read(run)
             compare_ranks(self._setup.settings, self.step, self.callbacks, self._ranks)
-        if awaits:
-            self.found_maximum = find_maximum(self.step, run, self._ranks)
+        if number:
+            self.found_maximum = find_maximum(self.step, run, self._ranks, number)
             largest, answer = self.found_maximum
             # Samples of unequal length may need a second pass for the same memory.
-            more = {"micro_batch_size": answer.size} if has_tokens(largest) else {}
+            cuts = has_tokens(largest) or (number > 1 and run.micro_batch_size is None)
+            more = {"micro_batch_size": answer.size} if cuts else {}
             run = prepared(with_maximum(sizes, largest), **more)
         run.bind(self.step.optimizers, strategy=self._strategy).timer.clock = clock
         return run

@@ -11,7 +11,9 @@ from stretto.batching import (
     NO_SIGNALS,
     AtMost,
     IncreaseFunction,
+    NoiseScale,
     PeriodSizes,
+    Plateau,
     SizeFunction,
     as_policy,
     awaits_maximum,
@@ -132,6 +134,26 @@ def test_the_largest_size_may_be_found_later() -> None:
     assert with_maximum(found, 1) is found
     with pytest.raises(BatchSizeError, match="max_batch_size"):
         with_maximum(policy, 4)
+
+
+def test_the_largest_size_may_be_several_passes_of_what_fits() -> None:
+    plateau = Plateau("validation/loss", start=8, maximum=" 3x memory")
+    policy = PeriodSizes([("1ep", NoiseScale(8, "memory")), ("rest", plateau)])
+    assert awaits_maximum(policy) == 3
+    for one in (NoiseScale(8, "8xmemory"), plateau):
+        with pytest.raises(BatchSizeError, match="Trainer"):
+            one.bind(Horizon("9ep", dataset_num_samples=10))
+    found = with_maximum(policy, 64)
+    grown = Plateau("validation/loss", start=8, maximum=192)
+    assert found == PeriodSizes([("1ep", NoiseScale(8, 64)), ("rest", grown)])
+    tokens: Any = with_maximum(NoiseScale("8tok", "2x memory"), 64)
+    assert tokens == NoiseScale("8tok", "128tok")
+
+
+@pytest.mark.parametrize("maximum", ["0x memory", "-1x memory", "memory x 8", "1.5x memory", "all"])
+def test_what_is_no_largest_size_is_refused(maximum: str) -> None:
+    with pytest.raises(BatchSizeError, match="'memory' or '8x memory'"):
+        NoiseScale(8, maximum)
 
 
 def test_a_function_is_asked_before_every_batch() -> None:

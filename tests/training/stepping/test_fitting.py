@@ -164,6 +164,21 @@ def test_a_pass_that_is_cut_in_two_to_measure_it_fits_in_halves(
     assert asked.steps[-1][2] == 16
 
 
+@pytest.mark.parametrize(
+    ("given", "micro"), [({}, 5), ({"micro_batch_size": 3}, 3)], ids=["found", "given"]
+)
+def test_several_passes_of_what_fits_bound_the_sizes(
+    problem: Make, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], micro: int
+) -> None:
+    asked = Asked(5)
+    monkeypatch.setattr("stretto.memory.find_batch_size", asked)
+    trainer = problem().trainer(batch_size=NoiseScale(4, "3x memory"), **given)
+    assert trainer.run.loader.prepared.policy == NoiseScale(4, 15)
+    assert trainer.run.loader.micro_batch_size == micro
+    assert [step[:2] for step in asked.steps] == [(2, True)]
+    trainer.fit()
+
+
 def test_finding_leaves_no_trace() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
