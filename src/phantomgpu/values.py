@@ -260,7 +260,9 @@ class Kernel:
 
     def is_worth(self, outputs: list[torch.Tensor], most: int, read: list[torch.Tensor]) -> bool:
         """Return whether outputs are computed, if tensors have so many elements."""
-        if most <= self.few or most > MOST or any(map(_is_whole, outputs)):
+        # The whole numbers of attention are seeds, and the CPU has no such kernels.
+        is_whole = self.class_ != "attention" and any(map(_is_whole, outputs))
+        if most <= self.few or most > MOST or is_whole:
             return bool(outputs) and most <= MOST
         return bool(outputs) and self.is_light and all(map(self.bytes.is_known, read))
 
@@ -281,10 +283,9 @@ class Kernel:
 
     def is_finite_check(self, args: tuple[Any, ...]) -> bool:
         """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
-        if self.base in ("eq", "ne") and len(args) > 1:
-            is_inf: bool = isinstance(args[1], float) and args[1] == math.inf
-            return bool(is_inf or args[1] is args[0])
-        return bool(self.base == "isnan")
+        if self.base not in ("eq", "ne") or len(args) == 1:
+            return bool(self.base == "isnan")
+        return args[1] is args[0] or (isinstance(args[1], float) and args[1] == math.inf)
 
     def here(self, args: Any, kwargs: Any, copies: dict[int, torch.Tensor]) -> Any:
         """Return arguments with tensors on the CPU: these copies, or what is read."""
