@@ -46,6 +46,8 @@ _LEFT = "empty set_ resize record_stream is_set_to _assert _amp_foreach _sdp_cho
 _REFUSED = (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError)
 """The CPU has no such kernel or type, or indices that came from zeros lie outside."""
 _KEPT: list[torch.library.Library] = []
+_TRAINS: dict[tuple[int, int], bool] = {}
+"""Whether the module that the script calls now has weights that are trained."""
 LOST, _DERIVED, _KNOWN, _NORMAL = range(4)
 """What the bytes of a storage are: unknown, computed from unknown ones, true, or lost `randn`."""
 
@@ -425,14 +427,17 @@ def _mode_of(frame: FrameType | None, before: str) -> str:
 
     What comes after an evaluated model, such as metrics, is evaluation, too.
     """
-    mode = before or "no_grad"
+    outer = None
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl":
-            module = frame.f_locals["self"]
-            weights = [] if module.training else module.parameters()
-            mode = "evaluation" if any(one.requires_grad for one in weights) else "no_grad"
+        outer = frame if frame.f_code.co_name == "_call_impl" else outer
         frame = frame.f_back
-    return mode
+    if outer is None:
+        return before or "no_grad"
+    module = outer.f_locals["self"]
+    if (call := (id(outer), id(module))) not in _TRAINS:  # a walk over all weights, once a call
+        _TRAINS.clear()
+        _TRAINS[call] = any(one.requires_grad for one in module.parameters())
+    return "evaluation" if _TRAINS[call] and not module.training else "no_grad"
 
 
 def remember(*, decides: bool) -> None:
