@@ -5,18 +5,17 @@ and a constant with AdamW and Muon, `python bench/branches.py FOLDER --growth`.
 
 Setting: TinyGPT of 1 layer and width 32 on sequences of 16 bytes of PythonDocs, AdamW, the packaged
 learning rate for batches of 64 (its largest), the square root rule, no clipping (its effect depends
-on the batch size), a warm-up of 2 percent, then constant: with a learning rate that decays over
+on the batch size), a warm-up of 1,920 samples, then constant: with a learning rate that decays over
 time, sizes that reach a loss at different times would reach it with different rates.
 
 Points: samples 4,912, 9,824 and 19,648 of 393,216, where the critical size grows. A branch can show
 no size to be too large if the run itself improves by less than the tolerance while it lasts: later
 in the run, every size would be within.
 
-What is compared, written down before the first run of it ended. Changed after two repetitions, which
-do not count: the length of the run, from 98,304, a quarter of which are branches of 10 steps of 64
-(those showed the switch, with Adam's averages still those of the small batch, and not the size);
-and the tolerance, from 0.005, as the five seeds of the sweep leave 0.008 at the first point.
-
+What is compared, written down before the first run of it ended. Changed after two repetitions: the
+length of the run, from 98,304, a quarter of which are branches of 10 steps of 64 (those showed the
+switch, with Adam's averages still those of the small batch, and not the size); and the tolerance,
+from 0.005, as the five seeds of the sweep leave 0.008 at the first point.
 
 - *branch*: from a checkpoint at sample p of a run of size 8, h samples at size B. Its excess is the
   mean, over the second half of them, of its loss less that of size 8. That is the product's own.
