@@ -1,31 +1,80 @@
 """Critical batch sizes by `stretto branch` against a full sweep, with the packaged model.
 
-Run `python bench/branches.py FOLDER`. The sweep trains each size from the start to the end, with
-several seeds of model and order; its critical size at a point follows from the losses around that
-point. The branches start from the checkpoints of one run. Started again in the same folder, it goes
-on. `--small` takes a GPT of 1 layer and width 16 and 4,096 samples: a minute of one core.
+Run `python bench/branches.py FOLDER` (hours of one core; started again, it goes on) or, for a ramp
+and a constant with AdamW and Muon, `python bench/branches.py FOLDER --growth`.
+
+Setting: TinyGPT of 1 layer and width 32 on sequences of 16 bytes of PythonDocs, AdamW, the packaged
+learning rate for batches of 64 (its largest), the square root rule, no clipping (its effect depends
+on the batch size), a warm-up of 1,920 samples, then constant: with a learning rate that decays over
+time, sizes that reach a loss at different times would reach it with different rates.
+
+Points: samples 4,912, 9,824 and 19,648 of 393,216, where the critical size grows. A branch can show
+no size to be too large if the run itself improves by less than the tolerance while it lasts: later
+in the run, every size would be within.
+
+What is compared, written down before the first run of it ended. Changed after two repetitions: the
+length of the run, from 98,304, a quarter of which are branches of 10 steps of 64 (those showed the
+switch, with Adam's averages still those of the small batch, and not the size); and the tolerance,
+from 0.005, as the five seeds of the sweep leave 0.008 at the first point.
+
+- *branch*: from a checkpoint at sample p of a run of size 8, h samples at size B. Its excess is the
+  mean, over the second half of them, of its loss less that of size 8. That is the product's own.
+- *sweep*: the same excess without the switch. Five seeds of each size from the start. The loss L_B
+  of a run near a sample s is a parabola in log(samples), fitted from s / 2 to 2 s. Let s be the
+  sample where size B has the loss of size 8 at p. The excess of B is the mean of
+  L_B(s + u) - L_8(p + u) for u from h / 2 to h. Each seed gives one; `critical` does the rest.
+- *crossing*: the size at which the excess crosses 0.01, the command's default. Beyond
+  the largest size it counts as that one, in both.
+- *agreement*: a repetition is a run of size 8 with a seed of its own, at three points. It agrees if
+  all three crossings are within a factor of 1.5 of the sweep's.
+- *coverage*: the part of the branches' 90 percent intervals that hold the sweep's crossing.
+
+The lag from the start, by which a larger size is behind at the same sample, is another quantity.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stretto.cli import main
-from stretto.cli.branching import smoothed
+from stretto.examples.text import PythonDocs
+from stretto.examples.tiny_gpt import TinyGPT
 from stretto.report.critical import Critical, compared, critical
-from stretto.run_folder import metrics_lines
 
-POINTS = ("20%", "50%", "80%")
+NUM_SAMPLES, WARMUP = 393_216, 1_920
+POINTS = {"1.25%": 4_912, "2.5%": 9_824, "5%": 19_648}
 SIZES = (8, 16, 32, 64)
-LEAST = 8
-SMALL = (
-    "model={target: 'stretto.examples.tiny_gpt:TinyGPT', layers: 1, width: 16, context: 16}",
+TOLERANCE = 0.01
+SWEEP_SEEDS, REPETITIONS = range(5), range(100, 110)
+LENGTH = 2_688
+"""Samples of a branch, by the command's default: a quarter of the run over 36 branches."""
+SWEEP_END = {8: 39_296, 16: 49_152, 32: 49_152, 64: 49_152}
+BASE_END, LATER_END = 20_480, 40_960
+"""All branches lie before the ends: what would follow changes nothing, and is not trained."""
+KEEP = "checkpoint={every: 4912sp, keep: 20}"
+Near = Callable[[float], numpy.poly1d]
+GPT = "stretto.examples.tiny_gpt:TinyGPT"
+MODEL = (
+    f"model={{target: '{GPT}', layers: 1, width: 32, heads: 2, context: 16}}",
     "data={target: 'stretto.examples.text:PythonDocs', sequence_length: 16}",
+    f"schedules={{lr: {{Constant: {{warmup: {WARMUP}sp}}}}}}",
+    "rule={sqrt: 64}",
+    "clip_norm=null",
+    "evaluate=[]",
+    "log={every: 64sp, loggers: [], console: false}",
 )
-PART = 16
-"""A branch has this part of the run, and a loss of the sweep is smoothed over as much of it."""
 
 
 def stretto(*arguments: object) -> int:
@@ -37,99 +86,163 @@ def stretto(*arguments: object) -> int:
     return 0
 
 
-def train(folder: Path, size: int, seed: int, given: list[str]) -> None:
-    """Train one run of the sweep, unless it is there."""
-    checkpoints = (
-        "checkpoint={every: 10%, keep: 10}" if (size, seed) == (LEAST, 0) else "checkpoint=null"
-    )
+def train(folder: Path, size: int, seed: int, end: int, *settings: str) -> None:
+    """Train a run up to sample `end`, unless it is there."""
     if not (folder / "done").exists():
-        settings = [f"batch_size={size}", f"seed={seed}", checkpoints, "evaluate=[]", *given]
-        log = "log={every: 1ba, loggers: [], console: false}"
+        given = [*MODEL, f"batch_size={size}", f"seed={seed}", f"max_duration={end}sp", KEEP]
         resume = ("--resume", "auto") if (folder / "run.yaml").exists() else ()
-        assert stretto("train", *settings, log, "--folder", folder, *resume, "--quiet") == 0
+        assert stretto("train", *given, *settings, "--folder", folder, *resume, "--quiet") == 0
         (folder / "done").touch()
 
 
-def sweep(folder: Path, seeds: int, num_samples: int, tolerance: float) -> dict[str, Critical]:
+def branch(run: Path, *options: object) -> None:
+    """Branch from a run, as if it were longer, and keep what the command prints as JSON."""
+    out = run.with_name(f"{run.name}.json")
+    if not out.exists():
+        with redirect_stdout(StringIO()) as text:
+            given = (f"max_duration={NUM_SAMPLES}sp", "--tolerance", TOLERANCE, *options)
+            assert stretto("branch", run, *given, "--json") == 0
+        out.write_text(text.getvalue())
+
+
+def train_sweep(file: Path, size: int, end: int) -> None:
+    """Train all seeds of one size from the start, side by side, and keep their losses.
+
+    It is plain torch, and no code of the product: stacked models, which AdamW trains as if they
+    were alone, five at about the price of two.
+    """
+    if file.exists():
+        return
+    text, models, orders = PythonDocs(16), list[TinyGPT](), list[torch.Tensor]()
+    pairs = [text[n] for n in range(len(text))]
+    tokens, targets = torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
+    for seed in SWEEP_SEEDS:
+        chance = torch.Generator().manual_seed(torch.manual_seed(seed).initial_seed() + 1_000)
+        models.append(TinyGPT(1, 32, heads=2, context=16))
+        epochs = range(math.ceil(end / len(text)) + 1)
+        orders.append(torch.cat([torch.randperm(len(text), generator=chance) for _ in epochs]))
+    weights, _ = torch.func.stack_module_state(models)
+    optimizer = torch.optim.AdamW(weights.values(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def loss_of(weights: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = torch.func.functional_call(models[0], weights, (tokens,))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    losses = []
+    for sample in range(0, end, size):
+        rate = 4e-3 * math.sqrt(size / 64) * min(1.0, sample / WARMUP)
+        optimizer.param_groups[0]["lr"] = rate
+        batch = torch.stack([order[sample : sample + size] for order in orders])
+        with sdpa_kernel(SDPBackend.MATH):  # the fused one has no rule for stacked models
+            each = torch.func.vmap(loss_of)(weights, tokens[batch], targets[batch])
+        optimizer.zero_grad()
+        each.sum().backward()
+        optimizer.step()
+        losses.append(each.tolist())
+    file.write_text(
+        json.dumps([[round(one, 5) for one in each] for each in zip(*losses, strict=True)])
+    )
+
+
+def curve(losses: list[float], size: int) -> Near:
+    """Return the loss of a run near a sample: a parabola in the logarithm of the samples."""
+    at = numpy.maximum(numpy.arange(len(losses)) * size, 1)  # a loss is that before its batch
+    loss = numpy.array(losses)
+
+    def near(sample: float) -> numpy.poly1d:
+        part = (at >= sample / 2) & (at <= sample * 2)
+        return numpy.poly1d(numpy.polyfit(numpy.log(at[part]), loss[part], 2))
+
+    return near
+
+
+def excess(base: Near, other: Near, point: int) -> float:
+    """Return the excess of one seed of the sweep, as the first lines of this file say."""
+    of_base = base(point)
+    level = of_base(math.log(point))
+    low, high = point / 2, point * 8.0
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if other(middle)(math.log(middle)) > level else (low, middle)
+    there, further = other(low), numpy.linspace(LENGTH / 2, LENGTH, 33)
+    return float(numpy.mean(there(numpy.log(low + further)) - of_base(numpy.log(point + further))))
+
+
+def sweep(folder: Path) -> dict[str, Critical]:
     """Return the critical size of the sweep at each point."""
+    curves = {}
+    for size in SIZES:
+        each = json.loads((folder / f"sweep-{size}.json").read_text())
+        curves |= {(size, seed): curve(losses, size) for seed, losses in enumerate(each)}
     found = {}
-    for point in POINTS:
-        half = num_samples // PART // 2 // SIZES[-1] * SIZES[-1]
-        at = int(point[:-1]) * num_samples // 100 // SIZES[-1] * SIZES[-1]
-        losses = dict[int, list[float]]()
-        for size in SIZES:
-            for seed in range(seeds):
-                lines = metrics_lines(folder / f"{size}-{seed}")
-                each = [(int(one["sp"]) - size, one["loss"]) for one in lines if "loss" in one]
-                mean = smoothed(each, at - half, at + half)
-                losses.setdefault(size, []).append(mean)
-        rows = compared(losses)
-        found[point] = critical(rows, tolerance)
-        print(f"sweep {point}:", *(f"{r.size}: {r.excess:+.4f} +- {r.reach:.4f}" for r in rows))
-    return found
-
-
-def branches(folder: Path, orders: int, tolerance: float) -> dict[str, list[Critical]]:
-    """Return the critical sizes of the branches at each point: of all orders, then of each."""
-    read = [
-        json.loads(one.read_text()) | {"name": one.parent.name}
-        for one in folder.glob("*/branch.json")
-    ]
-    found = dict[str, list[Critical]]()
-    starts = sorted({one["name"].split("-")[0] for one in read})
-    for point, start in zip(POINTS, starts, strict=True):
-        losses = {
-            size: [
-                next(o["loss"] for o in read if o["name"] == f"{start}-{size}-{n}")
-                for n in range(orders)
+    for at, point in POINTS.items():
+        losses = {SIZES[0]: [0.0 for _ in SWEEP_SEEDS]}
+        for size in SIZES[1:]:
+            losses[size] = [
+                excess(curves[SIZES[0], n], curves[size, n], point) for n in SWEEP_SEEDS
             ]
-            for size in SIZES
-        }
-        single = [
-            compared({size: [each[n]] for size, each in losses.items()}) for n in range(orders)
-        ]
         rows = compared(losses)
-        print(f"branches {point}:", *(f"{r.size}: {r.excess:+.4f} +- {r.reach:.4f}" for r in rows))
-        found[point] = [critical(one, tolerance) for one in (rows, *single)]
+        found[at] = critical(rows, TOLERANCE)
+        print(f"sweep {at}:", *(f"{row.size}: {row.shown}" for row in rows), f"-> {found[at]}")
     return found
+
+
+def show_agreement(folder: Path, of_sweep: dict[str, Critical]) -> None:
+    """Print each repetition beside the sweep, and how many agree and cover."""
+    agreed, near, covered, intervals, repetitions = 0, 0, 0, 0, 0
+    for file in sorted(folder.glob("run-*.json")):
+        found, shown, ratios = json.loads(file.read_text()), list[str](), list[float]()
+        for at, right in of_sweep.items():
+            one = found[at]["critical"]
+            least, most = one["interval"]
+            crossing, expected = one["crossing"] or SIZES[-1], right.crossing or SIZES[-1]
+            ratios.append(max(crossing / expected, expected / crossing))
+            covered += least <= expected <= (most or math.inf)
+            excess = ", ".join(f"{row['excess']:+.4f}" for row in found[at]["tried"][1:])
+            limit = "more" if most is None else f"{most:.0f}"
+            shown.append(f"{at} {crossing:.0f} ({least:.0f} to {limit}; {excess})")
+        near += sum(ratio <= 1.5 for ratio in ratios)
+        agreed += max(ratios) <= 1.5
+        intervals, repetitions = intervals + len(ratios), repetitions + 1
+        print(f"{file.stem}: {'; '.join(shown)}; cost {found['cost']:.1%}")
+    print(f"within a factor of 1.5: {near} of {intervals} points; all three points of {agreed}")
+    print(f"of {repetitions} repetitions; {covered} of {intervals} intervals hold the sweep's")
+
+
+def agreement(folder: Path) -> None:
+    """Train what is missing of the study, and print it."""
+    for size in SIZES:
+        train_sweep(folder / f"sweep-{size}.json", size, SWEEP_END[size])
+    for seed in REPETITIONS:
+        train(folder / f"run-{seed}", SIZES[0], seed, BASE_END)
+        branch(folder / f"run-{seed}", "--at", ",".join(POINTS))
+    show_agreement(folder, sweep(folder))
+
+
+def growth(folder: Path) -> None:
+    """Print what the command says early in a run, and later, for AdamW and Muon."""
+    rest = "lr: 4.0e-3, weight_decay: 0.1"
+    given = {
+        "AdamW": f"optimizer={{target: 'torch.optim:AdamW', betas: [0.9, 0.95], {rest}}}",
+        "Muon": f"optimizer={{target: 'torch.optim:Muon', adjust_lr_fn: match_rms_adamw, {rest}}}",
+    }
+    for name, optimizer in given.items():
+        train(folder / name, SIZES[0], 200, LATER_END, optimizer)
+        for times in ("1.25%,5%", "7.5%,10%"):
+            print(f"{name}, {times}", flush=True)
+            options = ("--at", times, "--folder", folder / f"{name}-{times}")
+            longer = f"max_duration={NUM_SAMPLES}sp"
+            stretto("branch", folder / name, longer, *options, "--tolerance", TOLERANCE)
 
 
 def run() -> None:
-    """Train what is missing, and print both."""
+    """Train what is missing, and print it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=20_480, help="of a run")
-    parser.add_argument("--orders", type=int, default=5)
-    parser.add_argument("--tolerance", type=float, default=0.01)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("overrides", nargs="*", help="KEY=VALUE in the packaged run file")
-    asked = parser.parse_intermixed_args()
-    seeds, orders = asked.seeds, asked.orders
-    num_samples = 4096 if asked.small else asked.samples
-    overrides = [*(SMALL if asked.small else ()), *asked.overrides]
-    given = ["rule={sqrt: 16}", f"max_duration={num_samples}sp", *overrides]
-    for seed in range(seeds):
-        for size in SIZES:
-            train(asked.folder / f"{size}-{seed}", size, seed, given)
-    base = asked.folder / f"{LEAST}-0"
-    options = (
-        "--at",
-        ",".join(POINTS),
-        "--sizes",
-        "1x,2x,4x,8x",
-        "--for",
-        f"{num_samples // PART}sp",
-        "--seeds",
-        orders,
-    )
-    stretto("branch", base, *options, "--tolerance", asked.tolerance)
-    of_sweep = sweep(asked.folder, seeds, num_samples, asked.tolerance)
-    of_branches = branches(base.with_name(f"{base.name}-branches"), orders, asked.tolerance)
-    for point in POINTS:
-        whole, *single = of_branches[point]
-        alone = ", ".join(str(one.crossing and round(one.crossing)) for one in single)
-        print(f"{point}: sweep {of_sweep[point]}; branches {whole}; single orders cross at {alone}")
+    parser.add_argument("--growth", action="store_true", help="a ramp and a constant")
+    asked = parser.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    (growth if asked.growth else agreement)(asked.folder)
 
 
 if __name__ == "__main__":

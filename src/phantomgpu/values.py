@@ -215,8 +215,10 @@ class Kernel:
             host = self.on_host(args, kwargs, targets)
         known = host is not None and host[3]
         if host is None or most > MOST or not self.computed(host, targets, fresh, most):
+            # Asked once: what FSDP copies has thousands of tensors.
+            is_masked = any(map(self.bytes.is_mask, [*tensors, *fresh]))
             for one in targets or [one for one in fresh if most > self.few]:
-                self.bytes.note(one, self.share(one, args, kwargs, tensors))
+                self.bytes.note(one, self.share(one, (args, kwargs), tensors, is_masked=is_masked))
             known = False
         is_check = self.base in ("all", "any") and not known
         if is_check and (most > self.few or "distribution.py" in line_of(sys._getframe())[1]):
@@ -225,13 +227,15 @@ class Kernel:
             self.bytes.write(out, answer, known=False)
         return out
 
-    def share(self, out: torch.Tensor, args: Any, kwargs: Any, read: list[torch.Tensor]) -> float:
+    def share(
+        self, out: torch.Tensor, given: Any, read: list[torch.Tensor], *, is_masked: bool
+    ) -> float:
         """Return what is known of a large result: for masks, how much of it is not zero."""
         if self.base in ("zero_", "normal_"):
             return _KNOWN if self.base == "zero_" else _NORMAL
         state = self.bytes.state(read[0]) if read else None
         if self.base == "fill_":
-            number = self.bytes.read(torch.as_tensor(args[1])).item()
+            number = self.bytes.read(torch.as_tensor(given[0][1])).item()
             return Same(number) if number else _KNOWN
         if self.base == "masked_fill_" and isinstance(state, Same) and 0 < state < 1:
             return state  # chances of tokens, but for a few
@@ -241,17 +245,14 @@ class Kernel:
                 self.bytes.write(out, torch.tensor(total).view(out.shape), known=False)
                 return _DERIVED
         if self.base.startswith(("scatter", "index_put", "_index_put")) and state == _KNOWN:
-            places = [one.numel() for one in leaves(args) if one.dtype == torch.int64]
+            places = [one.numel() for one in leaves(given[0]) if one.dtype == torch.int64]
             return Share(min(1.0, max(places, default=0) / out.numel()))
-        if not self.base.startswith(("bernoulli", "native_dropout")) and not any(
-            one.dtype is torch.bool or isinstance(self.bytes.state(one), Share)
-            for one in [out, *read]
-        ):
+        if not is_masked and not self.base.startswith(("bernoulli", "native_dropout")):
             return LOST
         both = len(read) == 1 and isinstance(state, Share)
         with suppress(*_REFUSED):
             drawn = {id(one): self.bytes.sample(one, out.shape, both=both) for one in read}
-            result = leaves(self.called(*self.here(args, kwargs, drawn)))[0]
+            result = leaves(self.called(*self.here(*given, drawn)))[0]
             parts = result.bool().float().expand(2 if both else FEW)
             part = parts[0].lerp(parts[1], state or 0.0) if both else parts.mean()
             return Share(part) if out.dtype is torch.bool or part < 1 else LOST
@@ -483,6 +484,10 @@ class Bytes:
         known = self.states.get(storage.data_ptr())
         return known[1] if known is not None and known[0]() is storage else None
 
+    def is_mask(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is true and false, or known to be zero in part."""
+        return tensor.dtype is torch.bool or isinstance(self.state(tensor), Share)
+
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has its true values."""
         if not tensor.is_cuda or not tensor.numel():
@@ -495,10 +500,8 @@ class Bytes:
 
         What an older block left behind must not be read from a new one.
         """
-        if not tensor.is_cuda:
-            return
-        old = self.state(tensor)
-        if old is None and state == LOST and not isinstance(state, Share):
+        says_nothing = state == LOST and not isinstance(state, Share)
+        if not tensor.is_cuda or ((old := self.state(tensor)) is None and says_nothing):
             return
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()

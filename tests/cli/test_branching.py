@@ -139,9 +139,11 @@ def test_prints_the_largest_size_writes_its_plan_and_leaves_the_run_alone(strett
     said = stretto(*BRANCH, "--seeds", 2, "--tolerance", 0.5)
     assert (said.code, said.err) == (0, "")
     assert digests(Path("runs/a")) == before
-    lines = said.out.splitlines()
+    cost, *lines = said.out.splitlines()
+    assert cost.startswith("12 branches to train: 1,264 samples (158% of the run), about 0:")
     assert [line.split()[:2] for line in lines[1:4]] == [["25%", "4"], ["25%", "8"], ["25%", "16"]]
     assert lines[4].startswith("25%: 16 (not crossed; 90% interval ")
+    assert "25%: 6 steps of 16 show the switch more than the size" in lines
     assert "constant, 16: no growth is shown" in said.out
     assert "12 of 12 branches are done: 1,264 samples (158% of the run), " in said.out
     assert lines[-2].startswith("seconds saved here: ")
@@ -249,7 +251,7 @@ def test_a_size_that_diverges_is_beyond(stretto: Stretto) -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--at", "38%"], "no checkpoint is within 10% of 38%; there are 25%, 50%, 75%, 100%"),
+        (["--at", "38%"], "no checkpoint is within 5% of 38%; there are 25%, 50%, 75%, 100%"),
         (["--at", "100%"], "the run ends before"),
         (["--at", "50%,50%"], "has a point twice"),
         (["--sizes", "2,4"], "add micro_batch_size=2"),
@@ -300,11 +302,23 @@ def test_refuses_a_run_without_a_run_file_and_several_ranks(
     assert "it has no checkpoint" in stretto(*BRANCH).err
 
 
+def test_by_default_all_branches_take_a_quarter_of_the_run(stretto: Stretto) -> None:
+    stretto("train", "run.yaml", "max_duration=8ep", "--folder", "runs/l")
+    said = stretto("branch", "runs/l", "--at", "25%,50%", "--sizes", "1x,2x", "--seeds", "2")
+    assert said.out.startswith("8 branches to train: 304 samples (19% of the run), ")
+    assert said.out.count("of the run)") == 2
+    sizes = ("--sizes", "1x,16x", "--seeds", "3")
+    assert "fewer than 4 times 64; write --for 32%" in stretto(*BRANCH[:4], *sizes).err
+
+
 @pytest.mark.long
-def test_two_at_once_find_the_same(stretto: Stretto, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+def test_two_processes_share_the_branches(trained: Path, stretto: Stretto) -> None:
     stretto(*BRANCH, "--seeds", 2, "--folder", "whole")
-    assert stretto(*BRANCH, "--seeds", 2, "--at-once", 2).code == 0
+    command = [sys.executable, "-m", "stretto", *BRANCH, "--seeds", "2"]
+    process = subprocess.Popen(command, cwd=trained, stdout=subprocess.DEVNULL)
+    stretto(*BRANCH, "--seeds", 2)
+    process.wait()
+    assert stretto(*BRANCH, "--seeds", 2).out.startswith("0 branches to train: 0 samples")
     assert losses() == losses("whole")
 
 

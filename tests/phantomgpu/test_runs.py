@@ -92,6 +92,23 @@ def test_a_run_that_fits() -> None:
     assert report.peak_allocated <= report.peak_reserved <= report.available
 
 
+def asks_of_many_tensors(count: int) -> None:
+    import torch
+
+    from phantomgpu.values import Bytes
+
+    asked, state = [], Bytes.state
+    Bytes.state = lambda self, tensor: asked.append(1) or state(self, tensor)  # type: ignore[method-assign]
+    many = [torch.empty(1 << 17, device="cuda") for _ in range(count)]
+    torch._foreach_mul_(many, 2.0)
+    assert len(asked) < 20 * count
+
+
+def test_what_is_asked_grows_with_the_number_of_tensors_and_not_its_square() -> None:
+    report = run(asks_of_many_tensors, 100, steps=None)
+    assert report.fits, report.problem
+
+
 def train_as_before_2_10(size: int) -> None:
     import torch
 

@@ -61,6 +61,21 @@ def test_the_best_size_is_the_root_of_price_times_noise(tmp_path: Path) -> None:
     assert "not known: whether the noise scale is the right one for AdamW" in text
 
 
+@pytest.mark.parametrize(("known", "has_half"), [(15, True), (9, False)])
+def test_a_noise_scale_that_is_not_known_to_the_end_is_told(
+    tmp_path: Path, known: int, has_half: bool
+) -> None:
+    lines = steps(64, {0: 25})
+    for one in lines[known:]:
+        for name in ("noise_scale", "noise_scale_low", "noise_scale_high"):
+            del one[name]
+    said = f"{read_advice(run(tmp_path, lines))}\n"
+    at = f"{(known - 1) / 20:.0%}"
+    assert f"not known: the noise scale after {at} of the run, where it was 25\n" in said
+    assert ("over the last half" in said) == has_half
+    assert "NoiseReport" not in said
+
+
 def test_a_size_near_the_best_is_kept(tmp_path: Path) -> None:
     advice = read_advice(run(tmp_path, steps(64, {0: 25}, size=36)))
     assert "no other size is 3 percent faster" in str(advice)

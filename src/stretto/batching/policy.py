@@ -448,7 +448,7 @@ def sizes_in(policy: Timed, *, parts: bool = True) -> Iterator[object]:
         checks = checks_of(type(policy)) if values else {}
     for name, value in values.items():
         check = checks[name][0] if name in checks else None
-        is_size = check in (_SIZE, _FOUND) or (parts and check is _PART and value != 1)
+        is_size = check in (_SIZE, _MAXIMUM) or (parts and check is _PART and value != 1)
         if isinstance(value, BatchSizePolicy) or (is_size and isinstance(value, int)):
             yield value
         elif isinstance(value, tuple):  # of sizes, or of pairs of a time and one

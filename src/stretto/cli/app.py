@@ -263,7 +263,7 @@ def watch(
 @verb(
     app,
     "branch runs/a --at 20%,50% --sizes 1x,2x,4x,8x --for 2%",
-    "branch runs/a 'rule={sqrt: 64}' --at 50% --most 30m --at-once 2",
+    "branch runs/a 'rule={sqrt: 64}' --at 50% --most 30m",
 )
 def branch(
     run: Path,
@@ -271,46 +271,41 @@ def branch(
     *,
     at: str,
     sizes: str = "1x,2x,4x,8x",
-    as_for: str = "2%",
+    as_for: str | None = None,
     seeds: int = 3,
     tolerance: float = 0.01,
     most: str | None = None,
-    at_once: int = 1,
     folder: Path | None = None,
     as_json: bool = False,
 ) -> None:
     """Find the largest batch that trains as well, by short branches from checkpoints of a run.
 
-    Branches that are done are kept: the same command goes on where it was stopped.
+    Branches that are done are kept: the same command goes on where it was stopped. Started twice,
+    it trains two at the same time.
 
     Args:
         run (RUN_FOLDER): The folder of a run with checkpoints. It stays as it is.
         overrides ([KEY=VALUE]...): Values to change in its run file.
         at (TIME[,TIME...]): Where branches start: at the nearest checkpoints.
         sizes (N|Nx[,...]): Batch sizes: numbers, or multiples of the run's own at that point.
-        as_for (TIME): How long each branch trains.
+        as_for (TIME): How long each branch trains; by default, all take 25% of the run together.
         seeds: Orders of the samples; an interval needs two.
         tolerance: The largest excess of the loss over that of the smallest size.
         most (TIME): Begin no branch that would end later than this, such as 30m.
-        at_once: How many branches are trained at the same time, each in its own process.
         folder: Where the branches are kept; by default beside the run, with -branches at its name.
         as_json: Print JSON.
     """
-    from stretto.cli import branching
+    from stretto.cli.branching import Branches
 
-    asked = {"at": at, "sizes": sizes, "for": as_for, "seeds": str(seeds)}
-    asked |= {} if most is None else {"most": most}
     plain: dict[str, Any] = {}
-    lines = branching.branch(
-        run, overrides or [], folder, asked, at_once=at_once, tolerance=tolerance, plain=plain
-    )
-    try:
-        for line in lines:
-            if not as_json:
-                typer.echo(line)
-    finally:  # what is missing is an exit code, too
-        if as_json and plain:
-            print_json(plain)
+    branches = Branches(run, overrides or [], folder, orders=seeds, limit=tolerance)
+    for line in branches.lines(at, sizes, as_for, most, plain):
+        if not as_json:
+            typer.echo(line)
+    if as_json:
+        print_json(plain)
+    if plain["missing"]:
+        raise typer.Exit(1)
 
 
 @verb(app, "inspect runs/a", "inspect runs/a/checkpoints/checkpoint-000000000640 --json")

@@ -6,8 +6,6 @@ import hashlib
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +37,11 @@ from stretto.training.loop import exit_code
 
 LEAST_STEPS = 4
 """With fewer optimizer steps, a branch does not show how its batch size trains."""
+SETTLED = 40
+"""In fewer, the optimizer's averages are still those of the run's own size: with 10 steps of 8
+times the batch, AdamW's loss rose by 0.016 more than without a switch (bench/branches.py)."""
+SHARE, NEAR = 0.25, "5%"
+"""By default, all branches take this part of a run; a checkpoint is near a time within this."""
 RESULT = "branch.json"
 
 
@@ -74,16 +77,10 @@ class Branches:
     """
 
     def __init__(
-        self,
-        run: Path,
-        overrides: Sequence[str],
-        folder: Path | None,
-        *,
-        orders: int,
-        tolerance: float,
+        self, run: Path, overrides: Sequence[str], folder: Path | None, *, orders: int, limit: float
     ) -> None:
         add_working_folder()
-        self.run, self.orders, self.tolerance = run, orders, tolerance
+        self.run, self.orders, self.tolerance = run, orders, limit
         self.folder = run.with_name(f"{run.name}-branches") if folder is None else folder
         self._need((run / RUN_FILE).is_file(), f"it has no {RUN_FILE}", "train it with a run file")
         self._own = read_run_file(run / RUN_FILE)
@@ -144,9 +141,16 @@ class Branches:
         """Return samples as a part of the run, rounded up."""
         return f"{math.ceil(samples / self.num_samples * 1000) / 10:g}%"
 
-    def points(self, times: str, sizes: str, length: str) -> list[Point]:
-        """Return the checkpoints that are nearest to some times, with the sizes to try at each."""
-        asked, need, found = self.samples_of(length), self._need, dict[int, Point]()
+    def cost(self, samples: int) -> str:
+        """Return samples beside their part of the run."""
+        return f"{samples:,} samples ({self.part(samples)} of the run)"
+
+    def points(self, times: str, sizes: str, length: str | None) -> list[Point]:
+        """Return the checkpoints that are nearest to some times, with the sizes to try at each.
+
+        Without a length, all branches together take `SHARE` of the run.
+        """
+        need, found, names = self._need, dict[int, Point](), times.split(",")
         kept = {  # samples before it, and the size of the last batch
             (loader["clock"]["sample"], loader["size"]): path
             for path in checkpoints(self.run / CHECKPOINTS)
@@ -154,18 +158,21 @@ class Branches:
         }
         keep_some = "train with 'checkpoint: {every: 10%, keep: 10}'"
         need(kept, "it has no checkpoint", keep_some)
-        for at in times.split(","):
+        for at in names:
             wanted = self.samples_of(at)
             sample, size = min(kept, key=lambda one: abs(one[0] - wanted))
-            there = ", ".join(self.part(one) for one, _ in kept)
-            why = f"no checkpoint is within {length} of {at}; there are {there}"
-            need(abs(sample - wanted) <= asked, why, f"name one of these, or {keep_some}")
             tried = self._sizes(sizes, size)
-            grain = math.lcm(*tried)
-            why = f"{length} has {int(asked):,} samples, fewer than {LEAST_STEPS} times {grain:,}"
-            least = self.part(LEAST_STEPS * grain)
-            need(asked >= LEAST_STEPS * grain, why, f"write --for {least}, or smaller sizes")
-            samples = math.ceil(asked / (2 * grain)) * 2 * grain
+            grain, share = math.lcm(*tried), SHARE * self.num_samples / len(names) / self.orders
+            asked = (share - sum(tried)) / len(tried) if length is None else self.samples_of(length)
+            there = ", ".join(self.part(one) for one, _ in kept)
+            why = f"no checkpoint is within {NEAR} of {at}; there are {there}"
+            is_near = abs(sample - wanted) <= self.samples_of(NEAR)
+            need(is_near, why, f"name one of these, or {keep_some}")
+            had, least = max(int(asked), 0), LEAST_STEPS * grain
+            why = f"a branch has {had:,} samples, fewer than {LEAST_STEPS} times {grain:,}"
+            need(had >= least, why, f"write --for {self.part(least)}, or smaller sizes")
+            whole = math.floor if length is None else math.ceil
+            samples = whole(asked / (2 * grain)) * 2 * grain
             why = f"the run ends before {at} and {samples + tried[-1]:,} samples"
             is_inside = sample + samples + tried[-1] <= self.num_samples
             need(is_inside, why, "write an earlier --at, or a shorter --for")
@@ -209,13 +216,16 @@ class Branches:
         found = read_json(self.place(one) / RESULT)
         return found if isinstance(found, dict) and found.get("key") == self.key(one) else None
 
-    def train_missing(self, branches: Sequence[Branch], until: float) -> None:
-        """Train branches without a result that no other process trains, while there is time."""
-        guess = 0.0
+    def train_missing(self, branches: Sequence[Branch], until: float) -> Iterator[str]:
+        """Yield what it costs; train what is missing and no other process trains, in time."""
+        guess, missing = 0.0, [one for one in branches if self.result(one) is None]
         with suppress(DataError, ValueError):
             *_, last = metrics_lines(self.run)
             guess = last["sec"] / last["sp"]  # of a sample, in the run
-        for one in branches:
+        samples = sum(one.point.samples + one.size for one in missing)
+        seconds = f"about {show_seconds(guess * samples)}" if guess else "seconds not known"
+        yield f"{len(missing)} branches to train: {self.cost(samples)}, {seconds}"
+        for one in missing:
             with ExitStack() as stack:
                 try:
                     stack.enter_context(locked(self.place(one)))
@@ -248,6 +258,30 @@ class Branches:
         samples, each = last - one.point.sample, (ended - began) / 1e9 / (last - first)
         return {"loss": loss, "samples": samples, "each": each}
 
+    def lines(
+        self, at: str, sizes: str, length: str | None, most: str | None, plain: dict[str, Any]
+    ) -> Iterator[str]:
+        """Train the branches that are missing, and yield what they cost and the report.
+
+        Args:
+            at: the points, as on the command line; so are `sizes`, `length` and `most`.
+            sizes: the batch sizes at each.
+            length: how long each branch trains; None: all together take `SHARE` of the run.
+            most: begin no branch that would end later; None: there is no limit.
+            plain: filled with the numbers of the report.
+
+        Raises:
+            ConfigError: the run, or what is asked for, does not allow them; nothing is trained.
+            SystemExit: a signal has stopped a branch.
+        """
+        seconds = math.inf if most is None else float(read_wall_clock(most).amount)
+        until, points = time.monotonic() + seconds, self.points(at, sizes, length)
+        branches = [Branch(p, s, n) for n in range(self.orders) for p in points for s in p.sizes]
+        for size in {one.size for one in branches}:
+            prepare_checked(self.config_of(size, 0), resumes=True)  # refuses
+        yield from self.train_missing(branches, until)
+        yield from self.report(branches, plain)
+
     def report(self, branches: Sequence[Branch], plain: dict[str, Any]) -> Iterator[str]:
         """Yield the lines of the report, and fill `plain`; write the run file of the plan."""
         done = {one: found for one in branches if (found := self.result(one)) is not None}
@@ -256,40 +290,33 @@ class Branches:
             for size in {one.size for one in done}
         }
         yield f"{'at':>6} {'size':>8} {'loss':>9} {'excess':>18} {'s/sample':>10}"
-        critical_sizes, points = (
-            dict[str, Critical](),
-            {one.point.at: one.point for one in branches},
-        )
+        known, points = dict[str, Critical](), {one.point.at: one.point for one in branches}
         for at, point in points.items():
             had = [n for n in range(self.orders) if all((point, s, n) in done for s in point.sizes)]
             if not had:
                 yield f"{at}: not known yet"
                 continue
-            losses = {s: [done[Branch(point, s, n)]["loss"] for n in had] for s in point.sizes}
-            is_finite = all(map(math.isfinite, losses[point.sizes[0]]))
+            rows = compared(
+                {s: [done[Branch(point, s, n)]["loss"] for n in had] for s in point.sizes}
+            )
             why = f"batches of {point.sizes[0]}, the smallest, diverged at {at}"
-            self._need(is_finite, why, "write smaller sizes, or a lower learning rate")
-            for size, loss, excess, reach in (rows := compared(losses)):
-                shown = f"{excess:+.4f}" + (f" +- {reach:.4f}" if 0 < reach < math.inf else "")
-                line = f"{self.part(point.sample):>6} {size:>8,} {loss:>9.4f} {shown:>18}"
-                yield f"{line} {each[size]:>10.2e}"
-            critical_sizes[at] = critical(rows, self.tolerance)
-            tried = [
-                {name: one if math.isfinite(one) else None for name, one in row._asdict().items()}
-                for row in rows
-            ]
-            plain[at] = {"tried": tried, "critical": critical_sizes[at]._asdict()}
-            yield f"{at}: {critical_sizes[at]}"
-        if len(critical_sizes) == len(points):
-            plan = static_plan(critical_sizes, next(iter(points.values())).size)
-            plain["plan"] = plan
+            self._need(math.isfinite(rows[0].loss), why, "write smaller sizes, or a lower rate")
+            for row in rows:
+                line = f"{self.part(point.sample):>6} {row.size:>8,} {row.loss:>9.4f}"
+                yield f"{line} {row.shown:>18} {each[row.size]:>10.2e}"
+            known[at] = critical(rows, self.tolerance)
+            plain[at] = {"tried": [row.plain for row in rows], "critical": known[at]._asdict()}
+            yield f"{at}: {known[at]}"
+            if (steps := point.samples // (most := point.sizes[-1])) < SETTLED:
+                yield f"{at}: {steps} steps of {most:,} show the switch more than the size"
+        if len(known) == len(points):
+            plain["plan"] = plan = static_plan(known, next(iter(points.values())).size)
             yield from self._advice(plan, each)
         samples = sum(found["samples"] for found in done.values())
         seconds = show_seconds(sum(found["each"] * found["samples"] for found in done.values()))
-        cost = f"{samples:,} samples ({self.part(samples)} of the run), {seconds}"
-        yield f"{len(done)} of {len(branches)} branches are done: {cost}"
+        yield f"{len(done)} of {len(branches)} branches are done: {self.cost(samples)}, {seconds}"
         missing = [f"{p.at} with {s} (order {n})" for p, s, n in branches if (p, s, n) not in done]
-        plain |= {"done": len(done), "missing": missing}
+        plain |= {"done": len(done), "missing": missing, "cost": samples / self.num_samples}
         if missing:
             yield f"missing: {', '.join(missing)}; the same command goes on"
 
@@ -350,53 +377,3 @@ def smoothed(losses: Sequence[tuple[int, float]], start: int, end: int) -> float
         (0.5 if at in (start, end) else 1.0, loss) for at, loss in losses if start <= at <= end
     ]
     return sum(share * loss for share, loss in shares) / sum(share for share, _ in shares)
-
-
-def branch(
-    run: Path,
-    overrides: Sequence[str],
-    folder: Path | None,
-    asked: Mapping[str, str],
-    *,
-    at_once: int,
-    tolerance: float,
-    plain: dict[str, Any],
-) -> Iterator[str]:
-    """Train the branches that are missing, and yield the lines of the report.
-
-    Args:
-        run: the folder of the run.
-        overrides: `key=value` for what changes in its run file.
-        folder: where the branches are kept; None: beside the run.
-        asked: the options `at`, `sizes`, `for`, `seeds`, and `most` if there is a limit.
-        at_once: how many processes train them.
-        tolerance: the largest excess of the loss.
-        plain: filled with the numbers of the report.
-
-    Raises:
-        ConfigError: the run, or what is asked for, does not allow them; nothing is trained.
-        SystemExit: some are missing; the code is 1.
-    """
-    most = float(read_wall_clock(asked["most"]).amount) if "most" in asked else math.inf
-    until, seeds = time.monotonic() + most, int(asked["seeds"])
-    branches = Branches(run, overrides, folder, orders=seeds, tolerance=tolerance)
-    points = branches.points(asked["at"], asked["sizes"], asked["for"])
-    every = [
-        Branch(point, size, n) for n in range(seeds) for point in points for size in point.sizes
-    ]
-    for one in every:
-        prepare_checked(branches.config_of(one.size, one.order), resumes=True)  # refuses
-    options = [f"--{name}={text}" for name, text in asked.items()]
-    options += [f"--folder={branches.folder}", "--quiet"]
-    command = [sys.executable, "-m", "stretto", "branch", str(run), *overrides, *options]
-    copies = [subprocess.Popen(command) for _ in range(at_once - 1)]  # noqa: S603  ourselves
-    try:
-        branches.train_missing(every, until)
-        for copy in copies:
-            copy.wait()
-    finally:
-        for copy in copies:
-            copy.terminate()
-    yield from branches.report(every, plain)
-    if any(branches.result(one) is None for one in every):
-        raise SystemExit(1)

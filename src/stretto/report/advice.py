@@ -42,6 +42,8 @@ class Advice:
     history: Sequence[tuple[float, float, float]] = ()
     """For each line: the part of the run, the noise scale, and how much progress was made."""
     optimizer: str = "this optimizer"
+    lost_noise: tuple[float, float] | None = None
+    """If the last line has no noise scale: the last one that is known, and its part of the run."""
 
     @property
     def is_known(self) -> bool:
@@ -92,9 +94,12 @@ class Advice:
     def _lines(self) -> Iterator[str]:
         why = "no two lines of the log follow steps of one size"
         yield f"not known: the seconds of a step; {why}" if self.cost is None else str(self.cost)
-        if self.noise is None:
+        if self.lost_noise is not None:
+            scale, at = self.lost_noise
+            yield f"not known: the noise scale after {at:.0%} of the run, where it was {scale:.3g}"
+        elif self.noise is None:
             yield "not known: the noise scale; NoiseReport, or following NoiseScale, measures it"
-        else:
+        if self.noise is not None:
             scale, low, high = self.noise
             where = f"noise scale {low:.3g} to {high:.3g} over the last half"
             yield f"steps to the same progress fall like 1 + {scale:.3g}/B ({where})"
@@ -165,6 +170,9 @@ def read_advice(folder: Path) -> Advice:
             for one in noisy
         ],
         str(facts.get("optimizer", "this optimizer")),
+        lost_noise=(noisy[-1]["noise_scale"], noisy[-1]["dur"])
+        if noisy and noisy[-1] is not training[-1]
+        else None,
     )
 
 

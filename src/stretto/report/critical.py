@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from statistics import mean, stdev
 from typing import NamedTuple
@@ -22,7 +22,19 @@ class Tried(NamedTuple):
     excess: float
     """Mean loss over that of the smallest size, in the same order; inf if one diverged."""
     reach: float
-    """Half the width of its 90 percent interval; inf for a single order."""
+    """Half the width of its 90 percent interval; inf for a single order, 0 if one diverged."""
+
+    @property
+    def shown(self) -> str:
+        """The excess, with its reach if there is one."""
+        return f"{self.excess:+.4f}" + (
+            f" +- {self.reach:.4f}" if 0 < self.reach < math.inf else ""
+        )
+
+    @property
+    def plain(self) -> dict[str, float | None]:
+        """What JSON can hold: None for what is not finite."""
+        return {n: one if math.isfinite(one) else None for n, one in self._asdict().items()}
 
 
 class Critical(NamedTuple):
@@ -32,16 +44,16 @@ class Critical(NamedTuple):
     """The largest size whose excess, and that of all smaller ones, is within the tolerance."""
     crossing: float | None
     """Where the excess crosses the tolerance, between sizes; None: at none that was tried."""
-    interval: tuple[int, int | None] | None
-    """The largest size that is surely within the tolerance, and the last before the first that is
-    surely beyond it (None: none is); None for a single order, which decides nothing."""
+    interval: tuple[float, float | None] | None
+    """Where the excess crosses it at both ends of its own interval, or the largest size that was
+    tried and None; None for a single order, which decides nothing."""
 
     def __str__(self) -> str:
         about = "not crossed" if self.crossing is None else f"crossed near {self.crossing:,.0f}"
         sure = "one order, so no interval"
         if self.interval is not None:
             least, most = self.interval
-            sure = f"90% interval {least:,} to {'more' if most is None else format(most, ',')}"
+            sure = f"90% interval {least:,.0f} to {'more' if most is None else f'{most:,.0f}'}"
         return f"{self.size:,} ({about}; {sure})"
 
 
@@ -59,7 +71,7 @@ def compared(losses: Mapping[int, Sequence[float]]) -> list[Tried]:
         each = [one - other for one, other in zip(losses[size], base, strict=True)]
         excess, reach, orders = mean(each), math.inf, len(base)
         if not math.isfinite(excess):
-            excess = math.inf
+            excess, reach = math.inf, 0.0
         elif orders > 1:
             reach = STUDENT[min(orders, len(STUDENT)) - 1] * stdev(each) / math.sqrt(orders)
         rows.append(Tried(size, mean(losses[size]), excess, reach))
@@ -72,25 +84,24 @@ def critical(rows: Sequence[Tried], tolerance: float) -> Critical:
     The crossing is interpolated linearly in the logarithm of the size. Source: Merrill et al. 2025
     (arXiv 2505.23971, section 3).
 
-    >>> rows = compared({8: [2.0, 2.0], 16: [2.0, 2.0], 32: [2.03, 2.03]})
+    >>> rows = compared({8: [2.0, 2.0], 16: [2.0, 2.0], 32: [2.02, 2.03]})
     >>> str(critical(rows, 0.01))
-    '16 (crossed near 20; 90% interval 16 to 16)'
+    '16 (crossed near 21; 90% interval 18 to more)'
     """
 
-    def last_within(values: Sequence[float]) -> int:
-        beyond = (place for place, value in enumerate(values) if not value <= tolerance)
-        return max(next(beyond, len(rows)) - 1, 0)
+    def crossing(values: Sequence[float]) -> float | None:
+        for (row, value), (after, beyond) in pairwise(zip(rows, values, strict=True)):
+            if beyond > tolerance:
+                part = (tolerance - value) / (beyond - value)
+                return float(row.size * (after.size / row.size) ** part)
+        return None
 
-    place, crossing, interval = last_within([row.excess for row in rows]), None, None
-    if place + 1 < len(rows):
-        row, after = rows[place], rows[place + 1]
-        part = (tolerance - row.excess) / (after.excess - row.excess)
-        crossing = row.size * (after.size / row.size) ** part
+    is_within = [row.excess <= tolerance for row in rows] + [False]
+    size, interval = rows[is_within.index(False) - 1].size, None
     if rows[0].reach < math.inf:
-        low = [row.excess - row.reach for row in rows]  # nan if one diverged
-        most = None if all(one <= tolerance for one in low) else rows[last_within(low)].size
-        interval = rows[last_within([row.excess + row.reach for row in rows])].size, most
-    return Critical(rows[place].size, crossing, interval)
+        most = crossing([row.excess - row.reach for row in rows])
+        interval = crossing([row.excess + row.reach for row in rows]) or rows[-1].size, most
+    return Critical(size, crossing([row.excess for row in rows]), interval)
 
 
 def static_plan(found: Mapping[str, Critical], start: int) -> dict[str, int]:
