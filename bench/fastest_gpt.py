@@ -213,7 +213,8 @@ def compared(found: Found, price: int, loss: float) -> dict[str, Any]:
     times = times_of(found, policy, loss, price)
     runs = [found[Key(policy, tuned(found, policy)[loss], seed)] for seed in SEEDS]
     measuring = fmean(run["measuring"] for run in runs)
-    rows = [row for key, row in found.items() if key.arm == Arm(f"advice at {loss}", price)]
+    advice = Arm(f"advice at {loss}", price), ADVISED_SEED
+    rows = [row for key, row in found.items() if (key.arm, key.seed) == advice]
     worth = [between(means, row["size"]) / means[best] for row in rows if row["size"]]
     ratio, low, high = interval([a / b for a, b in zip(times, own[best], strict=True)])
     return {
