@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,21 @@ def test_the_best_size_is_the_root_of_price_times_noise(tmp_path: Path) -> None:
     assert "not known: whether the noise scale is the right one for AdamW" in text
 
 
+@pytest.mark.parametrize(("known", "has_half"), [(15, True), (9, False)])
+def test_a_noise_scale_that_is_not_known_to_the_end_is_told(
+    tmp_path: Path, known: int, has_half: bool
+) -> None:
+    lines = steps(64, {0: 25})
+    for one in lines[known:]:
+        for name in ("noise_scale", "noise_scale_low", "noise_scale_high"):
+            del one[name]
+    said = f"{read_advice(run(tmp_path, lines))}\n"
+    at = f"{(known - 1) / 20:.0%}"
+    assert f"not known: the noise scale after {at} of the run, where it was 25\n" in said
+    assert ("over the last half" in said) == has_half
+    assert "NoiseReport" not in said
+
+
 def test_a_size_near_the_best_is_kept(tmp_path: Path) -> None:
     advice = read_advice(run(tmp_path, steps(64, {0: 25}, size=36)))
     assert "no other size is 3 percent faster" in str(advice)
@@ -94,6 +110,19 @@ def test_too_little_says_what_is_not_known(
     assert advice.plan == {}
     assert said in str(advice)
     assert "times as fast" not in str(advice)
+
+
+def test_a_part_too_small_to_be_seen_is_bounded_as_for_the_policy(tmp_path: Path) -> None:
+    seconds = [0.0645 * (1 + 0.02 * (-1) ** number) for number in range(20)]
+    noise = {"noise_scale": 80.0, "sample_seconds": 0.001}
+    lines = [line(number, 64, one, **noise) for number, one in enumerate(seconds)]
+    advice = read_advice(run(tmp_path, lines))
+    assert advice.cost is not None
+    assert advice.cost.unknown is not None
+    assert advice.best(80) == pytest.approx(math.sqrt(6.4 * 80), rel=0.1)
+    text = str(advice)
+    assert "the seconds fit any a / b from 0 to" in text
+    assert "as if a / b were 6.4 samples" in text
 
 
 def test_rows_of_another_machine_or_setting_do_not_mix(tmp_path: Path) -> None:

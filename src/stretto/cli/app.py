@@ -299,14 +299,13 @@ def branch(
 
     plain: dict[str, Any] = {}
     branches = Branches(run, overrides or [], folder, orders=seeds, limit=tolerance)
-    lines = branches.lines(at, sizes, as_for, most, plain)
-    try:
-        for line in lines:
-            if not as_json:
-                typer.echo(line)
-    finally:  # what is missing is an exit code, too
-        if as_json and plain:
-            print_json(plain)
+    for line in branches.lines(at, sizes, as_for, most, plain):
+        if not as_json:
+            typer.echo(line)
+    if as_json:
+        print_json(plain)
+    if plain["missing"]:
+        raise typer.Exit(1)
 
 
 @verb(app, "inspect runs/a", "inspect runs/a/checkpoints/checkpoint-000000000640 --json")

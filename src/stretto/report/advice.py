@@ -42,6 +42,8 @@ class Advice:
     history: Sequence[tuple[float, float, float]] = ()
     """For each line: the part of the run, the noise scale, and how much progress was made."""
     optimizer: str = "this optimizer"
+    lost_noise: tuple[float, float] | None = None
+    """If the last line has no noise scale: the last one that is known, and its part of the run."""
 
     @property
     def is_known(self) -> bool:
@@ -92,9 +94,12 @@ class Advice:
     def _lines(self) -> Iterator[str]:
         why = "no two lines of the log follow steps of one size"
         yield f"not known: the seconds of a step; {why}" if self.cost is None else str(self.cost)
-        if self.noise is None:
+        if self.lost_noise is not None:
+            scale, at = self.lost_noise
+            yield f"not known: the noise scale after {at:.0%} of the run, where it was {scale:.3g}"
+        elif self.noise is None:
             yield "not known: the noise scale; NoiseReport, or following NoiseScale, measures it"
-        else:
+        if self.noise is not None:
             scale, low, high = self.noise
             where = f"noise scale {low:.3g} to {high:.3g} over the last half"
             yield f"steps to the same progress fall like 1 + {scale:.3g}/B ({where})"
@@ -108,6 +113,10 @@ class Advice:
         ratio, *ends = (
             self._seconds(self.now, one) / self._seconds(best, one) for one in (scale, low, high)
         )
+        assert self.cost is not None, "known"
+        assumed = self.cost.bounded_ratio()
+        if self.cost.unknown is not None and assumed is not None:
+            yield f"compared as if a / b were {assumed:.3g} samples, the nearest that can be told"
         yield f"batch {self.now:,}  now"
         if ratio > 1 + LEAST_GAIN:
             times = f"{ratio:.2g} ({min(*ends):.2g} to {max(*ends):.2g}) times as fast"
@@ -117,7 +126,6 @@ class Advice:
         near = [size for size in self.prices if self._seconds(size, scale) <= _NEAR * least]
         span = f"any size from {min(near):,} to {max(near):,} is within 5 percent of the best"
         yield f"{span}; following the noise would bring {self.gain:.0%} more"
-        assert self.cost is not None, "known"
         is_cut = any(row.sample_seconds for row in self.cost.rows)  # more passes fit
         if not (is_cut or min(self.cost.sizes) <= best <= max(self.cost.sizes)):
             yield f"not known: whether {best:,} fits into memory; it is beyond the measured sizes"
@@ -165,13 +173,16 @@ def read_advice(folder: Path) -> Advice:
             for one in noisy
         ],
         str(facts.get("optimizer", "this optimizer")),
+        lost_noise=(noisy[-1]["noise_scale"], noisy[-1]["dur"])
+        if noisy and noisy[-1] is not training[-1]
+        else None,
     )
 
 
 def _prices(cost: StepCost, now: int) -> dict[int, float]:
     """Return the seconds of a step by size; none if they do not tell what a sample costs."""
     known = cost.sizes
-    if cost.unknown is not None:
+    if cost.bounded_ratio() is None:
         return known if len(known) > 1 and now in known else {}
     least, most = max(1, min(known) // _BEYOND), max(known) * _BEYOND
     steps = {round(least * 2 ** (part / 8)) for part in range(8 * (most // least).bit_length())}
