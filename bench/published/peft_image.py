@@ -12,7 +12,7 @@ from published.worker import Worker
 LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"]
 LAYERS += ["to_add_out", "linear_in", "linear_out", "to_qkv_mlp_proj"]
 """What most adapters are added to."""
-STEPS = 3
+STEPS = 8
 """Steps that are replayed; the other ones of 100 are taken as the last of them."""
 CAUSES: dict[str, str] = {}
 """Why a row is more than 1 percent apart, shown by an experiment."""
@@ -39,6 +39,7 @@ def rows() -> tuple[Row, ...]:
                 "adapter": adapter(one["kind"], one["settings"]),
                 "optimizer": one["optimizer"],
                 "trainable": one["trainable"],
+                **({"torch": one["torch"]} if "torch" in one else {}),
             },
             CAUSES.get(one["name"], ""),
         )
@@ -46,13 +47,22 @@ def rows() -> tuple[Row, ...]:
     )
 
 
-WORKER = Worker(
-    Path(__file__).parent / "peft_image_replay.py",
-    "peft_image",
-    requirements=("diffusers==0.38.0", "transformers==5.13.1"),
-    alone=("peft==0.20.0", "accelerate==1.15.0"),
-    gpu="l40s",
-)
+def worker(packages: str, transformers: str, *alone: str) -> Worker:
+    """Return what replays rows with these versions."""
+    return Worker(
+        Path(__file__).parent / "peft_image_replay.py",
+        packages,
+        requirements=("diffusers==0.38.0", f"transformers=={transformers}"),
+        alone=("peft==0.20.0", "accelerate==1.15.0", *alone),
+        gpu="l40s",
+    )
+
+
+WORKERS = {
+    None: worker("peft_image", "5.13.1"),
+    "2.12.0": worker("peft_image_2_12", "5.10.2", "torch==2.12.0"),
+}
+"""By the torch of a row; None: the installed one."""
 
 
 def measure(row: Row) -> dict[str, float]:
@@ -61,7 +71,7 @@ def measure(row: Row) -> dict[str, float]:
     Raises:
         RuntimeError: It failed, or trains another number of parameters than published.
     """
-    found = WORKER.ask({**row.settings, "steps": STEPS})
+    found = WORKERS[row.settings.get("torch")].ask({**row.settings, "steps": STEPS})
     if found["trainable"] != row.settings["trainable"]:
         raise RuntimeError(f"{found['trainable']} parameters are trained")
     return {f"mean {what}": mean(found[what]) for what in ("allocated", "reserved")}
