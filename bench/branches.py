@@ -62,7 +62,7 @@ SWEEP_SEEDS, REPETITIONS = range(5), range(100, 110)
 LENGTH = 2_688
 """Samples of a branch, by the command's default: a quarter of the run over 36 branches."""
 SWEEP_END = {8: 39_296, 16: 49_152, 32: 49_152, 64: 49_152}
-BASE_END, LATER_END = 20_480, 40_960
+BASE_END = 20_480
 """All branches lie before the ends: what would follow changes nothing, and is not trained."""
 KEEP = "checkpoint={every: 4912sp, keep: 20}"
 Near = Callable[[float], numpy.poly1d]
@@ -212,7 +212,7 @@ def show_agreement(folder: Path, of_sweep: dict[str, list[Tried]]) -> None:
             all_near += max(ratios) <= 1.5
             intervals += len(ratios)
             if tolerance == TOLERANCES[0]:
-                print(f"{name} (cost {found['cost']:.1%})", *shown, sep="\n  ")
+                print(f"{name} (cost {found['cost']})", *shown, sep="\n  ")
         print(
             f"tolerance {tolerance}: within a factor of 1.5 at all points {all_near} of"
             f" {len(repetitions)} repetitions, at {near} of {intervals} points;"
@@ -232,19 +232,16 @@ def agreement(folder: Path) -> None:
 
 
 def growth(folder: Path) -> None:
-    """Print what the command says early in a run, and later, for AdamW and Muon."""
-    rest = "lr: 4.0e-3, weight_decay: 0.1"
-    given = {
-        "AdamW": f"optimizer={{target: 'torch.optim:AdamW', betas: [0.9, 0.95], {rest}}}",
-        "Muon": f"optimizer={{target: 'torch.optim:Muon', adjust_lr_fn: match_rms_adamw, {rest}}}",
-    }
-    for name, optimizer in given.items():
-        train(folder / name, SIZES[0], 200, LATER_END, optimizer)
-        for times in ("1.25%,5%", "7.5%,10%"):
+    """Print what the command says where the critical size grows, and later, for AdamW and Muon."""
+    muon = "optimizer={target: 'torch.optim:Muon', adjust_lr_fn: match_rms_adamw, lr: 4.0e-3}"
+    runs = {"AdamW": folder / f"run-{REPETITIONS[0]}", "Muon": folder / "Muon"}
+    train(runs["AdamW"], SIZES[0], REPETITIONS[0], BASE_END)
+    train(runs["Muon"], SIZES[0], REPETITIONS[0], BASE_END, muon)
+    for name, run in runs.items():
+        for times in ("1.25%,5%", "2.5%,5%"):
             print(f"{name}, {times}", flush=True)
-            options = ("--at", times, "--folder", folder / f"{name}-{times}")
             longer = f"max_duration={NUM_SAMPLES}sp"
-            stretto("branch", folder / name, longer, *options)
+            stretto("branch", run, longer, "--at", times, "--for", f"{LENGTH}sp")
 
 
 def run() -> None:
