@@ -39,7 +39,7 @@ LEAST_STEPS = 4
 """With fewer optimizer steps, a branch does not show how its batch size trains."""
 SETTLED = 40
 """In fewer, the optimizer's averages are still those of the run's own size: with 10 steps of 8
-times the batch, AdamW's loss rose by 0.016 more than without a switch (bench/branches.py)."""
+times the batch, AdamW's loss rose by 0.014 to 0.033 more than without (bench/branches.py)."""
 SHARE, NEAR = 0.25, "5%"
 """By default, all branches take this part of a run; a checkpoint is near a time within this."""
 RESULT = "branch.json"
