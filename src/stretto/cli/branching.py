@@ -229,7 +229,7 @@ class Branches:
             *_, last = metrics_lines(self.run)
             guess = last["sec"] / last["sp"]  # of a sample, in the run
         seconds = show_seconds(sum(guess * one.samples for one in missing)) if guess else "?"
-        yield f"{len(missing)} branches to train: {self.cost(missing)}, about {seconds}"
+        yield f"{len(missing)} branches to train: {self.cost(missing)}, {seconds} at the run's pace"
         for one in missing:
             with ExitStack() as stack:
                 try:
