@@ -62,7 +62,7 @@ SWEEP_SEEDS, REPETITIONS = range(5), range(100, 110)
 LENGTH = 2_688
 """Samples of a branch, by the command's default: a quarter of the run over 36 branches."""
 SWEEP_END = {8: 39_296, 16: 49_152, 32: 49_152, 64: 49_152}
-BASE_END = 20_480
+BASE_END, MUON_END = 20_480, 30_080
 """All branches lie before the ends: what would follow changes nothing, and is not trained."""
 KEEP = "checkpoint={every: 4912sp, keep: 20}"
 Near = Callable[[float], numpy.poly1d]
@@ -234,12 +234,15 @@ def agreement(folder: Path) -> None:
 def growth(folder: Path) -> None:
     """Print what the command says where the critical size grows, and later, for AdamW and Muon."""
     muon = "optimizer={target: 'torch.optim:Muon', adjust_lr_fn: match_rms_adamw, lr: 4.0e-3}"
-    runs = {"AdamW": folder / f"run-{REPETITIONS[0]}", "Muon": folder / "Muon"}
-    train(runs["AdamW"], SIZES[0], REPETITIONS[0], BASE_END)
-    train(runs["Muon"], SIZES[0], REPETITIONS[0], BASE_END, muon)
-    for name, run in runs.items():
-        for times in ("1.25%,5%", "2.5%,5%"):
-            print(f"{name}, {times}", flush=True)
+    adamw = folder / f"run-{REPETITIONS[0]}"
+    train(adamw, SIZES[0], REPETITIONS[0], BASE_END)
+    train(folder / "Muon", SIZES[0], REPETITIONS[0], MUON_END, muon)
+    for run, early, later in (
+        (adamw, "1.25%,5%", "2.5%,5%"),
+        (folder / "Muon", "1.25%,5%", "5%,7.5%"),
+    ):
+        for times in (early, later):
+            print(f"{run.name}, {times}", flush=True)
             longer = f"max_duration={NUM_SAMPLES}sp"
             stretto("branch", run, longer, "--at", times, "--for", f"{LENGTH}sp")
 
