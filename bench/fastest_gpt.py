@@ -8,7 +8,8 @@ loss, its time at every price follows.
 
 Each run is a line of `bench/results/fastest_gpt.jsonl`: start the command again, and it goes on.
 
-    python bench/fastest_gpt.py             # everything, about two hours on one core
+    python bench/fastest_gpt.py             # everything, about an hour on one core
+    python bench/fastest_gpt.py policy-32   # the runs of one side, beside other processes
     python bench/fastest_gpt.py --report    # the table of what there is
 """
 
@@ -60,6 +61,9 @@ class Arm(NamedTuple):
             return self.value
         return NoiseScale(16, 512, c=c, power=0.5, minimum=8)
 
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.value}"
+
     @property
     def ratio(self) -> int:
         """The price by which settings are compared; for a constant size, any."""
@@ -70,9 +74,9 @@ class Arm(NamedTuple):
         return (self.ratio if price is None else price) * steps + samples
 
 
-KINDS = ("constant", "policy")
 CONSTANTS = tuple(Arm("constant", size) for size in SIZES)
 POLICIES = tuple(Arm("policy", price) for price in PRICES)
+ARMS = (*CONSTANTS, *POLICIES)
 
 
 class Key(NamedTuple):
@@ -105,13 +109,16 @@ def keep(found: Found, key: Key, row: Mapping[str, Any]) -> None:
     found[key] = {**key._asdict(), **row}
     with RUNS.open("a") as file:
         file.write(json.dumps(found[key]) + "\n")
-    print(key, row.get("reached", row), flush=True)
+    print(key.arm, *key.setting, key.seed, row.get("reached", row), flush=True)
 
 
 def time_of(found: Found, key: Key, loss: float, price: float | None = None) -> float:
     """Return the time of a run to a loss; infinity if it did not get there."""
     at = found.get(key, {}).get("reached", {}).get(str(loss))
-    return key.arm.time(*at, price) if at else math.inf
+    if at is None:
+        return math.inf
+    steps, samples = at
+    return key.arm.time(steps, samples, price)
 
 
 def tuned(found: Found, arm: Arm) -> dict[float, Setting]:
@@ -136,7 +143,8 @@ def tune(found: Found, arm: Arm, setting: Setting) -> None:
         }
         late = {loss: BEHIND[loss] * one for loss, one in best.items() if one < math.inf}
         # The same number as measuring again would give, within some percent, and half the work.
-        c = found.get(Key(arm, SETTINGS[0], TUNING_SEED), {}).get("c") or "time"
+        first = found.get(Key(arm, SETTINGS[0], TUNING_SEED), {})
+        c: float | Literal["time"] = first.get("c") or "time"
         add(found, key, arm.policy(c), most=late)
 
 
@@ -186,7 +194,7 @@ def between(times: Mapping[int, float], size: int) -> float:
     if low >= high:
         return times[low]
     part = math.log(size / low) / math.log(high / low)
-    return times[low] ** (1 - part) * times[high] ** part
+    return math.exp((1 - part) * math.log(times[low]) + part * math.log(times[high]))
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
@@ -205,7 +213,8 @@ def compared(found: Found, price: int, loss: float) -> dict[str, Any]:
     times = times_of(found, policy, loss, price)
     runs = [found[Key(policy, tuned(found, policy)[loss], seed)] for seed in SEEDS]
     measuring = fmean(run["measuring"] for run in runs)
-    rows = [row for key, row in found.items() if key.arm == Arm(f"advice at {loss}", price)]
+    advice = Arm(f"advice at {loss}", price), ADVISED_SEED
+    rows = [row for key, row in found.items() if (key.arm, key.seed) == advice]
     worth = [between(means, row["size"]) / means[best] for row in rows if row["size"]]
     ratio, low, high = interval([a / b for a, b in zip(times, own[best], strict=True)])
     return {
@@ -242,7 +251,7 @@ def report(found: Found) -> str:
         ),
         "settings, as rate and warm-up, for each loss:",
     ]
-    for arm in (*CONSTANTS, *POLICIES):
+    for arm in ARMS:
         chosen = (f"{rate:g} {warmup:,}" for rate, warmup in tuned(found, arm).values())
         lines.append(f"{arm.kind:>9} {arm.value:5} " + "; ".join(chosen))
     return "\n".join(lines)
@@ -252,21 +261,20 @@ def main() -> None:
     """Run what is missing, and write the table."""
     torch.set_num_threads(1)
     found = load()
-    kinds = [one for one in KINDS if one in sys.argv] or KINDS
-    arms = [one for one in (*CONSTANTS, *POLICIES) if one.kind in kinds]
+    arms = [one for one in ARMS if str(one) in sys.argv] or ARMS
     if "--report" not in sys.argv:
-        for setting in SETTINGS:
-            for arm in arms:
-                tune(found, arm, setting)
+        for setting, arm in itertools.product(SETTINGS, arms):
+            tune(found, arm, setting)
         for seed, arm in itertools.product(SEEDS, arms):
             confirm(found, arm, seed)
-    if "--report" not in sys.argv and "constant" in kinds:
+    if len(arms) < len(ARMS):
+        return
+    if "--report" not in sys.argv:
         for price, loss in itertools.product(PRICES, LOSSES):
             advise(found, price, loss, ADVISED_SEED)
-    if len(kinds) == len(KINDS):
-        text = report(found)
-        print(text)
-        (RESULTS / "fastest_gpt.txt").write_text(text + "\n")
+    text = report(found)
+    print(text)
+    (RESULTS / "fastest_gpt.txt").write_text(text + "\n")
 
 
 if __name__ == "__main__":

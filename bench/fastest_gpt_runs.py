@@ -91,7 +91,7 @@ class Curve(Callback):
         self.noise: list[tuple[int, float]] = []
         self._model, self._clock, self._at = model, clock, 0
         self._until, self._most = until, most
-        self._parameters = list(model.parameters())
+        self._parameters: list[torch.Tensor] = [*model.parameters()]
         self._average = [one.detach().clone() for one in self._parameters]
         text = PythonDocs(LENGTH, split="validation")
         self._batch = text.get_batch(list(range(0, len(text), 4)))

@@ -136,6 +136,7 @@ def model(
 ) -> None:
     """Find the largest micro-batch of a model, from its configuration alone."""
     from phantomgpu import models
+    from phantomgpu.searching import Processes
     from phantomgpu.searching import search as search_script
 
     lengths: list[int | None] = [*numbers_of("length", length)] if length else [None]
@@ -150,15 +151,16 @@ def model(
     rows: list[dict[str, Any]] = []
     how: dict[str, Any] = {"gpu": gpu, "memory": memory, "largest": largest}
     how |= {"steps": None if generate else models.STEPS, "details": bool(generate)}
-    for tokens, again, shared in product(lengths, ways, numbers):
-        args = (asked, tokens, *((generate, cache) if generate else (shared, again)))
-        work = models.generate if generate else models.train
-        answer = search_script(work, args=args, ranks=shared, **how)
-        size, peak = answer.largest, answer.report.peak_reserved
-        row = {"tokens": tokens, "checkpointing": again, "ranks": shared}
-        rows.append({**row, "micro_batch": size, "batch": (size or 0) * shared, "peak_bytes": peak})
-        if generate and not as_json:
-            what += "\n" + models.vllm_room(read, answer.report, (tokens or 0) + generate)
+    with Processes() as processes:
+        for tokens, again, shared in product(lengths, ways, numbers):
+            args = (asked, tokens, *((generate, cache) if generate else (shared, again)))
+            work = models.generate if generate else models.train
+            answer = search_script(work, args=args, ranks=shared, processes=processes, **how)
+            size, peak = answer.largest, answer.report.peak_reserved
+            values = (tokens, again, shared, size, (size or 0) * shared, peak)
+            rows.append(dict(zip(models.COLUMNS, values, strict=True)))
+            if generate and not as_json:
+                what += "\n" + models.vllm_room(read, answer.report, (tokens or 0) + generate)
     text = dumps({"model": what, "rows": rows}, indent=2) if as_json else columns(rows)
     typer.echo(text if as_json else f"{what}\n\n{text}")
 

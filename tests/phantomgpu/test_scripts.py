@@ -86,3 +86,20 @@ def test_a_batch_that_is_too_large_does_not_fit(name: str) -> None:
     size = RUNS[name][-1]
     assert size
     assert start(name, size)[0].status == "does not fit"
+
+
+def test_values_that_decide_sizes_and_branches_are_named() -> None:
+    """Masks have their expected sizes, which the script checks; what hangs on unknown is listed."""
+    script = SCRIPTS / "values.py"
+    report = phantomgpu.run([sys.executable, str(script), "1024"], gpu="h100", memory="16GiB")
+    assert report.fits, report.problem
+    assert report.steps == 3
+    lines = script.read_text().splitlines()
+    named = {lines[int(place.rpartition(":")[2]) - 1].strip() for place in report.unknown}
+    for decides in (
+        "hard = losses[losses > 0.7] if losses[least] > 0.7 else losses[:least]",
+        "order = order[shared / (2 - shared) < 0.3]",
+        "if (before[part] - now).mean().item() > 0.015:",
+        "ratio = 10 * torch.log10(1 / error.detach()).item()",
+    ):
+        assert decides in named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,19 @@ def test_too_little_says_what_is_not_known(
     assert advice.plan == {}
     assert said in str(advice)
     assert "times as fast" not in str(advice)
+
+
+def test_a_part_too_small_to_be_seen_is_bounded_as_for_the_policy(tmp_path: Path) -> None:
+    seconds = [0.0645 * (1 + 0.02 * (-1) ** number) for number in range(20)]
+    noise = {"noise_scale": 80.0, "sample_seconds": 0.001}
+    lines = [line(number, 64, one, **noise) for number, one in enumerate(seconds)]
+    advice = read_advice(run(tmp_path, lines))
+    assert advice.cost is not None
+    assert advice.cost.unknown is not None
+    assert advice.best(80) == pytest.approx(math.sqrt(6.4 * 80), rel=0.1)
+    text = str(advice)
+    assert "the seconds fit any a / b from 0 to" in text
+    assert "as if a / b were 6.4 samples" in text
 
 
 def test_rows_of_another_machine_or_setting_do_not_mix(tmp_path: Path) -> None:

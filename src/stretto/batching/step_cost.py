@@ -141,7 +141,9 @@ class StepCost:
             instead = f"measure more sizes than {', '.join(map(str, known))}"
             raise BatchSizeError.cannot(what, why=why, instead=instead)
         nearest = min(known, key=lambda one: abs(one - size))
-        return (line.a + line.b * size) * known[nearest] / (line.a + line.b * nearest)
+        bounded = None if line.ratio else self.bounded_ratio()
+        a, b = (line.a, line.b) if bounded is None else (bounded, 1.0)
+        return (a + b * size) * known[nearest] / (a + b * nearest)
 
     def bounded_ratio(self) -> float | None:
         """Return `a / b` for a policy, within what the sizes can tell; None: it is not known.

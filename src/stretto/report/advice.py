@@ -113,6 +113,10 @@ class Advice:
         ratio, *ends = (
             self._seconds(self.now, one) / self._seconds(best, one) for one in (scale, low, high)
         )
+        assert self.cost is not None, "known"
+        assumed = self.cost.bounded_ratio()
+        if self.cost.unknown is not None and assumed is not None:
+            yield f"compared as if a / b were {assumed:.3g} samples, the nearest that can be told"
         yield f"batch {self.now:,}  now"
         if ratio > 1 + LEAST_GAIN:
             times = f"{ratio:.2g} ({min(*ends):.2g} to {max(*ends):.2g}) times as fast"
@@ -122,7 +126,6 @@ class Advice:
         near = [size for size in self.prices if self._seconds(size, scale) <= _NEAR * least]
         span = f"any size from {min(near):,} to {max(near):,} is within 5 percent of the best"
         yield f"{span}; following the noise would bring {self.gain:.0%} more"
-        assert self.cost is not None, "known"
         is_cut = any(row.sample_seconds for row in self.cost.rows)  # more passes fit
         if not (is_cut or min(self.cost.sizes) <= best <= max(self.cost.sizes)):
             yield f"not known: whether {best:,} fits into memory; it is beyond the measured sizes"
@@ -179,7 +182,7 @@ def read_advice(folder: Path) -> Advice:
 def _prices(cost: StepCost, now: int) -> dict[int, float]:
     """Return the seconds of a step by size; none if they do not tell what a sample costs."""
     known = cost.sizes
-    if cost.unknown is not None:
+    if cost.bounded_ratio() is None:
         return known if len(known) > 1 and now in known else {}
     least, most = max(1, min(known) // _BEYOND), max(known) * _BEYOND
     steps = {round(least * 2 ** (part / 8)) for part in range(8 * (most // least).bit_length())}
