@@ -45,6 +45,8 @@ NUMBERS = "N[,N...]"
 
 def in_a_folder(file: Path | None) -> Path | None:
     """Refuse a file that cannot be written, before anything takes time."""
+    if str(file) == "--":
+        raise ValueError("no file is named before '--'; write one, or - to print it")
     if file is not None and not file.parent.is_dir():
         raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
     return file
@@ -136,6 +138,7 @@ def model(
 ) -> None:
     """Find the largest micro-batch of a model, from its configuration alone."""
     from phantomgpu import models
+    from phantomgpu.searching import Processes
     from phantomgpu.searching import search as search_script
 
     lengths: list[int | None] = [*numbers_of("length", length)] if length else [None]
@@ -150,15 +153,16 @@ def model(
     rows: list[dict[str, Any]] = []
     how: dict[str, Any] = {"gpu": gpu, "memory": memory, "largest": largest}
     how |= {"steps": None if generate else models.STEPS, "details": bool(generate)}
-    for tokens, again, shared in product(lengths, ways, numbers):
-        args = (asked, tokens, *((generate, cache) if generate else (shared, again)))
-        work = models.generate if generate else models.train
-        answer = search_script(work, args=args, ranks=shared, **how)
-        size, peak = answer.largest, answer.report.peak_reserved
-        row = {"tokens": tokens, "checkpointing": again, "ranks": shared}
-        rows.append({**row, "micro_batch": size, "batch": (size or 0) * shared, "peak_bytes": peak})
-        if generate and not as_json:
-            what += "\n" + models.vllm_room(read, answer.report, (tokens or 0) + generate)
+    with Processes() as processes:
+        for tokens, again, shared in product(lengths, ways, numbers):
+            args = (asked, tokens, *((generate, cache) if generate else (shared, again)))
+            work = models.generate if generate else models.train
+            answer = search_script(work, args=args, ranks=shared, processes=processes, **how)
+            size, peak = answer.largest, answer.report.peak_reserved
+            values = (tokens, again, shared, size, (size or 0) * shared, peak)
+            rows.append(dict(zip(models.COLUMNS, values, strict=True)))
+            if generate and not as_json:
+                what += "\n" + models.vllm_room(read, answer.report, (tokens or 0) + generate)
     text = dumps({"model": what, "rows": rows}, indent=2) if as_json else columns(rows)
     typer.echo(text if as_json else f"{what}\n\n{text}")
 

@@ -33,6 +33,7 @@ SIDE = 224
 """Of an image whose size the configuration leaves open."""
 LATENTS = 4096
 """Of an image of 1024 x 1024, in patches of 16 x 16: what Flux is trained with."""
+COLUMNS = ("tokens", "checkpointing", "ranks", "micro_batch", "batch", "peak_bytes")
 _OPTIMIZERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adamw": ("torch.optim", "AdamW", {"fused": True}),  # the default of transformers
     "sgd": ("torch.optim", "SGD", {"lr": 1e-3, "momentum": 0.9}),

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
@@ -18,7 +19,7 @@ from phantomgpu.errors import RunFailedError
 from phantomgpu.report import Report
 from phantomgpu.running import Session, command_of, ended_by_signals, scratch, started, too_long
 
-Trial = Callable[[int], Report]
+Trial = Callable[..., Report]
 Used = Callable[[int], tuple[int, int]]
 TRIAL_SECONDS = 600.0
 """How long a trial may take."""
@@ -117,6 +118,7 @@ def search(
     kwargs: dict[str, Any] | None = None,
     timeout_seconds: float = TRIAL_SECONDS,
     seen: Callable[[int, Report], None] | None = None,
+    processes: Processes | None = None,
 ) -> Answer:
     """Find the largest number, such as a batch size, with which a script or a function fits.
 
@@ -140,6 +142,7 @@ def search(
         kwargs: Keyword arguments of the function.
         timeout_seconds: How long a trial may take.
         seen: Called with each number and its report.
+        processes: Those of other searches of functions, which import torch once for all.
 
     Raises:
         RunFailedError: A trial failed, but not for lack of memory, or it took too long.
@@ -171,8 +174,10 @@ def search(
             numbered = [*command, str(argument), str(number)]
             return session.start(numbered, timeout_seconds)
 
-        served = _served(session, command, timeout_seconds)
-        trial = stack.enter_context(served) if callable(script) else started_anew
+        trial: Trial = started_anew
+        if callable(script):
+            served = processes or stack.enter_context(Processes())
+            trial = served.trial(session, command, timeout_seconds)
 
         found = bisect(
             lambda index: tried.fits(numbers.number(index), trial),
@@ -357,6 +362,21 @@ def _guess(
     return middle if high else min(low + 1 + tries // 8 * low // 50, most)
 
 
+class Processes(ExitStack):
+    """Processes that run trials of functions, for searches on one GPU with the same steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trials: dict[int, Trial] = {}
+
+    def trial(self, session: Session, command: list[str], seconds: float) -> Trial:
+        """Return what runs a trial, with the ranks of the session."""
+        ranks = session.settings.ranks
+        if ranks not in self.trials:
+            self.trials[ranks] = self.enter_context(_served(session, command, seconds))
+        return partial(self.trials[ranks], session=session, file=command[-1])
+
+
 @contextmanager
 def _served(
     session: Session, command: list[str], timeout_seconds: float = TRIAL_SECONDS
@@ -370,11 +390,13 @@ def _served(
             asked: Any = server.stdin
             answered: Any = server.stdout
 
-            def trial(number: int) -> Report:
+            def trial(number: int, session: Session = session, file: str = command[-1]) -> Report:
                 name = f"{number}-details" if session.settings.details else str(number)
                 line = ""
+                for result in Path(folder).glob(f"{name}-*"):  # of another function
+                    result.unlink()
                 with suppress(BrokenPipeError):
-                    asked.write(f"{name}\n")
+                    asked.write(f"{name} {file}\n")
                     asked.flush()
                     if not select.select([answered], [], [], timeout_seconds)[0]:
                         raise too_long(f"the run with {number}", timeout_seconds)

@@ -46,6 +46,8 @@ _LEFT = "empty set_ resize record_stream is_set_to _assert _amp_foreach _sdp_cho
 _REFUSED = (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError)
 """The CPU has no such kernel or type, or indices that came from zeros lie outside."""
 _KEPT: list[torch.library.Library] = []
+_TRAINS: dict[tuple[int, int], bool] = {}
+"""Whether the module that the script calls now has weights that are trained."""
 LOST, _DERIVED, _KNOWN, _NORMAL = range(4)
 """What the bytes of a storage are: unknown, computed from unknown ones, true, or lost `randn`."""
 
@@ -260,7 +262,9 @@ class Kernel:
 
     def is_worth(self, outputs: list[torch.Tensor], most: int, read: list[torch.Tensor]) -> bool:
         """Return whether outputs are computed, if tensors have so many elements."""
-        if most <= self.few or most > MOST or any(map(_is_whole, outputs)):
+        # The whole numbers of attention are seeds, and the CPU has no such kernels.
+        is_whole = self.class_ != "attention" and any(map(_is_whole, outputs))
+        if most <= self.few or most > MOST or is_whole:
             return bool(outputs) and most <= MOST
         return bool(outputs) and self.is_light and all(map(self.bytes.is_known, read))
 
@@ -281,10 +285,9 @@ class Kernel:
 
     def is_finite_check(self, args: tuple[Any, ...]) -> bool:
         """Return whether this asks for nan or inf, as `isfinite` does: training has none."""
-        if self.base in ("eq", "ne") and len(args) > 1:
-            is_inf: bool = isinstance(args[1], float) and args[1] == math.inf
-            return bool(is_inf or args[1] is args[0])
-        return bool(self.base == "isnan")
+        if self.base not in ("eq", "ne") or len(args) == 1:
+            return bool(self.base == "isnan")
+        return args[1] is args[0] or (isinstance(args[1], float) and args[1] == math.inf)
 
     def here(self, args: Any, kwargs: Any, copies: dict[int, torch.Tensor]) -> Any:
         """Return arguments with tensors on the CPU: these copies, or what is read."""
@@ -424,14 +427,17 @@ def _mode_of(frame: FrameType | None, before: str) -> str:
 
     What comes after an evaluated model, such as metrics, is evaluation, too.
     """
-    mode = before or "no_grad"
+    outer = None
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl":
-            module = frame.f_locals["self"]
-            weights = [] if module.training else module.parameters()
-            mode = "evaluation" if any(one.requires_grad for one in weights) else "no_grad"
+        outer = frame if frame.f_code.co_name == "_call_impl" else outer
         frame = frame.f_back
-    return mode
+    if outer is None:
+        return before or "no_grad"
+    module = outer.f_locals["self"]
+    if (call := (id(outer), id(module))) not in _TRAINS:  # a walk over all weights, once a call
+        _TRAINS.clear()
+        _TRAINS[call] = any(one.requires_grad for one in module.parameters())
+    return "evaluation" if _TRAINS[call] and not module.training else "no_grad"
 
 
 def remember(*, decides: bool) -> None:

@@ -109,6 +109,28 @@ def test_what_is_asked_grows_with_the_number_of_tensors_and_not_its_square() -> 
     assert report.fits, report.problem
 
 
+def evaluates_a_frozen_model() -> None:
+    import torch
+
+    asked: list[int] = []
+
+    class Frozen(torch.nn.Sequential):
+        def parameters(self, recurse: bool = True) -> Any:
+            asked.append(1)
+            return super().parameters(recurse)
+
+    model = Frozen(*(torch.nn.Linear(8, 8) for _ in range(20))).cuda().eval().requires_grad_(False)
+    asked.clear()
+    with torch.no_grad():
+        model(torch.ones(1, 8, device="cuda"))
+    assert len(asked) == 1
+
+
+def test_the_weights_of_a_frozen_model_are_not_looked_at_for_each_kernel() -> None:
+    report = run(evaluates_a_frozen_model, steps=None)
+    assert report.fits, report.problem
+
+
 def train_as_before_2_10(size: int) -> None:
     import torch
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phantomgpu import Report, RunFailedError
+from phantomgpu.child import Settings
 from phantomgpu.report import Status
-from phantomgpu.searching import Answer, Range, _detailed, _Tried, bisect
+from phantomgpu.running import Session
+from phantomgpu.searching import Answer, Processes, Range, Trial, _detailed, _Tried, bisect
 
 
 @given(
@@ -234,3 +239,26 @@ def test_powers_of_two_grow_by_a_few_doublings(most: int) -> None:
 
     found = bisect(fits, used, most, first=0, last=24, farthest=lambda index: index + 5)
     assert found == most.bit_length() - 1
+
+
+def test_searches_with_as_many_ranks_share_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    @contextmanager
+    def served(session: Session, command: list[str], seconds: float) -> Iterator[Trial]:
+        def trial(number: int, **asked: Any) -> Any:
+            return len(started), asked["file"], asked["session"].settings.ranks
+
+        started.append(command)
+        yield trial
+        started.clear()
+
+    monkeypatch.setattr("phantomgpu.searching._served", served)
+    one, many = (Session("h100", None, Settings(ranks=ranks)) for ranks in (1, 8))
+    with Processes() as processes:
+        found = [
+            processes.trial(session, ["python", "call.py", file], 1)(2)
+            for session, file in ((one, "a"), (one, "b"), (many, "c"), (one, "d"))
+        ]
+        assert found == [(1, "a", 1), (1, "b", 1), (2, "c", 8), (2, "d", 1)]
+    assert not started

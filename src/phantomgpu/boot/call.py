@@ -1,7 +1,7 @@
 """Call a function that came as a pickle: `python call.py FILE`.
 
-With `--serve`, read the names of trials from standard input, call the function for each in a
-process of its own, and print the status that each ended with. `python call.py FILE NAME` is one
+With `--serve`, read trials from standard input, a name and a file each, call the file's function in
+a process of its own, and print the status that each ended with. `python call.py FILE NAME` is one
 trial. A name is the number that the function takes, with `-details` for a whole report.
 """
 
@@ -53,7 +53,8 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what the function prints is no answer
     for line in sys.stdin:
-        name = line.strip()
+        name, file = line.strip().split(" ", 1)
+        function, args, kwargs = cloudpickle.loads(Path(file).read_bytes())
         # After a fork, torch refuses a CUDA that was started, and threads are gone with their locks
         # held. An import may have started both.
         if torch.cuda.is_initialized() or len([*Path("/proc/self/task").iterdir()]) > 1:

@@ -25,13 +25,8 @@ double phantom_inside, phantom_between;
 size_t phantom_most_managed, phantom_nccl, phantom_assumed, phantom_now;
 
 /* Ranges of addresses that do not overlap, in ascending order. */
-struct range {
-  size_t from, to;
-};
-struct ranges {
-  struct range *at;
-  size_t count, room;
-};
+struct range { size_t from, to; };
+struct ranges { struct range *at; size_t count, room; };
 
 static struct {
   size_t used, highest;
@@ -59,10 +54,8 @@ static size_t find(const struct ranges *ranges, size_t address) {
   size_t low = 0, high = ranges->count;
   while (low < high) {
     size_t middle = (low + high) / 2;
-    if (ranges->at[middle].to <= address)
-      low = middle + 1;
-    else
-      high = middle;
+    if (ranges->at[middle].to <= address) low = middle + 1;
+    else high = middle;
   }
   return low;
 }
@@ -227,29 +220,20 @@ static int keeps(size_t bytes, size_t largest) {
 /* Returns whether the bytes are there now. */
 static int put(void *to, const void *from, size_t bytes, size_t largest) {
   if (!bytes || to == from) return 1;
-  if (phantom_owner(to) < 0) {
-    memmove(to, from, bytes);
-    return 1;
-  }
+  if (phantom_owner(to) < 0) return memmove(to, from, bytes), 1;
   size_t begin = (size_t)to, source = (size_t)from;
   pthread_mutex_lock(&lock);
   size_t i = find(&written, source);
   int is_zero =
       phantom_owner(from) >= 0 && (i == written.count || written.at[i].from >= source + bytes);
   int is_kept = keeps(bytes, largest);
-  if (is_zero || !is_kept) {
-    forget(begin, begin + bytes);
-  } else {
-    memmove(to, from, bytes);
-    note(begin, begin + bytes);
-  }
+  if (is_zero || !is_kept) forget(begin, begin + bytes);
+  else memmove(to, from, bytes), note(begin, begin + bytes);
   pthread_mutex_unlock(&lock);
   return is_zero || is_kept;
 }
 
-void phantom_copy(void *to, const void *from, size_t bytes) {
-  put(to, from, bytes, LARGEST_KEPT);
-}
+void phantom_copy(void *to, const void *from, size_t bytes) { put(to, from, bytes, LARGEST_KEPT); }
 
 int phantom_write(void *to, const void *from, size_t bytes) {
   return put(to, from, bytes, LARGEST_WRITTEN);

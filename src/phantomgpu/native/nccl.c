@@ -10,9 +10,7 @@ struct communicator {
   int ranks, rank, device; /* in this order: answers.txt */
   size_t buffers;
 };
-struct id {
-  char bytes[128];
-};
+struct id { char bytes[128]; };
 static const int BYTES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1}; /* of each ncclDataType_t */
 
 static size_t number(const char *name, size_t otherwise) {
@@ -84,10 +82,8 @@ int ncclAllGather(const void *from, char *to, size_t count, int type, struct com
                   void *stream) {
   size_t bytes = count * BYTES[type];
   phantom_cross((long)among, count, type, 1);
-  if (bytes > (1 << 20)) { /* the bytes of large tensors are not worth keeping for each rank */
-    phantom_set(to, 0, 1, bytes * among->ranks);
-    return 0;
-  }
+  /* The bytes of large tensors are not worth keeping for each rank. */
+  if (bytes > (1 << 20)) return phantom_set(to, 0, 1, bytes * among->ranks), 0;
   char *own = malloc(bytes + 1); /* `from` may lie inside `to` */
   phantom_copy(own, from, bytes);
   for (int rank = 0; rank < among->ranks; rank++) phantom_copy(to + rank * bytes, own, bytes);
@@ -96,6 +92,5 @@ int ncclAllGather(const void *from, char *to, size_t count, int type, struct com
 }
 
 int ncclRecv(void *to, size_t count, int type, int peer, void *among, void *stream) {
-  phantom_inside += count * BYTES[type];
-  return 0;
+  return phantom_inside += count * BYTES[type], 0;
 }

@@ -22,9 +22,7 @@ int cudaPeekAtLastError(void) { return last_error; }
 
 /* Devices */
 
-static const struct {
-  int attribute, offset, bytes;
-} PROPERTIES[] = {
+static const struct { int attribute, offset, bytes; } PROPERTIES[] = {
 #define PROPERTY(number, at13, at12, bytes, value) {number, CUDA == 12 ? at12 : at13, bytes},
 #include "properties.txt"
 };
