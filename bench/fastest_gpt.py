@@ -218,7 +218,8 @@ def varied(found: Found, price: int, loss: float) -> str:
     for kind in VARIANTS:
         keys = keys_of(found, price, loss, kind)
         times = [time_of(found, key, loss, price) for key in keys]
-        cells.append(f"{kind} {fmean(times) / least:.3f}")
+        if max(times) < math.inf:
+            cells.append(f"{kind} {fmean(times) / least:.3f}")
     return f"at a loss of {loss} and a / b = {price}: " + "; ".join(cells)
 
 
@@ -273,6 +274,19 @@ def compared(found: Found, price: int, loss: float) -> dict[str, Any]:
     }
 
 
+def fitted(found: Found, loss: float) -> str:
+    """Return how well the steps of the constant sizes fit `S (1 + N / B)`."""
+    steps = {one.value: fmean(times_of(found, one, loss, 1)) / (1 + one.value) for one in CONSTANTS}
+
+    def off(noise: float) -> tuple[float, float, float]:
+        least = fmean(found / (1 + noise / size) for size, found in steps.items())
+        errors = (least * (1 + noise / size) / found - 1 for size, found in steps.items())
+        return math.sqrt(fmean(one * one for one in errors)), noise, least
+
+    error, noise, least = min(off(2 ** (part / 16)) for part in range(200))
+    return f"steps to {loss} fit {least:.0f} (1 + {noise:.0f} / B) with {error:.1%} rms"
+
+
 def report(found: Found) -> str:
     """Return the results as text."""
     rows = [compared(found, price, loss) for loss in LOSSES for price in PRICES]
@@ -290,6 +304,8 @@ def report(found: Found) -> str:
             f"advice: within 10 percent of the best constant in "
             f"{sum(one <= 1.1 for one in advice)} of {len(rows)}, worst {max(advice):.3f}"
         ),
+        "left out of the times: +measured is with what measuring c takes, once a run",
+        *(fitted(found, loss) for loss in LOSSES),
         "settings, as rate and warm-up, for each loss:",
     ]
     for arm in ARMS:
@@ -321,7 +337,13 @@ def main() -> None:
     for kind, (price, loss) in itertools.product(VARIANTS, late):
         if "--report" not in sys.argv:
             explain(found, price, loss, kind)
-    text = "\n".join([report(found), *(varied(found, price, loss) for price, loss in late)])
+    text = "\n".join(
+        [
+            report(found),
+            "variants of the policy, where it is late:",
+            *(varied(found, price, loss) for price, loss in late),
+        ]
+    )
     print(text)
     (RESULTS / "fastest_gpt.txt").write_text(text + "\n")
 
