@@ -62,7 +62,7 @@ SWEEP_SEEDS, REPETITIONS = range(5), range(100, 110)
 LENGTH = 2_688
 """Samples of a branch, by the command's default: a quarter of the run over 36 branches."""
 SWEEP_END = {8: 39_296, 16: 49_152, 32: 49_152, 64: 49_152}
-BASE_END, MUON_END = 20_480, 30_080
+BASE_END, MUON_END = 20_480, 39_680
 """All branches lie before the ends: what would follow changes nothing, and is not trained."""
 KEEP = "checkpoint={every: 4912sp, keep: 20}"
 Near = Callable[[float], numpy.poly1d]
@@ -239,7 +239,7 @@ def growth(folder: Path) -> None:
     train(folder / "Muon", SIZES[0], REPETITIONS[0], MUON_END, muon)
     for run, early, later in (
         (adamw, "1.25%,5%", "2.5%,5%"),
-        (folder / "Muon", "1.25%,5%", "5%,7.5%"),
+        (folder / "Muon", "1.25%,5%", "7.5%,10%"),
     ):
         for times in (early, later):
             print(f"{run.name}, {times}", flush=True)
