@@ -45,6 +45,8 @@ NUMBERS = "N[,N...]"
 
 def in_a_folder(file: Path | None) -> Path | None:
     """Refuse a file that cannot be written, before anything takes time."""
+    if str(file) == "--":
+        raise ValueError("no file is named before '--'; write one, or - to print it")
     if file is not None and not file.parent.is_dir():
         raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
     return file

@@ -140,7 +140,7 @@ def test_prints_the_largest_size_writes_its_plan_and_leaves_the_run_alone(strett
     assert (said.code, said.err) == (0, "")
     assert digests(Path("runs/a")) == before
     cost, *lines = said.out.splitlines()
-    assert cost.startswith("12 branches to train: 1,264 samples (158% of the run), about 0:")
+    assert cost.startswith("12 branches to train: 1,264 samples (158% of the run), 0:")
     assert [line.split()[:2] for line in lines[1:4]] == [["25%", "4"], ["25%", "8"], ["25%", "16"]]
     assert lines[4].startswith("25%: 16 (not crossed; 90% interval ")
     assert "25%: 6 steps of 16 show the switch more than the size" in lines

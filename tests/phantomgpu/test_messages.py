@@ -140,3 +140,9 @@ def test_a_kind_that_torch_has_no_code_for_is_said() -> None:
     assert "CUDA 12.6" not in str(build_report(result, GPUS["t4"], **known))
     older = {**result, "torch": "2.7.1+cu126"}
     assert "CUDA 12.6" not in str(build_report(older, GPUS["v100"], **known))
+
+
+def test_a_file_is_named_before_the_command() -> None:
+    done = CliRunner().invoke(app, ["run", "--gpu", "h100", "--json", "--", "python", "train.py"])
+    assert "no file is named before '--'" in str(done.exception)
+    assert not Path("--").exists()

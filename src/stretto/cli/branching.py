@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from fractions import Fraction
@@ -39,7 +39,7 @@ LEAST_STEPS = 4
 """With fewer optimizer steps, a branch does not show how its batch size trains."""
 SETTLED = 40
 """In fewer, the optimizer's averages are still those of the run's own size: with 10 steps of 8
-times the batch, AdamW's loss rose by 0.016 more than without a switch (bench/branches.py)."""
+times the batch, AdamW's loss rose by 0.014 to 0.033 more than without (bench/branches.py)."""
 SHARE, NEAR = 0.25, "5%"
 """By default, all branches take this part of a run; a checkpoint is near a time within this."""
 RESULT = "branch.json"
@@ -66,6 +66,11 @@ class Branch(NamedTuple):
     size: int
     order: int
     """The number of the order of the samples; 0 is the run's own."""
+
+    @property
+    def samples(self) -> int:
+        """How many it trains on."""
+        return self.point.samples + self.size
 
 
 @final
@@ -141,8 +146,9 @@ class Branches:
         """Return samples as a part of the run, rounded up."""
         return f"{math.ceil(samples / self.num_samples * 1000) / 10:g}%"
 
-    def cost(self, samples: int) -> str:
-        """Return samples beside their part of the run."""
+    def cost(self, branches: Iterable[Branch]) -> str:
+        """Return how many samples branches train on, beside their part of the run."""
+        samples = sum(one.samples for one in branches)
         return f"{samples:,} samples ({self.part(samples)} of the run)"
 
     def points(self, times: str, sizes: str, length: str | None) -> list[Point]:
@@ -222,9 +228,8 @@ class Branches:
         with suppress(DataError, ValueError):
             *_, last = metrics_lines(self.run)
             guess = last["sec"] / last["sp"]  # of a sample, in the run
-        samples = sum(one.point.samples + one.size for one in missing)
-        seconds = f"about {show_seconds(guess * samples)}" if guess else "seconds not known"
-        yield f"{len(missing)} branches to train: {self.cost(samples)}, {seconds}"
+        seconds = show_seconds(sum(guess * one.samples for one in missing)) if guess else "?"
+        yield f"{len(missing)} branches to train: {self.cost(missing)}, {seconds} at the run's pace"
         for one in missing:
             with ExitStack() as stack:
                 try:
@@ -254,9 +259,8 @@ class Branches:
         self._need(watch.losses[-1][0] == end, why, "add callbacks=[], or the others")
         losses = [(at, float(loss() if callable(loss) else loss)) for at, loss in watch.losses]
         loss = smoothed(losses, end - one.point.samples // 2, end)
-        (first, began), (last, ended) = watch.clock[0], watch.clock[-1]
-        samples, each = last - one.point.sample, (ended - began) / 1e9 / (last - first)
-        return {"loss": loss, "samples": samples, "each": each}
+        seconds = (watch.ended - watch.began) / 1e9  # without the first batch
+        return {"loss": loss, "each": seconds / one.point.samples}
 
     def lines(
         self, at: str, sizes: str, length: str | None, most: str | None, plain: dict[str, Any]
@@ -312,11 +316,10 @@ class Branches:
         if len(known) == len(points):
             plain["plan"] = plan = static_plan(known, next(iter(points.values())).size)
             yield from self._advice(plan, each)
-        samples = sum(found["samples"] for found in done.values())
-        seconds = show_seconds(sum(found["each"] * found["samples"] for found in done.values()))
-        yield f"{len(done)} of {len(branches)} branches are done: {self.cost(samples)}, {seconds}"
+        seconds = show_seconds(sum(found["each"] * one.samples for one, found in done.items()))
+        yield f"{len(done)} of {len(branches)} branches are done: {self.cost(done)}, {seconds}"
         missing = [f"{p.at} with {s} (order {n})" for p, s, n in branches if (p, s, n) not in done]
-        plain |= {"done": len(done), "missing": missing, "cost": samples / self.num_samples}
+        plain |= {"done": len(done), "missing": missing, "cost": self.cost(done)}
         if missing:
             yield f"missing: {', '.join(missing)}; the same command goes on"
 
@@ -353,13 +356,14 @@ class Watch(Callback):
         self._end = end
         self.losses: list[tuple[int, Any]] = [(-1, 0.0)]
         """Where each batch begins, and its loss or a function that reads it."""
-        self.clock: list[tuple[int, int]] = []
-        """Samples and nanoseconds after each batch."""
+        self.began = self.ended = 0
+        """Nanoseconds after the first batch, and after the last."""
 
     def on_batch_end(self, run: Any, step: Any) -> None:
         """Keep the loss."""
         self.losses.append((step.timestamp.sample, run.latest_loss))
-        self.clock.append((run.timer.sample, run.timer.timestamp.run_nanoseconds))
+        self.ended = run.timer.timestamp.run_nanoseconds
+        self.began = self.began or self.ended
         if step.timestamp.sample >= self._end:
             run.stop("the branch has ended")
 
