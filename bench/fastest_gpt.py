@@ -290,7 +290,13 @@ def fitted(found: Found, loss: float) -> str:
 def report(found: Found) -> str:
     """Return the results as text."""
     rows = [compared(found, price, loss) for loss in LOSSES for price in PRICES]
-    lines = [" ".join(f"{head:>9}" for head in rows[0])]
+    lines = [
+        (
+            "Mean time to a loss over that of the best constant size: of constants, of the policy "
+            "with its 95 percent interval, and of the advised size (between its neighbours)."
+        ),
+        " ".join(f"{head:>9}" for head in rows[0]),
+    ]
     lines += [" ".join(f"{cell:9.4g}" for cell in row.values()) for row in rows]
     policy, high, advice = ([row[name] for row in rows] for name in ("policy", "to", "advice"))
     lines += [
