@@ -254,7 +254,7 @@ class Kernel:
         both = len(read) == 1 and isinstance(state, Share)
         with suppress(*_REFUSED):
             drawn = {id(one): self.bytes.sample(one, out.shape, both=both) for one in read}
-            result = leaves(self.called(*self.here(*given, drawn)))[0]
+            result = leaves(self.called(*self.here(given[0], given[1], drawn)))[0]
             parts = result.bool().float().expand(2 if both else FEW)
             part = parts[0].lerp(parts[1], state or 0.0) if both else parts.mean()
             return Share(part) if out.dtype is torch.bool or part < 1 else LOST

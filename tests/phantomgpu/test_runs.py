@@ -97,8 +97,14 @@ def asks_of_many_tensors(count: int) -> None:
 
     from phantomgpu.values import Bytes
 
-    asked, state = [], Bytes.state
-    Bytes.state = lambda self, tensor: asked.append(1) or state(self, tensor)  # type: ignore[method-assign]
+    asked: list[int] = []
+    state = Bytes.state
+
+    def counted(bytes_of: Bytes, tensor: torch.Tensor) -> float | None:
+        asked.append(1)
+        return state(bytes_of, tensor)
+
+    Bytes.state = counted  # type: ignore[method-assign]
     many = [torch.empty(1 << 17, device="cuda") for _ in range(count)]
     torch._foreach_mul_(many, 2.0)
     assert len(asked) < 20 * count

@@ -256,7 +256,7 @@ def test_searches_with_as_many_ranks_share_a_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("phantomgpu.searching._served", served)
     one, many = (Session("h100", None, Settings(ranks=ranks)) for ranks in (1, 8))
     with Processes() as processes:
-        found = [
+        found: list[Any] = [
             processes.trial(session, ["python", "call.py", file], 1)(2)
             for session, file in ((one, "a"), (one, "b"), (many, "c"), (one, "d"))
         ]
