@@ -233,11 +233,12 @@ class Kernel:
         self, out: torch.Tensor, given: Any, read: list[torch.Tensor], *, is_masked: bool
     ) -> float:
         """Return what is known of a large result: for masks, how much of it is not zero."""
+        args, kwargs = given
         if self.base in ("zero_", "normal_"):
             return _KNOWN if self.base == "zero_" else _NORMAL
         state = self.bytes.state(read[0]) if read else None
         if self.base == "fill_":
-            number = self.bytes.read(torch.as_tensor(given[0][1])).item()
+            number = self.bytes.read(torch.as_tensor(args[1])).item()
             return Same(number) if number else _KNOWN
         if self.base == "masked_fill_" and isinstance(state, Same) and 0 < state < 1:
             return state  # chances of tokens, but for a few
@@ -247,14 +248,14 @@ class Kernel:
                 self.bytes.write(out, torch.tensor(total).view(out.shape), known=False)
                 return _DERIVED
         if self.base.startswith(("scatter", "index_put", "_index_put")) and state == _KNOWN:
-            places = [one.numel() for one in leaves(given[0]) if one.dtype == torch.int64]
+            places = [one.numel() for one in leaves(args) if one.dtype == torch.int64]
             return Share(min(1.0, max(places, default=0) / out.numel()))
         if not is_masked and not self.base.startswith(("bernoulli", "native_dropout")):
             return LOST
         both = len(read) == 1 and isinstance(state, Share)
         with suppress(*_REFUSED):
             drawn = {id(one): self.bytes.sample(one, out.shape, both=both) for one in read}
-            result = leaves(self.called(*self.here(given[0], given[1], drawn)))[0]
+            result = leaves(self.called(*self.here(args, kwargs, drawn)))[0]
             parts = result.bool().float().expand(2 if both else FEW)
             part = parts[0].lerp(parts[1], state or 0.0) if both else parts.mean()
             return Share(part) if out.dtype is torch.bool or part < 1 else LOST
