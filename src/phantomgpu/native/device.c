@@ -28,11 +28,7 @@ size_t phantom_most_managed, phantom_nccl, phantom_assumed, phantom_now;
 struct range { size_t from, to; };
 struct ranges { struct range *at; size_t count, room; };
 
-static struct {
-  size_t used, highest;
-  int mapped;
-  struct ranges reserved;
-} devices[PLACES];
+static struct { size_t used, highest; int mapped; struct ranges reserved; } devices[PLACES];
 static struct ranges written; /* all other bytes of the devices are zero */
 static size_t kept;           /* bytes in these ranges */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
