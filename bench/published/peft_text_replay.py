@@ -15,13 +15,13 @@ import os
 import sys
 import time
 import traceback
+from importlib.util import find_spec
 from typing import Any
 
 import peft
 import torch
 import transformers
 from peft import optimizers as of_peft
-from peft.tuners import frod
 from peft.tuners.boft import layer as boft
 
 BATCH, TEXT, VOCABULARY = 4, 768, 128256
@@ -91,6 +91,9 @@ def first_weights(layer: Any, r: int, **options: Any) -> torch.Tensor:
 
 def leave_frod_out() -> None:
     """Let FRoD make its tensors without the decompositions, which run on the CPU for minutes."""
+    if find_spec("peft.tuners.frod") is None:  # before 0.20
+        return
+    from peft.tuners import frod
 
     def projection(matrices: list[torch.Tensor], regularization_alpha: float) -> torch.Tensor:
         del regularization_alpha

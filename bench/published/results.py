@@ -61,7 +61,7 @@ def measure(
         result = {
             "ours": {what: ours[what] for what in row.published if what in ours},
             "seconds": round(clock() - began, 1),
-            "torch": metadata.version("torch").partition("+")[0],
+            "torch": row.settings.get("torch") or metadata.version("torch").partition("+")[0],
             "problem": problem,
             "settings": row.settings,
         }

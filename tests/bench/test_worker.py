@@ -49,3 +49,8 @@ def test_an_adapter_of_the_image_comparison() -> None:
     assert by_name["full-finetuning/flux2-klein-default"] is None
     assert by_name["ln_tuning/flux2-klein-default"]["target_modules"] == ["norm_q", "norm_k"]
     assert by_name["lora/flux2-klein-rank64"]["r"] == 64
+
+
+def test_each_row_of_the_image_comparison_has_its_versions() -> None:
+    rows = peft_image.FAMILY.rows
+    assert {peft_image.versions(row) for row in rows} == set(peft_image.WORKERS)
