@@ -171,7 +171,7 @@ def excess(base: Near, other: Near, point: int) -> float:
 
 def sweep(folder: Path) -> dict[str, list[Tried]]:
     """Return the sizes of the sweep, compared at each point."""
-    curves = {}
+    curves = dict[tuple[int, int], Near]()
     for size in SIZES:
         each = json.loads((folder / f"sweep-{size}.json").read_text())
         curves |= {(size, seed): curve(losses, size) for seed, losses in enumerate(each)}
@@ -197,7 +197,7 @@ def show_agreement(folder: Path, of_sweep: dict[str, list[Tried]]) -> None:
             shown, ratios = list[str](), list[float]()
             for at, right in of_sweep.items():
                 rows = [
-                    Tried(*(math.inf if n is None else n for n in row.values()))
+                    Tried._make(math.inf if n is None else n for n in row.values())
                     for row in found[at]["tried"]
                 ]
                 one, other = critical(rows, tolerance), critical(right, tolerance)
