@@ -6,6 +6,9 @@ tuned by the same nine runs on a seed that serves for nothing else. Fresh seeds 
 the setting that was best for each loss. A constant needs no clock: from steps and samples to a
 loss, its time at every price follows.
 
+The noise is averaged over 20 steps. With 100, the default until this study showed it to be late,
+the policy was within 1.10 in 12 of 18 on seeds 0 to 4, tuned on 100: mean 1.049, worst 1.403.
+
 Each run is a line of `bench/results/fastest_gpt.jsonl`: start the command again, and it goes on.
 
     python bench/fastest_gpt.py             # everything, about an hour on one core
@@ -45,17 +48,8 @@ BEHIND = dict(zip(LOSSES, (1.7, 1.3, 1.1), strict=True))
 """A run that takes so many times as long as the best to a loss is not tuned further."""
 LOGGED, MICRO_BATCH = 64, 16
 """The run whose log gives the advice."""
-ADVISED_SEED = 1
-BORROWED = "rate and warm-up of the best constant"
-VARIANTS: Mapping[str, Mapping[str, int]] = {
-    "start 128, window 20": {"start": 128, "window": 20},
-    BORROWED: {},
-    "start 128": {"start": 128},
-    "window 20": {"window": 20},
-}
-"""The policy from another size, or with another window: why it is late where it is."""
-LATE = 1.1
-TUNING_SEED, SEEDS = 100, tuple(range(5))
+ADVISED_SEED = 5
+TUNING_SEED, SEEDS = 101, tuple(range(5, 10))
 
 
 class Arm(NamedTuple):
@@ -195,34 +189,6 @@ def best_constant(found: Found, price: int, loss: float) -> Arm:
     return min(CONSTANTS, key=lambda one: fmean(times_of(found, one, loss, price)))
 
 
-def keys_of(found: Found, price: int, loss: float, kind: str) -> list[Key]:
-    """Return the runs of a variant."""
-    side = best_constant(found, price, loss) if kind == BORROWED else Arm("policy", price)
-    setting = tuned(found, side)[loss]
-    return [Key(Arm(kind, price), setting, seed) for seed in SEEDS]
-
-
-def explain(found: Found, price: int, loss: float, kind: str) -> None:
-    """Run a variant of the policy, with the true `c`."""
-    options = {"start": 16, **VARIANTS[kind]}
-    policy = NoiseScale(maximum=512, minimum=8, c=math.sqrt(price), power=0.5, **options)
-    for key in keys_of(found, price, loss, kind):
-        if time_of(found, key, loss, price) == math.inf:
-            add(found, key, policy, until=loss)
-
-
-def varied(found: Found, price: int, loss: float) -> str:
-    """Return how the variants did, over the best constant size."""
-    least = fmean(times_of(found, best_constant(found, price, loss), loss, price))
-    cells = []
-    for kind in VARIANTS:
-        keys = keys_of(found, price, loss, kind)
-        times = [time_of(found, key, loss, price) for key in keys]
-        if max(times) < math.inf:
-            cells.append(f"{kind} {fmean(times) / least:.3f}")
-    return f"at a loss of {loss} and a / b = {price}: " + "; ".join(cells)
-
-
 def times_of(found: Found, arm: Arm, loss: float, price: float) -> list[float]:
     """Return the time of each fresh seed, with the setting that was tuned."""
     setting = tuned(found, arm).get(loss, SETTINGS[0])
@@ -335,21 +301,7 @@ def main() -> None:
     if "--report" not in sys.argv:
         for price, loss in itertools.product(PRICES, LOSSES):
             advise(found, price, loss, ADVISED_SEED)
-    late = [
-        (price, loss)
-        for loss, price in itertools.product(LOSSES[::-1], PRICES)  # a run passes all above
-        if compared(found, price, loss)["policy"] > LATE
-    ]
-    for kind, (price, loss) in itertools.product(VARIANTS, late):
-        if "--report" not in sys.argv:
-            explain(found, price, loss, kind)
-    text = "\n".join(
-        [
-            report(found),
-            "variants of the policy, where it is late:",
-            *(varied(found, price, loss) for price, loss in late),
-        ]
-    )
+    text = report(found)
     print(text)
     (RESULTS / "fastest_gpt.txt").write_text(text + "\n")
 

@@ -41,6 +41,8 @@ _FEW = 15.0
 a confidence of 0.9999; at 5 it was 6 percent, and at 1 it was 12 percent at 0.9."""
 STEADY = 3.0
 """A ratio that is known to within this factor counts as known."""
+WINDOW, SHORT_WINDOW = 100, 20
+"""The measured steps that averages are over, by default, and with the root of the noise scale."""
 LEAST_GAIN = 0.03
 """A smaller saving is no reason to move: near its minimum the cost is flat."""
 
@@ -321,7 +323,8 @@ class NoiseScale(BatchSizePolicy):
             noise scale is in tokens.
         power: the power of the noise scale that the batch follows, above 0 and at most 1.
         minimum: the smallest size; by default, `start`.
-        window: the number of measured steps that the averages are over.
+        window: the number of measured steps that the averages are over; by default 100, and 20 with
+            the root, whose cost is flat around its least.
         confidence: the probability with which the interval holds the true noise scale.
 
     Raises:
@@ -332,7 +335,7 @@ class NoiseScale(BatchSizePolicy):
     start: Size
     maximum: Maximum
     minimum: Size | None = field(default=None, kw_only=True)
-    window: Window = field(default=100, kw_only=True)
+    window: Window | None = field(default=None, kw_only=True)
     confidence: Confidence = field(default=0.9, kw_only=True)
     c: Factor = field(default=1.0, kw_only=True)
     power: Power = field(default=1.0, kw_only=True)
@@ -352,6 +355,8 @@ class NoiseScale(BatchSizePolicy):
                 why, instead = "the sizes are in tokens", "write sizes as numbers of samples"
                 raise BatchSizeError.bad("c", self.c, why, instead)
             fill(self, power=0.5)
+        if self.window is None:
+            fill(self, window=SHORT_WINDOW if self.power == 0.5 else WINDOW)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size and the averages."""
@@ -359,7 +364,8 @@ class NoiseScale(BatchSizePolicy):
         known_maximum(self.maximum)
         if least < two:
             raise _single("minimum", least, f"{in_unit_of(least, two)} or more")
-        empty, of_time = GradientNoise(self.window, self.confidence), self.c == "time"
+        empty = GradientNoise(self.window or WINDOW, self.confidence)
+        of_time = self.c == "time"
 
         def decide(_: Timestamp, state: PolicyState, signals: Signals) -> Decision:
             noise = empty.from_state(state).after(signals)
