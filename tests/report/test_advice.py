@@ -122,7 +122,7 @@ def test_a_part_too_small_to_be_seen_is_bounded_as_for_the_policy(tmp_path: Path
     assert advice.best(80) == pytest.approx(math.sqrt(6.4 * 80), rel=0.1)
     text = str(advice)
     assert "the seconds fit any a / b from 0 to" in text
-    assert "as if a / b were 6.4 samples" in text
+    assert "compared with a / b = 6.4 samples, the limit" in text
 
 
 def test_rows_of_another_machine_or_setting_do_not_mix(tmp_path: Path) -> None:

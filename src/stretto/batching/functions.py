@@ -283,10 +283,14 @@ def awaits_maximum(value: object) -> int:
 
 
 def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:
-    """Return a policy where `size` is what fits into memory in one pass on each rank.
+    """Return a policy with numbers for each largest size that memory decides.
 
     >>> with_maximum(IncreaseFunction(max, 8, "auto"), 64)
     IncreaseFunction(max, 8, 64)
+
+    Args:
+        policy: the policy.
+        size: what fits into memory in one pass on each rank, over all ranks.
 
     Raises:
         BatchSizeError: it starts with a larger size.

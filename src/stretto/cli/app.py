@@ -280,8 +280,8 @@ def branch(
 ) -> None:
     """Find the largest batch that trains as well, by short branches from checkpoints of a run.
 
-    Branches that are done are kept: the same command goes on where it was stopped. Started twice,
-    it trains two at the same time.
+    Branches that are done are kept. Run the same command again to continue. Run it twice at the
+    same time, and two branches are trained at once.
 
     Args:
         run (RUN_FOLDER): The folder of a run with checkpoints. It stays as it is.

@@ -331,7 +331,7 @@ class Branches:
         if len(plan) > 1:
             yield f"batch_size: {{{', '.join(f'{at}: {size}' for at, size in plan.items())}}}"
         else:
-            yield f"constant, {plan['0%']}: no growth is shown (none is known before)"
+            yield f"constant, {plan['0%']}: no growth is shown at these points"
         yield f"wrote {self.folder / RUN_FILE}"
         planned, own, end = Counter[int](), Counter[int](), self.num_samples
         for at, size in reversed([*plan.items()]):

@@ -116,7 +116,7 @@ class Advice:
         assert self.cost is not None, "known"
         assumed = self.cost.bounded_ratio()
         if self.cost.unknown is not None and assumed is not None:
-            yield f"compared as if a / b were {assumed:.3g} samples, the nearest that can be told"
+            yield f"compared with a / b = {assumed:.3g} samples, the limit of what was measured"
         yield f"batch {self.now:,}  now"
         if ratio > 1 + LEAST_GAIN:
             times = f"{ratio:.2g} ({min(*ends):.2g} to {max(*ends):.2g}) times as fast"
