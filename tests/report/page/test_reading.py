@@ -27,12 +27,14 @@ from stretto.timing import Horizon
 SIZES = [8, 8, 8, 16, 16, 16, 16, 32]
 HEADER = "batch,epoch,sample,token,size,tokens,micro_batches,sec,decided_size,lr\n"
 
+FACTS = {"model": "M", "micro_batch_size": None}
+
 
 def write_run(folder: Path, *, batches: int = 8, utc: float = 1e9) -> None:
     """Write the files of a run of 128 samples an epoch, 0.5 seconds a batch."""
     folder.mkdir(parents=True, exist_ok=True)
     rows, lines, sample = [HEADER], [], 0
-    events = [event_line("start", clock(0, 0), "start", attempt=1, utc=utc, facts={"model": "M"})]
+    events = [event_line("start", clock(0, 0), "start", attempt=1, utc=utc, facts=FACTS)]
     for batch in range(batches):
         size = SIZES[batch % 8]
         rows.append(

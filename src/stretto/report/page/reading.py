@@ -119,7 +119,8 @@ def _read(folder: Path) -> RunData:
     ]
     facts = given[-1] if given else {}
     run.series = [*planned_series(plan, is_main=False), *run.series]
-    run.facts = [[str(name).replace("_", " "), str(value)] for name, value in facts.items()]
+    known = {name: value for name, value in facts.items() if value is not None}
+    run.facts = [[str(name).replace("_", " "), str(value)] for name, value in known.items()]
     with suppress(DataError, *UNFIT):
         advice = read_advice(folder)
         run.facts += [["advice", line] for line in str(advice).splitlines() if advice.is_known]
