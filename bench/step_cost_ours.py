@@ -11,7 +11,7 @@ import tempfile
 from typing import Any
 
 import torch
-from step_cost_setting import BATCH, Batch, Rows, Stopwatch, network, sgd, tensors
+from step_cost_setting import BATCH, Batch, Rows, Stopwatch, network, sgd, tensors, widened
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -33,6 +33,12 @@ def run_fixed(data: Rows, stopwatch: Stopwatch) -> None:
 def run_ramp(data: Rows, stopwatch: Stopwatch) -> None:
     """A batch size that grows from 24 to 42 over the same samples, in nearly as many steps."""
     _fit(data, stopwatch, RAMP)
+
+
+def run_wide(_: Rows, stopwatch: Stopwatch) -> None:
+    """Batches of 256 with a wide network, so that a step takes some milliseconds."""
+    rows = widened(stopwatch)
+    _fit(rows, stopwatch, stopwatch.batch)
 
 
 def run_tensors(data: Rows, stopwatch: Stopwatch) -> None:

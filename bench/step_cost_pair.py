@@ -28,6 +28,7 @@ from step_cost_setting import (
     run_bare,
     run_bare_tensors,
     run_bare_tensors_with_loader,
+    run_bare_wide,
     run_bare_without_loader,
 )
 
@@ -40,7 +41,7 @@ DISTRIBUTIONS = {"ignite": "pytorch-ignite", "composer": "mosaicml"}
 def loops_of(name: str) -> dict[str, Loop]:
     """Return the loops to time, the yardstick first."""
     if name == "stretto":
-        from step_cost_ours import run_fixed, run_ramp, run_tensors, run_tensors_ramp
+        from step_cost_ours import run_fixed, run_ramp, run_tensors, run_tensors_ramp, run_wide
 
         return {
             "bare": run_bare,
@@ -51,6 +52,8 @@ def loops_of(name: str) -> dict[str, Loop]:
             "bare, TensorDataset, DataLoader": run_bare_tensors_with_loader,
             "stretto, TensorDataset": run_tensors,
             "stretto, TensorDataset, ramp": run_tensors_ramp,
+            "bare, wide": run_bare_wide,
+            "stretto, wide": run_wide,
         }
     from step_cost_peers import LOOPS
 

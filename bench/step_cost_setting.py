@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 BATCH = 32
 FEATURES, HIDDEN, CLASSES = 64, 64, 10
+# Steps of some milliseconds, as short as real ones are, and so many that they take a few seconds.
+WIDE_BATCH, WIDE, WIDE_STEPS = 256, 2_048, 600
 LEARNING_RATE = 0.05
 # Nothing before this step counts: the first ones fill caches, and trainers set up as they go.
 FIRST_TIMED_STEP = 200
@@ -62,9 +64,9 @@ def tensors(data: Rows) -> TensorDataset:
     return TensorDataset(data.rows, data.labels)
 
 
-def data_loader(data: Rows) -> DataLoader[Batch]:
+def data_loader(data: Rows, batch: int = BATCH) -> DataLoader[Batch]:
     """Return the loader of the bare loop and of every peer."""
-    return DataLoader(data, batch_size=BATCH, shuffle=True, collate_fn=as_it_is)
+    return DataLoader(data, batch_size=batch, shuffle=True, collate_fn=as_it_is)
 
 
 @dataclass
@@ -78,6 +80,9 @@ class Stopwatch:
     last: int
     """The length of the run, in steps."""
     steps: int = 0
+    batch: int = BATCH
+    hidden: int = HIDDEN
+    """The width of the network's hidden layer."""
     wall: list[int] = field(default_factory=list)
     cpu: list[int] = field(default_factory=list)
 
@@ -100,12 +105,12 @@ class Stopwatch:
 
 
 class Network(nn.Module):
-    """The MLP 64-64-10."""
+    """The MLP 64-64-10, or a wider one."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)
+            nn.Linear(FEATURES, stopwatch.hidden), nn.ReLU(), nn.Linear(stopwatch.hidden, CLASSES)
         )
         self.stopwatch = stopwatch
 
@@ -144,13 +149,25 @@ def run_bare(data: Rows, stopwatch: Stopwatch) -> None:
     model = network(stopwatch)
     optimizer = sgd(model)
     keys = ("rows", "labels") if data.is_dict else (0, 1)
-    for step, batch in enumerate(data_loader(data)):
+    for step, batch in enumerate(data_loader(data, stopwatch.batch)):
         for group in optimizer.param_groups:
             group["lr"] = cosine(step, stopwatch.last)
         loss = functional.cross_entropy(model(batch[keys[0]]), batch[keys[1]])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def widened(stopwatch: Stopwatch) -> Rows:
+    """Have a loop train the wide network in larger batches; return the rows."""
+    stopwatch.batch, stopwatch.hidden = WIDE_BATCH, WIDE
+    stopwatch.last = min(stopwatch.last, WIDE_STEPS)
+    return Rows(stopwatch.last * WIDE_BATCH)
+
+
+def run_bare_wide(_: Rows, stopwatch: Stopwatch) -> None:
+    """The yardstick with steps of some milliseconds."""
+    run_bare(widened(stopwatch), stopwatch)
 
 
 def run_bare_tensors(data: Rows, stopwatch: Stopwatch) -> None:
