@@ -15,16 +15,13 @@ from typing import final
 
 from stretto.batching.steps import sample_axis
 from stretto.errors import BatchSizeError, ConversionError
-from stretto.schedules import BoundSchedule, Schedule
+from stretto.schedules import BoundSchedule, Schedule, Scope
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 from stretto.timing.grammar import NAMES
 
-_GRID = 1024
-"""Intervals of the run in which a schedule is read twice, to find its peak and to check that it
-falls from there on: at the start, and at a place that differs between intervals. Evenly spaced
-places would all be alike for a schedule with as many restarts."""
-_STRIDE = (5**0.5 - 1) / 2
-"""Multiples of the golden ratio spread over the whole interval."""
+_GRID = 1_021
+"""Intervals of the run at whose ends a schedule is read, to check that it falls after its peak.
+A prime: places that divide a number of restarts would all be alike."""
 _NOISE = 1e-9
 """A smaller relative rise is rounding."""
 _FARTHEST = 2**62
@@ -60,17 +57,13 @@ class Decay:
         value, at = schedule.bind(horizon), _timestamps(horizon, axis)
         end = _end(horizon, axis)
         reach = _reach(horizon, schedule, axis, end)
-        grid = sorted({*_grid(reach), *_edges(horizon, schedule, axis, reach)})
+        even = {reach * number // _GRID for number in range(_GRID + 1)}
+        grid = sorted(even.union(_edges(horizon, schedule, axis, reach)))
         _check_counters(horizon, schedule, value, [at(tick) for tick in grid], axis)
         values = [value(at(tick)) for tick in grid]
         highest = max(range(len(grid)), key=values.__getitem__)
-        low, high = grid[max(highest - 1, 0)], grid[min(highest + 1, len(grid) - 1)]
-        peak = _highest(lambda tick: value(at(tick)), low, high)
-        if value(at(peak)) < values[highest]:
-            peak = grid[highest]
-        decay = cls(axis, value, peak, value(at(peak)), end, at)
-        after = [reading for tick, reading in zip(grid, values, strict=True) if tick >= peak]
-        _check_falls(schedule, [decay.top, *after])
+        decay = cls(axis, value, grid[highest], values[highest], end, at)
+        _check_falls(schedule, values[highest:])
         return decay
 
     @property
@@ -159,20 +152,10 @@ def _reach(horizon: Horizon, schedule: Schedule, axis: Axis, end: int | None) ->
     return int(sum(lengths, Fraction(1)))
 
 
-def _grid(reach: int) -> Iterator[int]:
-    """Yield ticks from 0 to `reach`: the ends of the intervals, and one inside each."""
-    count = min(_GRID, reach)
-    for number in range(count):
-        begin, end = reach * number // count, reach * (number + 1) // count
-        yield begin
-        yield begin + int((end - begin) * (number * _STRIDE % 1))
-    yield reach
-
-
 def _edges(horizon: Horizon, schedule: Schedule, axis: Axis, reach: int) -> Iterator[int]:
-    """Yield the ticks around each time of the schedule, where it may jump."""
-    for time in schedule.times():
-        tick = int(horizon.ticks(time, axis))
+    """Yield the ticks around each place where the formula changes: a peak is at one of them."""
+    for mark in schedule.borders(Scope.of(horizon)):
+        tick = int(horizon.ticks_of(mark.tick / mark.axis.scale, mark.axis.unit, axis))
         yield from (near for near in (tick - 1, tick, tick + 1) if 0 <= near <= reach)
 
 
@@ -202,18 +185,6 @@ def _check_falls(schedule: Schedule, values: list[float]) -> None:
         raise cannot_grow(schedule, "it rises again after it has fallen", "write Cosine()")
     if values[-1] >= values[0]:
         raise cannot_grow(schedule, "it does not fall on this run", "write Cosine()")
-
-
-def _highest(value: Callable[[int], float], low: int, high: int) -> int:
-    """Return the tick of the largest value in [low, high], which has a single peak."""
-    while high - low > 2:
-        third = (high - low) // 3
-        left, right = low + third, high - third
-        if value(left) < value(right):
-            low = left
-        else:
-            high = right
-    return max(range(low, high + 1), key=value)
 
 
 def _first(holds: Callable[[int], bool], before: int, after: int) -> int:
