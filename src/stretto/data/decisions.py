@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from itertools import chain, repeat
+from itertools import chain, product, repeat
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, Bound, PolicyState, Signals, checked_size
@@ -16,7 +16,7 @@ from stretto.data.fetch import Plans, RankShare
 from stretto.errors import BatchSizeError, CheckpointError, StrettoError
 from stretto.planning import PlannedBatch, Prepared, check_least, next_step
 from stretto.planning.plan import plan_prepared
-from stretto.planning.sizes import after_batch
+from stretto.planning.sizes import Had, after_batch
 from stretto.timing import Timer, Timestamp, TimeUnit
 from stretto.timing.batches import EqualBatches
 from stretto.timing.epochs import repeats_before
@@ -54,8 +54,11 @@ class Decisions:
         """What that batch measured."""
         self.size: int | None = None
         """The size that was decided for it; None before the first one."""
-        self.past: list[tuple[int, int]] | None = []
-        """The sizes so far, each with its first batch; None: unknown, or too many to keep."""
+        self.past: list[Had] | None = []
+        """The batches so far; None: unknown, or too many sizes to keep."""
+        self.is_elsewhere = False
+        """Whether the next batch may begin elsewhere than the sizes before it lead to: after
+        skipped samples, or where a run was resumed."""
         self.last: PlannedBatch | None = None
         """What was decided for the last finished batch."""
         self.end: Timestamp | None = None
@@ -124,9 +127,12 @@ class Decisions:
             )
         if self.signals.cost_ratio is not None:  # it stays until another one is measured
             signals = replace(signals, cost_ratio=signals.cost_ratio or self.signals.cost_ratio)
-        self.last = plan
-        if self.past is not None and not (self.past and is_same(self.past[-1][1], plan.decided)):
-            self.past.append((plan.timestamp.batch, plan.decided))
+        is_new = self.is_elsewhere or (self.last is not None and self.last.row != plan.row)
+        self.last, self.is_elsewhere = plan, False
+        if self.past is not None and not (
+            self.past and is_same(self.past[-1].size, plan.decided) and not is_new
+        ):
+            self.past.append(Had(plan.timestamp.batch, plan.decided, plan.timestamp.sample))
             if len(self.past) > _MOST_SIZES:
                 self.past = None
         self.state, self.signals, self.size = plan.state, signals, plan.decided
@@ -175,7 +181,9 @@ class Decisions:
                 for name, value in asdict(self.signals).items()
             },
             "size": self.size,
-            "past": None if past is None else [[at, saved_size(size)] for at, size in past],
+            "past": None
+            if past is None
+            else [[one.first, saved_size(one.size), one.sample] for one in past],
             **self._unit,
         }
 
@@ -200,6 +208,7 @@ class Decisions:
         self._unmeasured = -1
         self.restart(state if is_own else policy.start, Signals(**signals))
         self.size, self.past = saved.get("size"), _past(saved.get("past"), now)
+        self.is_elsewhere = True
         return is_own or not state
 
     def restart(self, state: PolicyState, signals: Signals) -> None:
@@ -245,19 +254,23 @@ def other_order(why: str, instead: str) -> CheckpointError:
     return CheckpointError.cannot("continue from the saved position", why=why, instead=instead)
 
 
-def _past(saved: list[Any] | None, now: Timestamp) -> list[tuple[int, int]] | None:
-    """Return the batch sizes so far; None if the record does not have them.
+def _past(saved: list[Any] | None, now: Timestamp) -> list[Had] | None:
+    """Return the batches so far; None if the record does not have their sizes.
 
     Raises:
         ValueError: they are damaged.
     """
     if saved is None:
         return [] if now.batch == 0 else None
-    past = [(at, checked_size(size) if type(size) is str else size) for at, size in saved]
-    firsts = [first for first, _ in past]
-    is_whole = all(type(at) is int and type(size) in (int, Tokens) for at, size in past)
+    past = [
+        Had(at, checked_size(size) if type(size) is str else size, *place)
+        for at, size, *place in saved
+    ]
+    firsts = [one.first for one in past]
+    kinds = {(type(at), type(size), type(place)) for at, size, place in past}
+    is_whole = kinds <= set(product([int], [int, Tokens], [int, type(None)]))
     in_order = sorted(set(firsts)) == firsts and firsts[:1] == [0] * bool(now.batch)
-    if not (is_whole and in_order and all(size >= 1 for _, size in past)):
+    if not (is_whole and in_order and all(one.size >= 1 for one in past)):
         raise ValueError(f"{saved!r} are no batch sizes")
     return past
 

@@ -46,7 +46,8 @@ def steps_left(run: Run, now: Timestamp | None = None) -> NumSteps:
     sizes, end = run.prepared.sizes, end_of(run)
     if end is None:
         return NumSteps(None, is_exact=False)
-    if sizes is not None and sizes.sample_at_batch(now.batch) != now.sample:
+    places = sizes and (sizes.after_batch(now.batch).sample, sizes.sample_at_batch(now.batch))
+    if places and not places[0] <= now.sample <= places[1]:
         return _most_between(run, now.sample, end)  # resumed after other sizes
     return steps_between(run, now.sample, end)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, Self, TypeAlias, final
 
 from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy
 from stretto.batching.pack import num_passes
@@ -318,6 +319,20 @@ class Stage:
         """The clock at the start of its first batch."""
         return self.equal.first
 
+    def size_of(self, number: int) -> int:
+        """Return the samples of batch `number` (from 0): fewer if an epoch or the run cuts it."""
+        size = self.equal.size_of(number)
+        if self.end is None or number + 1 != self.batches:
+            return size
+        return min(size, self.end.sample - self.equal.position(number))
+
+    def batch(self, number: int) -> PlannedBatch:
+        """Return batch `number` (from 0), without the policy's state."""
+        now, is_last = self.equal.timestamp(number), number + 1 == self.batches
+        after = self.end if is_last and self.end else self.equal.timestamp(number + 1)
+        skipped, ends = 0 if number else self.skipped, after.epoch - now.epoch
+        return PlannedBatch(now, self.size_of(number), self.size, skipped, ends, {}, row=self.row)
+
     @property
     def samples(self) -> int | None:
         """The samples of all its batches, without skipped ones."""
@@ -397,7 +412,7 @@ class Stage:
                 if self.batches is None or number < self.batches:
                     found[equal.size_of(number)] = None
         if end is not None and self.batches and horizon.last_batch != "drop":
-            found[end.sample - equal.position(self.batches - 1)] = None
+            found[self.size_of(self.batches - 1)] = None
         fewest, most = self.whole_sizes
         return tuple(size for size in found if not fewest <= size <= most)
 
@@ -406,8 +421,19 @@ class Stage:
         return least(self.equal.count_before(sample), self.batches) or 0
 
 
-Open: TypeAlias = tuple[Batches, Hold | None]
-"""The batches of a decided size, and how long that holds, before they are counted."""
+class Had(NamedTuple):
+    """Batches of one size that a run has had."""
+
+    first: int
+    """The number of the first."""
+    size: int
+    """The size that was decided, in samples or as `Tokens`."""
+    sample: int | None = None
+    """Where it began; None: where those before it lead to."""
+
+
+Open: TypeAlias = tuple[Batches, Hold | None, PolicyState]
+"""The batches of a decided size, how long it holds, and the state then, before they are counted."""
 
 
 def find_stages(
@@ -445,7 +471,7 @@ def find_stages(
         state = step.state
         asked = step.decided if policy.asked is None else policy.asked(now, before, NO_SIGNALS)[0]
         batches, hold = batches_of(horizon, now, step.decided), policy.holds_until(now, state)
-        yield batches, hold
+        yield batches, hold, state
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
             raise _unplannable(
@@ -470,6 +496,51 @@ def find_stages(
         if after is None:
             return None
         now = after
+
+
+def past_stages(
+    horizon: Horizon, policy: Bound, found: list[Stage], past: Sequence[Had], until: Had
+) -> Generator[Open, None, Timestamp]:
+    """Add the stages that a run has had to `found`, as `find_stages`; return the clock after them.
+
+    Raises:
+        PlanError: its sizes lead elsewhere on this data.
+    """
+    after, batch_axis = Timestamp(), horizon.axis(TimeUnit.BATCH)
+    for had, following in pairwise([*past, until]):
+        before, first = after.sample, after
+        if had.sample is None and outgrows_epoch(
+            horizon, first, whole_size(horizon, first.sample, had.size)
+        ):
+            first = next_epoch(horizon, first)  # a record of a version that did not say so
+        elif had.sample is not None:
+            first = _placed(horizon, found, first, had.sample)
+        batches = batches_of(horizon, first, had.size)
+        yield batches, Hold(((batch_axis, following.first),)), policy.start
+        count = following.first - had.first
+        after = batches.timestamp(count)
+        row = 1 if policy.row_at is None else policy.row_at(first)
+        skipped = max(0, first.sample - before)
+        found.append(Stage(len(found) + 1, batches, count, after, skipped, row=row))
+    return _placed(horizon, found, after, until.sample or 0)
+
+
+def _placed(horizon: Horizon, found: list[Stage], now: Timestamp, sample: int) -> Timestamp:
+    """Return the clock at a place in the past: after a cut batch, or after skipped samples."""
+    if sample < now.sample and found and found[-1].batches:
+        last = found[-1].equal.timestamp(found[-1].batches - 1)
+        if sample > last.sample:  # the run had ended there
+            now = advance(horizon, last, sample - last.sample)
+            found[-1] = replace(found[-1], end=now)
+    elif sample > now.sample and horizon.last_batch == "drop":
+        now = next_epoch(horizon, now)
+    if sample != now.sample:
+        raise PlanError.cannot(
+            "know where the batches of the run begin",
+            why="the batch sizes in the checkpoint lead elsewhere with these data",
+            instead="resume with the data of that run, and the lengths of its samples",
+        )
+    return now
 
 
 def _is_like(stage: Stage, step: PlannedBatch) -> bool:
@@ -535,7 +606,7 @@ class _Search:
 
     def _has(self, number_in: Callable[[Batches], int]) -> bool:
         assert self.open is not None, "asked before"
-        batches, hold = self.open
+        batches, hold, _ = self.open
         number = number_in(batches)
         if number <= 0:
             return True
@@ -628,20 +699,63 @@ class PlannedSizes:
         now = Timestamp() if first is None else first[0]
         fill(self, horizon=run, policy=policy, bound=bound, _first=now, _past=past, _search=search)
 
+    @classmethod
+    def had(
+        cls, horizon: Horizon, policy: BatchSizePolicy, bound: Bound, past: Sequence[Had], now: Had
+    ) -> Self:
+        """Return the batches that a run has had.
+
+        Args:
+            horizon: the run.
+            policy: its batch sizes from now on.
+            bound: the same, bound to the run.
+            past: the batches.
+            now: the next one.
+
+        Raises:
+            PlanError: the sizes lead elsewhere on this data.
+        """
+        run, stages, made = horizon.with_batch_sizes(None), list[Stage](), object.__new__(cls)
+        search = _Search(run, stages, past_stages(run, bound, stages, past, now))
+        if run.lengths is None:
+            search.find()
+        first = Timestamp()
+        fill(
+            made, horizon=run, policy=policy, bound=bound, _first=first, _past=None, _search=search
+        )
+        return made
+
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The parts of the run with one decided size."""
+        self._search.find()
+        stages, past = self._search.stages, () if self._past is None else self._past.stages
+        if not past or not stages:
+            return (*past, *stages)
+        last, first = past[-1], stages[0]
+        assert last.batches is not None, "counted"
+        # One stage if the arithmetic of the past covers it, too.
+        covered = last.equal.timestamp(last.batches)[:7] == first.first[:7]
+        if covered and _is_like(last, first.batch(0)) and last.asked == first.asked:
+            total = None if first.batches is None else last.batches + first.batches
+            past, stages = (*past[:-1], replace(last, batches=total, end=first.end)), stages[1:]
+        return (*past, *(replace(one, number=at) for at, one in enumerate(stages, len(past) + 1)))
+
+    def after_batch(self, batch: int) -> Timestamp:
+        """Return the clock after so many batches, before the next one skips any samples.
+
+        >>> horizon = Horizon("2ep", dataset_num_samples=10, last_batch="drop")
+        >>> sizes = PlannedSizes(horizon, "0sp:5 5sp:7")
+        >>> sizes.after_batch(1).sample, sizes.timestamp_at_batch(1).sample
+        (5, 10)
+        """
         past, now = self._past, self._first
-        if past is None:
-            self._search.find()
-            return tuple(self._search.stages)
-        if past.timestamp_at_batch(now.batch)[1:3] != now[1:3]:
-            raise PlanError.cannot(
-                "know where the batches of the run begin",
-                why="the batch sizes in the checkpoint lead elsewhere with these lengths",
-                instead="resume with the lengths of that run",
-            )
-        return past.stages
+        if past is not None and batch <= now.batch:
+            return now if batch == now.batch else past.after_batch(batch)
+        start, stages = self.timestamp_at_batch(batch), self._search.stages
+        number = bisect_left(stages, batch, key=lambda one: one.first.batch) - 1
+        end = stages[number].end if number >= 0 else None
+        return end if end is not None and end.batch <= batch else start
 
     @property
     def end(self) -> Timestamp | None:
@@ -685,6 +799,8 @@ class PlannedSizes:
         if search.end is not None and sample > search.end.sample:
             return search.end.batch + max(1, search.sections[-1].count_before(sample))
         number = bisect_left(search.first_samples, sample) - 1
+        if number < 0:  # skipped before the first batch after a resume
+            return search.first_batches[0]
         count = search.sections[number].count_before(sample)
         if number < len(search.stages):
             count = least(count, search.stages[number].batches) or 0
