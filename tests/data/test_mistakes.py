@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 from torch.utils.data import TensorDataset
 
+from stretto.data.mistakes import LoopMistakes
 from stretto.errors import TrainingError
 from stretto.schedules import Constant, Cosine
 from stretto.training import Run, prepare
@@ -198,10 +199,21 @@ def test_several_updates_of_one_optimizer_of_two_are_no_mistake() -> None:
 def test_a_run_leaves_optimizers_as_they_were() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    gc.collect()
+    prepare(range(8), 2, max_duration="1ep", optimizer=optimizer)  # the hook that all runs share
     before = len(hooks)
     run = prepare(range(8), 2, max_duration="1ep", optimizer=optimizer)
     assert len(copy.deepcopy(optimizer).state_dict()["param_groups"]) == 1
     del run
     gc.collect()
     assert len(hooks) == before
+
+
+def test_a_loop_may_be_collected_inside_a_step_of_any_optimizer() -> None:
+    """The hook of a loop that goes must not be removed while torch goes through its hooks."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    loops = [LoopMistakes([optimizer], None), LoopMistakes([optimizer], None)]
+    optimizer.register_step_post_hook(lambda *_: loops.clear())
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert not loops

@@ -749,9 +749,8 @@ class PlannedSizes:
         >>> sizes.after_batch(1).sample, sizes.timestamp_at_batch(1).sample
         (5, 10)
         """
-        past, now = self._past, self._first
-        if past is not None and batch <= now.batch:
-            return now if batch == now.batch else past.after_batch(batch)
+        if self._past is not None and batch <= self._first.batch:
+            return self._past.after_batch(batch)
         start, stages = self.timestamp_at_batch(batch), self._search.stages
         number = bisect_left(stages, batch, key=lambda one: one.first.batch) - 1
         end = stages[number].end if number >= 0 else None
