@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
 from stretto.data.mistakes import LoopMistakes
@@ -212,8 +213,10 @@ def test_a_loop_may_be_collected_inside_a_step_of_any_optimizer() -> None:
     """The hook of a loop that goes must not be removed while torch goes through its hooks."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    loops = [LoopMistakes([optimizer], None), LoopMistakes([optimizer], None)]
-    optimizer.register_step_post_hook(lambda *_: loops.clear())
+    loops = list[LoopMistakes]()
+    clearing = register_optimizer_step_post_hook(lambda *_: loops.clear())
+    loops += [LoopMistakes([optimizer], None), LoopMistakes([optimizer], None)]
     weight.grad = torch.ones(1)
     optimizer.step()
+    clearing.remove()
     assert not loops
