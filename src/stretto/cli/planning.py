@@ -225,9 +225,9 @@ def as_resumed(prepared: Prepared, folder: Path | None) -> tuple[Prepared, int]:
         counts = row.counts
         now = Timestamp(*(counts[name] for name in ("epoch", "batch", "sample", "token")))
         if now.batch == at and not passes(prepared.sizes, now, past):
-            here, policy = Had(at, 1, now.sample), prepared.bound_policy
-            had = PlannedSizes.had(prepared.facts, prepared.policy, policy, past, here)
-            return resumed(prepared, had.end or now, past, policy.start), at
+            had, bound = [*past, Had(at, 1, now.sample)], prepared.bound_policy
+            before = PlannedSizes(prepared.facts, prepared.policy, bound=bound, had=had)
+            return resumed(prepared, before.end or now, past, bound.start), at
         if not past or past[-1].size != counts["decided_size"]:
             past.append(Had(now.batch, counts["decided_size"], now.sample))
     return prepared, 0

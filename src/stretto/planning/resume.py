@@ -44,9 +44,9 @@ def resumed(
     if is_same or not now.batch:
         return run
     if past is not None:
-        here = Had(now.batch, 1, now.sample)
+        had = [*past, Had(now.batch, 1, now.sample)]
         with suppress(PlanError):  # an epoch of unknown length has ended
-            before = PlannedSizes.had(facts, run.policy, run.bound_policy, past, here)
+            before = PlannedSizes(facts, run.policy, bound=run.bound_policy, had=had)
     if before is None and run.sizes is not None and not run.sizes.is_exact:
         return run  # a bound, as before: the end of an epoch may have cut any batch
     if before is not None and run.sizes is not None:
@@ -86,8 +86,8 @@ def passes(sizes: PlannedSizes | None, now: Timestamp, past: Sequence[Had] | Non
 def _decides(run: Prepared, now: Timestamp, state: PolicyState) -> bool:
     """Return whether a run has that state of its policy at a clock; it may have begun anew."""
     before = run.bound_policy.start
-    for batches, _, after in find_stages(run.facts, run.bound_policy, [], None) if before else ():
-        if batches.first.batch >= now.batch:
+    for at, _, after in find_stages(run.facts, run.bound_policy, [], None) if before else ():
+        if at.batch >= now.batch:
             break
         before = after
     return before == state

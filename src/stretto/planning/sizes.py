@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import NamedTuple, Self, TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy
 from stretto.batching.pack import num_passes
@@ -432,8 +432,9 @@ class Had(NamedTuple):
     """Where it began; None: where those before it lead to."""
 
 
-Open: TypeAlias = tuple[Batches, Hold | None, PolicyState]
-"""The batches of a decided size, how long it holds, and the state then, before they are counted."""
+Open: TypeAlias = tuple[Timestamp, Hold | None, PolicyState]
+"""A decision for the last stage, whose batches are not counted yet: the clock, how long it holds,
+and the state then."""
 
 
 def find_stages(
@@ -447,7 +448,7 @@ def find_stages(
     """Add the stages of the run to `found`; return the clock at its end, if that is known.
 
     It makes the same decisions as `walk`, but one per possible change of size instead of one per
-    batch. Each is yielded before its batches are counted.
+    batch. Each is yielded before its batches are counted; then the last stage is filled in.
 
     Args:
         horizon: the run.
@@ -469,9 +470,25 @@ def find_stages(
         if step is None:
             return now
         state = step.state
-        asked = step.decided if policy.asked is None else policy.asked(now, before, NO_SIGNALS)[0]
         batches, hold = batches_of(horizon, now, step.decided), policy.holds_until(now, state)
-        yield batches, hold, state
+        done = 0
+        if found and _is_like(found[-1], step):
+            # The arithmetic of the first batches covers the later ones, too.
+            done = found[-1].batches or 0
+            fill(found[-1], batches=None, end=None)
+        else:
+            if len(found) == most_stages:  # a stage takes about 30 us to plan
+                raise BatchSizeError.cannot(
+                    "plan this run",
+                    why=f"its batch size changes more than {most_stages:,} times",
+                    instead="write a larger 'increment', or 'planned: false' beside a function",
+                )
+            asked = policy.asked and policy.asked(now, before, NO_SIGNALS)[0]
+            asked = None if asked == step.decided else asked
+            found.append(
+                Stage(len(found) + 1, batches, None, None, step.skipped, row=step.row, asked=asked)
+            )
+        yield now, hold, state
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
             raise _unplannable(
@@ -479,35 +496,24 @@ def find_stages(
                 "write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
             )
         count = least(_count(batches, hold), until_end)
-        after = None if count is None else _after(horizon, batches, count)
-        if found and _is_like(found[-1], step):
-            # The arithmetic of the first batches covers the later ones, too.
-            total = None if count is None else (found[-1].batches or 0) + count
-            found[-1] = replace(found[-1], batches=total, end=after)
-        elif len(found) == most_stages:  # a stage takes about 30 us to plan
-            raise BatchSizeError.cannot(
-                "plan this run",
-                why=f"its batch size changes more than {most_stages:,} times",
-                instead="write a larger 'increment', or 'planned: false' beside a function",
-            )
-        else:
-            stage = Stage(len(found) + 1, batches, count, after, step.skipped, row=step.row)
-            found.append(stage if asked == stage.size else replace(stage, asked=asked))
-        if after is None:
+        if count is None:
             return None
-        now = after
+        now = _after(horizon, batches, count)
+        fill(found[-1], batches=done + count, end=now)
 
 
 def past_stages(
-    horizon: Horizon, policy: Bound, found: list[Stage], past: Sequence[Had], until: Had
+    horizon: Horizon, policy: Bound, found: list[Stage], past: Sequence[Had]
 ) -> Generator[Open, None, Timestamp]:
     """Add the stages that a run has had to `found`, as `find_stages`; return the clock after them.
+
+    The last one of `past` is the next batch.
 
     Raises:
         PlanError: its sizes lead elsewhere on this data.
     """
     after, batch_axis = Timestamp(), horizon.axis(TimeUnit.BATCH)
-    for had, following in pairwise([*past, until]):
+    for had, following in pairwise(past):
         before, first = after.sample, after
         if had.sample is None and outgrows_epoch(
             horizon, first, whole_size(horizon, first.sample, had.size)
@@ -516,13 +522,14 @@ def past_stages(
         elif had.sample is not None:
             first = _placed(horizon, found, first, had.sample)
         batches = batches_of(horizon, first, had.size)
-        yield batches, Hold(((batch_axis, following.first),)), policy.start
-        count = following.first - had.first
-        after = batches.timestamp(count)
         row = 1 if policy.row_at is None else policy.row_at(first)
         skipped = max(0, first.sample - before)
-        found.append(Stage(len(found) + 1, batches, count, after, skipped, row=row))
-    return _placed(horizon, found, after, until.sample or 0)
+        found.append(Stage(len(found) + 1, batches, None, None, skipped, row=row))
+        yield first, Hold(((batch_axis, following.first),)), policy.start
+        count = following.first - had.first
+        after = batches.timestamp(count)
+        fill(found[-1], batches=count, end=after)
+    return _placed(horizon, found, after, past[-1].sample or 0)
 
 
 def _placed(horizon: Horizon, found: list[Stage], now: Timestamp, sample: int) -> Timestamp:
@@ -531,7 +538,7 @@ def _placed(horizon: Horizon, found: list[Stage], now: Timestamp, sample: int) -
         last = found[-1].equal.timestamp(found[-1].batches - 1)
         if sample > last.sample:  # the run had ended there
             now = advance(horizon, last, sample - last.sample)
-            found[-1] = replace(found[-1], end=now)
+            fill(found[-1], end=now)
     elif sample > now.sample and horizon.last_batch == "drop":
         now = next_epoch(horizon, now)
     if sample != now.sample:
@@ -585,60 +592,50 @@ class _Search:
     """The stages of a run, found one after the other as far as they are asked for."""
 
     def __init__(
-        self, horizon: Horizon, stages: list[Stage], steps: Generator[Open, None, Timestamp | None]
+        self,
+        horizon: Horizon,
+        steps: Callable[[list[Stage]], Generator[Open, None, Timestamp | None]],
     ) -> None:
-        self.stages = stages
+        self.stages: list[Stage] = []
+        """Those found; the last one may not be counted yet."""
         self.end: Timestamp | None = None
-        self.open: Open | None = None
-        """The stage that is not counted yet; None: all are."""
-        self.sections: list[Batches] = []
-        """The batches of each stage, of the open one, and of the time after the run."""
-        self.first_batches: list[int] = []
-        self.first_samples: list[int] = []
-        self._horizon, self._steps = horizon, steps
+        self.is_over = False
+        self._horizon, self._steps = horizon, steps(self.stages)
+        self._hold: Hold | None = None
         self._error: StrettoError | None = None
         self._go_on()
 
     def find(self, number_in: Callable[[Batches], int] | None = None) -> None:
         """Find the stages up to that with a batch, which has a number in the open one; or all."""
-        while self.open is not None and (number_in is None or not self._has(number_in)):
+        while not self.is_over and (number_in is None or not self._has(number_in)):
             self._go_on()
 
     def _has(self, number_in: Callable[[Batches], int]) -> bool:
-        assert self.open is not None, "asked before"
-        batches, hold, _ = self.open
+        batches = self.stages[-1].equal
         number = number_in(batches)
         if number <= 0:
             return True
-        then = batches.timestamp(number)
+        then, hold = batches.timestamp(number), self._hold
         return hold is not None and hold.covers(then) and not self._horizon.is_done(then)
 
     def _go_on(self) -> None:
-        """Count the open stage, and open the next one."""
+        """Count the last stage, and open the next one."""
         if self._error is not None:
             raise self._error
         try:
-            self.open = next(self._steps)
+            _, self._hold, _ = next(self._steps)
         except StopIteration as over:
-            self.open, self.end = None, over.value
+            self.is_over, self.end = True, over.value
         except StrettoError as error:
             self._error = error
             raise
-        for found in (self.sections, self.first_batches, self.first_samples):
-            del found[-1:]
-        if len(self.stages) > len(self.sections):
-            self._add(self.stages[-1].equal)
-        if self.open is not None:
-            self._add(self.open[0])
-        elif self.end is not None:
-            is_over = not self.stages  # a run that is resumed at its end
-            one = batches_of(self._horizon, self.end, 1)
-            self._add(one if is_over else _beyond(self._horizon, self.stages[-1], self.end))
 
-    def _add(self, batches: Batches) -> None:
-        self.sections.append(batches)
-        self.first_batches.append(batches.first.batch)
-        self.first_samples.append(batches.first.sample)
+    def later(self, end: Timestamp) -> Batches:
+        """Return the batches after the end of the run; one that is cut there counts as whole."""
+        if self.stages and self.stages[-1].end == end:
+            return self.stages[-1].equal
+        size = self.stages[-1].size if self.stages else 1  # a run that is resumed at its end
+        return batches_of(self._horizon, end, size)
 
 
 @final
@@ -663,7 +660,8 @@ class PlannedSizes:
         bound: the same policy, bound to the run; None: it is bound here.
         most_stages: refuse sizes that change more often.
         first: where it continues and the state of the policy there; None: the start of the run.
-        past: the same run from its start on.
+        past: the same run until then.
+        had: the batches that it had, and where the next one begins; not those of the policy.
 
     Raises:
         PlanError: the sizes are not known before the run.
@@ -688,42 +686,21 @@ class PlannedSizes:
         most_stages: int | None = None,
         first: tuple[Timestamp, PolicyState] | None = None,
         past: PlannedSizes | None = None,
+        had: Sequence[Had] | None = None,
     ) -> None:
         run, policy = horizon.with_batch_sizes(None), as_policy(policy)
         bound = bind_sizes(run, policy) if bound is None else bound
-        check_plannable(run, bound)
-        stages: list[Stage] = []
-        search = _Search(run, stages, find_stages(run, bound, stages, most_stages, first=first))
-        if run.lengths is None or _may_outgrow(run, bound):
-            search.find()
         now = Timestamp() if first is None else first[0]
-        fill(self, horizon=run, policy=policy, bound=bound, _first=now, _past=past, _search=search)
-
-    @classmethod
-    def had(
-        cls, horizon: Horizon, policy: BatchSizePolicy, bound: Bound, past: Sequence[Had], now: Had
-    ) -> Self:
-        """Return the batches that a run has had.
-
-        Args:
-            horizon: the run.
-            policy: its batch sizes from now on.
-            bound: the same, bound to the run.
-            past: the batches.
-            now: the next one.
-
-        Raises:
-            PlanError: the sizes lead elsewhere on this data.
-        """
-        run, stages, made = horizon.with_batch_sizes(None), list[Stage](), object.__new__(cls)
-        search = _Search(run, stages, past_stages(run, bound, stages, past, now))
-        if run.lengths is None:
+        if had is None:
+            check_plannable(run, bound)
+            search = _Search(
+                run, lambda found: find_stages(run, bound, found, most_stages, first=first)
+            )
+        else:
+            search = _Search(run, lambda found: past_stages(run, bound, found, had))
+        if run.lengths is None or (had is None and _may_outgrow(run, bound)):
             search.find()
-        first = Timestamp()
-        fill(
-            made, horizon=run, policy=policy, bound=bound, _first=first, _past=None, _search=search
-        )
-        return made
+        fill(self, horizon=run, policy=policy, bound=bound, _first=now, _past=past, _search=search)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -752,7 +729,7 @@ class PlannedSizes:
         if self._past is not None and batch <= self._first.batch:
             return self._past.after_batch(batch)
         start, stages = self.timestamp_at_batch(batch), self._search.stages
-        number = bisect_left(stages, batch, key=lambda one: one.first.batch) - 1
+        number = bisect_left(stages, batch, key=_first_batch) - 1
         end = stages[number].end if number >= 0 else None
         return end if end is not None and end.batch <= batch else start
 
@@ -782,7 +759,7 @@ class PlannedSizes:
         """
         if self._past is not None and batch < self._first.batch:
             return self._past.sample_at_batch(batch)
-        batches, end = self._section(batch), self._search.end
+        batches, end = self._batches_with(batch), self._search.end
         if end is not None and batch == end.batch:
             return end.sample
         return batches.position(batch - batches.first.batch)
@@ -795,15 +772,14 @@ class PlannedSizes:
             return self._past.batch_at_sample(sample)
         search = self._search
         search.find(lambda batches: batches.count_before(sample) - 1)
-        if search.end is not None and sample > search.end.sample:
-            return search.end.batch + max(1, search.sections[-1].count_before(sample))
-        number = bisect_left(search.first_samples, sample) - 1
+        end, stages = search.end, search.stages
+        if end is not None and sample > end.sample:
+            later = search.later(end)
+            return max(end.batch + 1, later.first.batch + later.count_before(sample))
+        number = bisect_left(stages, sample, key=lambda one: one.first.sample) - 1
         if number < 0:  # skipped before the first batch after a resume
-            return search.first_batches[0]
-        count = search.sections[number].count_before(sample)
-        if number < len(search.stages):
-            count = least(count, search.stages[number].batches) or 0
-        return search.first_batches[number] + count
+            return self._first.batch
+        return stages[number].first.batch + stages[number].count_before(sample)
 
     def timestamp_at_batch(self, batch: int) -> Timestamp:
         """Return the clock at the start of batch number `batch`; after the last, at the end.
@@ -816,17 +792,24 @@ class PlannedSizes:
         """
         if self._past is not None and batch < self._first.batch:
             return self._past.timestamp_at_batch(batch)
-        batches, end = self._section(batch), self._search.end
+        batches, end = self._batches_with(batch), self._search.end
         if end is not None and batch >= end.batch:
             return end
         return batches.timestamp(batch - batches.first.batch)
 
-    def _section(self, batch: int) -> Batches:
+    def _batches_with(self, batch: int) -> Batches:
         """Return the batches that a batch is one of."""
         if batch < 0:
             raise PlanError.bad("batch", batch, "batches are counted from 0", "write 0 or more")
-        self._search.find(lambda batches: batch - batches.first.batch)
-        return self._search.sections[bisect_right(self._search.first_batches, batch) - 1]
+        search = self._search
+        search.find(lambda batches: batch - batches.first.batch)
+        if search.end is not None and batch >= search.end.batch:
+            return search.later(search.end)
+        return search.stages[bisect_right(search.stages, batch, key=_first_batch) - 1].equal
+
+
+def _first_batch(stage: Stage) -> int:
+    return stage.first.batch
 
 
 def _may_outgrow(horizon: Horizon, bound: Bound) -> bool:
@@ -836,13 +819,6 @@ def _may_outgrow(horizon: Horizon, bound: Bound) -> bool:
         most = horizon.dataset_num_tokens
     is_known = bound.bounds is not None and most is not None and bound.bounds[1] < most
     return horizon.last_batch == "drop" and not is_known
-
-
-def _beyond(horizon: Horizon, last: Stage, end: Timestamp) -> Batches:
-    """Return the batches after the end of the run; a batch cut there counts as whole."""
-    if last.end == end and last.batches is not None:
-        end = last.equal.timestamp(last.batches)
-    return batches_of(horizon, end, last.size)
 
 
 @final
