@@ -236,10 +236,8 @@ def _steps(seconds_of: Callable[[int], float], sizes: Sequence[int]) -> Iterator
         fastest.append(min(seconds))
         if fastest[-1] > _ENOUGH * fastest[0]:
             break
-    if len(visited) < 2:
-        return
-    left = MOST_STEPS * fastest[-1] - (_START_UP + _TIMED) * sum(fastest)
-    for _ in range(int(left / (fastest[0] + fastest[-1]))):
+    left = MOST_STEPS * max(fastest, default=0.0) - (_START_UP + _TIMED) * sum(fastest)
+    for _ in range(int(left / (fastest[0] + fastest[-1])) if len(visited) > 1 else 0):
         yield from (StepSeconds(size, seconds_of(size)) for size in (visited[0], visited[-1]))
 
 

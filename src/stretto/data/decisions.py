@@ -19,7 +19,6 @@ from stretto.planning.plan import plan_prepared
 from stretto.planning.sizes import Had, after_batch
 from stretto.timing import Timer, Timestamp, TimeUnit
 from stretto.timing.batches import EqualBatches
-from stretto.timing.epochs import repeats_before
 
 _UNMEASURED_STEPS = 20
 """Steps without a noise measurement after which a warning is given."""
@@ -27,6 +26,7 @@ _UNMEASURED_STEPS = 20
 
 _LOUD = Signals(loss=1.0, metric=1.0, noise_numerator=1.0, noise_denominator=1.0)
 """Something of all that a policy may read."""
+_KINDS = {*product([int], [int, Tokens], [int, type(None)])}
 _MOST_SIZES = 2**16
 """Sizes that a checkpoint keeps: 1 MB of JSON. A plan may have more, and leads to its clock."""
 
@@ -99,14 +99,15 @@ class Decisions:
 
         A static policy keeps its size, and neither the epoch nor the run ends.
         """
-        timestamp, size, horizon = plan.timestamp, plan.size, self._horizon
-        hold = self._policy.holds_until(timestamp, plan.state) if self._policy.is_static else None
-        last = repeats_before(horizon, timestamp, size)
+        now, size, horizon = plan.timestamp, plan.size, self._horizon
+        hold = self._policy.holds_until(now, plan.state) if self._policy.is_static else None
         is_whole = is_same(size, plan.decided) and not plan.skipped and not plan.ends_epochs
-        if hold is None or horizon.dataset_num_samples is None or last is None or not is_whole:
+        if hold is None or horizon.dataset_num_samples is None or not is_whole:
             return 1
-        counts = [-(-(last - timestamp.sample) // size)]
-        batches = EqualBatches(horizon, timestamp, size)
+        batches = EqualBatches(horizon, now, size)
+        # The last batch before the end of the epoch, or of the run, may be cut or end it.
+        ends = [now.sample - now.sample_in_epoch + horizon.dataset_num_samples, horizon.end_sample]
+        counts = [batches.count_before(end) - 1 for end in ends if end is not None]
         for axis, tick in (*hold.limits, horizon.end):
             count = batches.count_until(axis, tick)
             # Tokens are known only when they are counted, wall time when it has passed.
@@ -268,9 +269,8 @@ def _past(saved: list[Any] | None, now: Timestamp) -> list[Had] | None:
     ]
     firsts = [one.first for one in past]
     kinds = {(type(at), type(size), type(place)) for at, size, place in past}
-    is_whole = kinds <= set(product([int], [int, Tokens], [int, type(None)]))
     in_order = sorted(set(firsts)) == firsts and firsts[:1] == [0] * bool(now.batch)
-    if not (is_whole and in_order and all(one.size >= 1 for one in past)):
+    if not (in_order and kinds <= _KINDS and all(one.size >= 1 for one in past)):
         raise ValueError(f"{saved!r} are no batch sizes")
     return past
 

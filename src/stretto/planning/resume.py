@@ -11,7 +11,7 @@ from operator import itemgetter
 from stretto.batching import PolicyState
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared
-from stretto.planning.sizes import Had, PlannedSizes, UnknownSizes, find_stages, horizon_of
+from stretto.planning.sizes import Had, PlannedSizes, UnknownSizes, horizon_of
 from stretto.timing import Timestamp
 
 
@@ -39,9 +39,10 @@ def resumed(
         ScheduleError: a schedule does not fit into the run.
     """
     facts, sizes, refusal, before = run.facts, None, run.refusal, None
-    # Where lengths decide, the batches up to here are not counted again.
-    is_same = facts.lengths is None and passes(run.sizes, now, past) and _decides(run, now, state)
-    if is_same or not now.batch:
+    # Where lengths decide, the batches up to here are not counted again. A policy with a state may
+    # have begun anew, so that its plan from the start is another run's.
+    is_plain = facts.lengths is None and not (run.bound_policy.start and past)
+    if not now.batch or (is_plain and passes(run.sizes, now, past)):
         return run
     if past is not None:
         had = [*past, Had(now.batch, 1, now.sample)]
@@ -81,13 +82,3 @@ def passes(sizes: PlannedSizes | None, now: Timestamp, past: Sequence[Had] | Non
     had = [next(same) for _, same in groupby(stages, key=itemgetter(1))]
     batches = [(one.first, one.size) for one in past or ()]
     return past is None or had == [next(same) for _, same in groupby(batches, key=itemgetter(1))]
-
-
-def _decides(run: Prepared, now: Timestamp, state: PolicyState) -> bool:
-    """Return whether a run has that state of its policy at a clock; it may have begun anew."""
-    before = run.bound_policy.start
-    for at, _, after in find_stages(run.facts, run.bound_policy, [], None) if before else ():
-        if at.batch >= now.batch:
-            break
-        before = after
-    return before == state

@@ -399,21 +399,17 @@ class Stage:
     @property
     def cut_sizes(self) -> tuple[int, ...]:
         """The sizes of batches that are cut at the end of an epoch or of the run."""
-        equal, end = self.equal, self.end
-        horizon = equal.horizon
-        found: dict[int, None] = {}
-        ends_epoch = end is None or end.epoch > self.first.epoch
-        if horizon.dataset_num_samples is not None and horizon.last_batch == "keep" and ends_epoch:
+        equal, end, numbers = self.equal, self.end, list[int]()
+        if equal.horizon.dataset_num_samples is not None and equal.horizon.last_batch == "keep":
             # The last batches of its first two epochs; later epochs end like the second.
             for epoch in (self.first.epoch + 1, self.first.epoch + 2):
-                if end is not None and epoch > end.epoch:
-                    break
-                number = equal.count_before(epoch * horizon.dataset_num_samples) - 1
-                if self.batches is None or number < self.batches:
-                    found[equal.size_of(number)] = None
-        if end is not None and self.batches and horizon.last_batch != "drop":
-            found[self.size_of(self.batches - 1)] = None
+                if end is None or epoch <= end.epoch:
+                    number = equal.count_before(epoch * equal.horizon.dataset_num_samples) - 1
+                    numbers.append(number)
+        if self.batches:
+            numbers = [*(one for one in numbers if one < self.batches), self.batches - 1]
         fewest, most = self.whole_sizes
+        found = dict.fromkeys(map(self.size_of, numbers))
         return tuple(size for size in found if not fewest <= size <= most)
 
     def count_before(self, sample: int) -> int:
@@ -432,9 +428,8 @@ class Had(NamedTuple):
     """Where it began; None: where those before it lead to."""
 
 
-Open: TypeAlias = tuple[Timestamp, Hold | None, PolicyState]
-"""A decision for the last stage, whose batches are not counted yet: the clock, how long it holds,
-and the state then."""
+Open: TypeAlias = Hold | None
+"""How long the size of the last stage holds, before its batches are counted."""
 
 
 def find_stages(
@@ -488,7 +483,7 @@ def find_stages(
             found.append(
                 Stage(len(found) + 1, batches, None, None, step.skipped, row=step.row, asked=asked)
             )
-        yield now, hold, state
+        yield hold
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
             raise _unplannable(
@@ -525,7 +520,7 @@ def past_stages(
         row = 1 if policy.row_at is None else policy.row_at(first)
         skipped = max(0, first.sample - before)
         found.append(Stage(len(found) + 1, batches, None, None, skipped, row=row))
-        yield first, Hold(((batch_axis, following.first),)), policy.start
+        yield Hold(((batch_axis, following.first),))
         count = following.first - had.first
         after = batches.timestamp(count)
         fill(found[-1], batches=count, end=after)
@@ -623,7 +618,7 @@ class _Search:
         if self._error is not None:
             raise self._error
         try:
-            _, self._hold, _ = next(self._steps)
+            self._hold = next(self._steps)
         except StopIteration as over:
             self.is_over, self.end = True, over.value
         except StrettoError as error:
