@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -78,6 +78,16 @@ OLD_WORDS = {
 }
 """Words of earlier run files inside a schedule or a batch size, and what to write."""
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function, or of the `__init__` of a class.
+
+    Python 3.11.2 answers with those of a `__new__` that the class inherits, 3.11.7 does not.
+    """
+    init = getattr(make, "__init__") if isinstance(make, type) else make  # noqa: B009  mypy
+    found = [*inspect.signature(init).parameters.items()]
+    return dict(found[1:] if isinstance(make, type) else found)
 
 
 def check_foreign(given: Iterable[str], own: Collection[str] = ()) -> None:

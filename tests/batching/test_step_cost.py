@@ -126,3 +126,21 @@ def test_a_ladder_has_equal_ratios() -> None:
     assert ladder(8, 128) == [8, 16, 32, 64, 128]
     assert ladder(8, 16) == [8, 16]
     assert ladder(8, 8) == [8]
+
+
+@pytest.mark.parametrize("fits", [0, 31, 64])
+def test_sizes_without_memory_are_left_out_and_none_at_all_is_refused(fits: int) -> None:
+    def seconds_of(size: int) -> float:
+        return 1.0 + size if size <= fits else math.inf
+
+    if fits < 32:
+        with pytest.raises(BatchSizeError, match="smaller"):
+            measured(seconds_of, [32, 64, 128])
+    else:
+        assert [*measured(seconds_of, [32, 64, 128]).sizes] == [32, 64]
+
+
+@pytest.mark.parametrize("sizes", [[], [8, 4], [4, 4], [0, 4], [1, 2, 3, 4, 5, 6]])
+def test_sizes_that_would_not_all_be_timed_are_refused(sizes: list[int]) -> None:
+    with pytest.raises(BatchSizeError, match="rising"):
+        measured(lambda _: 1.0, sizes)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import jsonschema
 import pytest
 
 from stretto import batching, schedules
+from stretto._foreign import arguments_of
 from stretto.batching import (
     AtLeast,
     AtMost,
@@ -164,9 +164,7 @@ def test_every_public_class_of_sizes_and_schedules_has_its_name(module: Any) -> 
         {"BatchSizePolicy", "Pair"} if module is batching else {"Schedule", "Custom"}
     )
     for name in kinds & known:
-        assert list(parts[name]["properties"]) == list(
-            inspect.signature(getattr(module, name)).parameters
-        )
+        assert list(parts[name]["properties"]) == list(arguments_of(getattr(module, name)))
 
 
 def test_functions_of_yours(project: str) -> None:

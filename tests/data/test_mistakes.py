@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
+from stretto.data.mistakes import LoopMistakes
 from stretto.errors import TrainingError
 from stretto.schedules import Constant, Cosine
 from stretto.training import Run, prepare
@@ -198,10 +200,23 @@ def test_several_updates_of_one_optimizer_of_two_are_no_mistake() -> None:
 def test_a_run_leaves_optimizers_as_they_were() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    gc.collect()
+    prepare(range(8), 2, max_duration="1ep", optimizer=optimizer)  # the hook that all runs share
     before = len(hooks)
     run = prepare(range(8), 2, max_duration="1ep", optimizer=optimizer)
     assert len(copy.deepcopy(optimizer).state_dict()["param_groups"]) == 1
     del run
     gc.collect()
     assert len(hooks) == before
+
+
+def test_a_loop_may_be_collected_inside_a_step_of_any_optimizer() -> None:
+    """The hook of a loop that goes must not be removed while torch goes through its hooks."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    loops = list[LoopMistakes]()
+    clearing = register_optimizer_step_post_hook(lambda *_: (loops.clear(), gc.collect()))
+    loops += [LoopMistakes([optimizer], None), LoopMistakes([optimizer], None)]
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    clearing.remove()
+    assert not loops

@@ -321,7 +321,7 @@ def test_a_resume_may_change_the_unit() -> None:
         for _ in range(3):
             one.finish(next(one))
         after.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert third.state_dict()["past"] == [[0, 2], [3, "20tok"]]
+    assert third.state_dict()["past"] == [[0, 2, 0], [3, "20tok", 6]]
     sizes = third.prepared.planned_sizes()
     assert [(repr(stage.size), stage.batches) for stage in sizes.stages[:2]] == [
         ("2", 3),

@@ -18,6 +18,7 @@ from stretto.data import DataSpec
 from stretto.errors import BatchSizeError, ConversionError, ScheduleError, StrettoError
 from stretto.integrations.counts import steps_left
 from stretto.planning import bind_run, resumed
+from stretto.planning.sizes import Had
 from stretto.schedules import Constant, Cosine, MultiStep, Periods, Schedule, StepDecay
 from stretto.timing import LastBatch
 
@@ -224,7 +225,7 @@ def test_triggers_in_another_unit_count_on() -> None:
 def test_a_resumed_plan_takes_no_more_than_the_past_and_the_policy() -> None:
     run = bind_run(Horizon("100sp"), PiecewiseConstant("0ba:20 3ba:5"))
     now = Timestamp(batch=6, sample=60, sample_in_epoch=60)
-    again = resumed(run, now, [(0, 10)], {})
+    again = resumed(run, now, [Had(0, 10)], {})
     assert again.sizes is not None
     assert [(one.size, one.batches) for one in again.sizes.stages] == [(10, 6), (5, 8)]
     assert again.policy == run.policy

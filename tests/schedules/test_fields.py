@@ -12,6 +12,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from stretto._foreign import arguments_of
 from stretto.errors import ScheduleError, TimeError
 from stretto.schedules import BoundSchedule, Constant, Schedule, Scope
 from stretto.schedules.fields import (
@@ -116,3 +117,14 @@ def test_a_choice_that_does_not_exist_names_the_nearest() -> None:
     assert one_of("up", "rounding", ("down", "up")) == "up"
     with pytest.raises(ScheduleError, match="rounding"):
         one_of("dwon", "rounding", ("down", "up"))
+
+
+def test_the_arguments_of_a_class_are_those_of_its_init() -> None:
+    """Which of the two a signature shows depends on Python's version."""
+
+    class Made(Constant):  # type: ignore[misc]
+        def __new__(cls, *_: object, **named: object) -> Made:
+            return object.__new__(cls)
+
+    assert [*arguments_of(Made)] == [*arguments_of(Constant)] == ["value", "warmup", "warmup_start"]
+    assert eval(repr(Made(0.5)), {"Made": Made}) == Made(0.5)

@@ -208,14 +208,25 @@ def measured(seconds_of: Callable[[int], float], sizes: Sequence[int]) -> StepCo
     Args:
         seconds_of: runs a step of a size; returns its seconds, the same on all ranks; infinity if
             there is no memory for it.
-        sizes: the sizes, in rising order.
+        sizes: up to five sizes, in rising order.
+
+    Raises:
+        BatchSizeError: there are more, or others; or there is no memory for a step of the smallest.
     """
-    return StepCost([*_steps(seconds_of, sizes)])
+    what = f"measure steps of {', '.join(map(str, sizes)) or 'no size'}"
+    if not 0 < len(sizes) <= _SIZES or [*sizes] != sorted({*sizes}) or sizes[0] < 1:
+        why, instead = f"it takes up to {_SIZES} sizes in rising order", "write [8, 32, 128]"
+        raise BatchSizeError.cannot(what, why=why, instead=instead)
+    steps = [*_steps(seconds_of, sizes)]
+    if not steps:
+        instead = "write smaller sizes, or a smaller micro_batch_size"
+        raise BatchSizeError.cannot(what, why=f"not even {sizes[0]} fit in memory", instead=instead)
+    return StepCost(steps)
 
 
 def _steps(seconds_of: Callable[[int], float], sizes: Sequence[int]) -> Iterator[StepSeconds]:
     visited, fastest = list[int](), list[float]()
-    for size in sizes[:_SIZES]:
+    for size in sizes:
         first = seconds_of(size)
         if first == math.inf:
             break
@@ -225,7 +236,7 @@ def _steps(seconds_of: Callable[[int], float], sizes: Sequence[int]) -> Iterator
         fastest.append(min(seconds))
         if fastest[-1] > _ENOUGH * fastest[0]:
             break
-    left = MOST_STEPS * fastest[-1] - (_START_UP + _TIMED) * sum(fastest)
+    left = MOST_STEPS * max(fastest, default=0.0) - (_START_UP + _TIMED) * sum(fastest)
     for _ in range(int(left / (fastest[0] + fastest[-1])) if len(visited) > 1 else 0):
         yield from (StepSeconds(size, seconds_of(size)) for size in (visited[0], visited[-1]))
 

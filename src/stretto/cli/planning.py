@@ -18,8 +18,9 @@ from stretto.config.plans import TimesAndSizes, plan_of, prepare_checked, prepar
 from stretto.config.run import RunConfig, read_run_file
 from stretto.config.yaml import parse_override
 from stretto.errors import PlanError
-from stretto.planning import Plan, Prepared, passes, resumed
+from stretto.planning import Plan, PlannedSizes, Prepared, passes, resumed
 from stretto.planning.plan import moment_record, plan_record
+from stretto.planning.sizes import Had
 from stretto.report.engines import Engine, engine_settings
 from stretto.report.tables import moments_table, plan_table
 from stretto.run_folder import PLAN, RUN_FILE, read_json, read_ledger
@@ -218,13 +219,15 @@ def as_resumed(prepared: Prepared, folder: Path | None) -> tuple[Prepared, int]:
     """Bind a run as it was resumed last, after the batches in its ledger; return where, too."""
     if folder is None:
         return prepared, 0
-    kept, past = read_json(folder / PLAN), list[tuple[int, int]]()
+    kept, past = read_json(folder / PLAN), list[Had]()
     at = kept.get("resumed_at", 0) if isinstance(kept, dict) else 0
     for row in read_ledger(folder) if at else ():
         counts = row.counts
         now = Timestamp(*(counts[name] for name in ("epoch", "batch", "sample", "token")))
         if now.batch == at and not passes(prepared.sizes, now, past):
-            return resumed(prepared, now, past, prepared.bound_policy.start), at
-        if not past or past[-1][1] != counts["decided_size"]:
-            past.append((now.batch, counts["decided_size"]))
+            had, bound = [*past, Had(at, 1, now.sample)], prepared.bound_policy
+            before = PlannedSizes(prepared.facts, prepared.policy, bound=bound, had=had)
+            return resumed(prepared, before.end or now, past, bound.start), at
+        if not past or past[-1].size != counts["decided_size"]:
+            past.append(Had(now.batch, counts["decided_size"], now.sample))
     return prepared, 0

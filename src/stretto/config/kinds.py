@@ -28,7 +28,7 @@ from typing import (
 )
 
 from stretto import batching, schedules
-from stretto._foreign import FOREIGN, OLD_WORDS
+from stretto._foreign import FOREIGN, OLD_WORDS, arguments_of
 from stretto.batching import BatchSizePolicy, Pair, Rule, as_policy, as_rule
 from stretto.batching.noise_scale import NormTest
 from stretto.batching.policy import PASSES, FoundSize, Maximum
@@ -225,7 +225,7 @@ def parameters_of(make: Any) -> Mapping[str, Parameter]:
     hints = get_type_hints(make if options and options.init else init, include_extras=True)
     return {
         name: one.replace(annotation=hints[name])
-        for name, one in inspect.signature(make).parameters.items()
+        for name, one in arguments_of(make).items()
         if hints[name] is not Source and name not in _ELSEWHERE.get(make, ())
     }
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, final
 import yaml
 
 from stretto._location import local_path, open_plain, public
-from stretto.batching import Fixed, Pair, PiecewiseConstant, Tokens
+from stretto.batching import Fixed, Pair, PiecewiseConstant, SizeFunction, Tokens
 from stretto.batching.policy import FoundSize, PositiveInt
 from stretto.batching.rows import as_lengths
 from stretto.batching.rules import Referenced, RuleLike
@@ -387,9 +387,9 @@ def written(value: Any) -> Any:
             for name, one in parameters_of(kind).items()
             if one.default is one.empty or getattr(value, name) != one.default
         }
-        function = own.get("function")
-        is_plain = [*own] == ["function"] and isinstance(function, Target)
-        return written(function) if is_plain else {kind.__name__: written(own)}
+        # A bare target is read as this policy, or as `Custom`; others have a function as well.
+        is_plain = kind is SizeFunction and [*own] == ["function"]
+        return written(own["function"] if is_plain else {kind.__name__: own})
     if not is_dataclass(value) or isinstance(value, type):
         return value
     names = [name for name in parameters_of(type(value)) if name != "arguments"]

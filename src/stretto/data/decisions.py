@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from itertools import chain, repeat
+from itertools import chain, product, repeat
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, Bound, PolicyState, Signals, checked_size
@@ -16,10 +16,9 @@ from stretto.data.fetch import Plans, RankShare
 from stretto.errors import BatchSizeError, CheckpointError, StrettoError
 from stretto.planning import PlannedBatch, Prepared, check_least, next_step
 from stretto.planning.plan import plan_prepared
-from stretto.planning.sizes import after_batch
+from stretto.planning.sizes import Had, after_batch
 from stretto.timing import Timer, Timestamp, TimeUnit
 from stretto.timing.batches import EqualBatches
-from stretto.timing.epochs import repeats_before
 
 _UNMEASURED_STEPS = 20
 """Steps without a noise measurement after which a warning is given."""
@@ -27,6 +26,7 @@ _UNMEASURED_STEPS = 20
 
 _LOUD = Signals(loss=1.0, metric=1.0, noise_numerator=1.0, noise_denominator=1.0)
 """Something of all that a policy may read."""
+_KINDS = {*product([int], [int, Tokens], [int, type(None)])}
 _MOST_SIZES = 2**16
 """Sizes that a checkpoint keeps: 1 MB of JSON. A plan may have more, and leads to its clock."""
 
@@ -54,8 +54,11 @@ class Decisions:
         """What that batch measured."""
         self.size: int | None = None
         """The size that was decided for it; None before the first one."""
-        self.past: list[tuple[int, int]] | None = []
-        """The sizes so far, each with its first batch; None: unknown, or too many to keep."""
+        self.past: list[Had] | None = []
+        """The batches so far; None: unknown, or too many sizes to keep."""
+        self.is_elsewhere = False
+        """Whether the next batch may begin elsewhere than the sizes before it lead to: after
+        skipped samples, or where a run was resumed."""
         self.last: PlannedBatch | None = None
         """What was decided for the last finished batch."""
         self.end: Timestamp | None = None
@@ -96,14 +99,15 @@ class Decisions:
 
         A static policy keeps its size, and neither the epoch nor the run ends.
         """
-        timestamp, size, horizon = plan.timestamp, plan.size, self._horizon
-        hold = self._policy.holds_until(timestamp, plan.state) if self._policy.is_static else None
-        last = repeats_before(horizon, timestamp, size)
+        now, size, horizon = plan.timestamp, plan.size, self._horizon
+        hold = self._policy.holds_until(now, plan.state) if self._policy.is_static else None
         is_whole = is_same(size, plan.decided) and not plan.skipped and not plan.ends_epochs
-        if hold is None or horizon.dataset_num_samples is None or last is None or not is_whole:
+        if hold is None or horizon.dataset_num_samples is None or not is_whole:
             return 1
-        counts = [-(-(last - timestamp.sample) // size)]
-        batches = EqualBatches(horizon, timestamp, size)
+        batches = EqualBatches(horizon, now, size)
+        # The last batch before the end of the epoch, or of the run, may be cut or end it.
+        ends = [now.sample - now.sample_in_epoch + horizon.dataset_num_samples, horizon.end_sample]
+        counts = [batches.count_before(end) - 1 for end in ends if end is not None]
         for axis, tick in (*hold.limits, horizon.end):
             count = batches.count_until(axis, tick)
             # Tokens are known only when they are counted, wall time when it has passed.
@@ -124,9 +128,12 @@ class Decisions:
             )
         if self.signals.cost_ratio is not None:  # it stays until another one is measured
             signals = replace(signals, cost_ratio=signals.cost_ratio or self.signals.cost_ratio)
-        self.last = plan
-        if self.past is not None and not (self.past and is_same(self.past[-1][1], plan.decided)):
-            self.past.append((plan.timestamp.batch, plan.decided))
+        is_new = self.is_elsewhere or (self.last is not None and self.last.row != plan.row)
+        self.last, self.is_elsewhere = plan, False
+        if self.past is not None and not (
+            self.past and is_same(self.past[-1].size, plan.decided) and not is_new
+        ):
+            self.past.append(Had(plan.timestamp.batch, plan.decided, plan.timestamp.sample))
             if len(self.past) > _MOST_SIZES:
                 self.past = None
         self.state, self.signals, self.size = plan.state, signals, plan.decided
@@ -175,7 +182,9 @@ class Decisions:
                 for name, value in asdict(self.signals).items()
             },
             "size": self.size,
-            "past": None if past is None else [[at, saved_size(size)] for at, size in past],
+            "past": None
+            if past is None
+            else [[one.first, saved_size(one.size), one.sample] for one in past],
             **self._unit,
         }
 
@@ -200,6 +209,7 @@ class Decisions:
         self._unmeasured = -1
         self.restart(state if is_own else policy.start, Signals(**signals))
         self.size, self.past = saved.get("size"), _past(saved.get("past"), now)
+        self.is_elsewhere = True
         return is_own or not state
 
     def restart(self, state: PolicyState, signals: Signals) -> None:
@@ -245,19 +255,22 @@ def other_order(why: str, instead: str) -> CheckpointError:
     return CheckpointError.cannot("continue from the saved position", why=why, instead=instead)
 
 
-def _past(saved: list[Any] | None, now: Timestamp) -> list[tuple[int, int]] | None:
-    """Return the batch sizes so far; None if the record does not have them.
+def _past(saved: list[Any] | None, now: Timestamp) -> list[Had] | None:
+    """Return the batches so far; None if the record does not have their sizes.
 
     Raises:
         ValueError: they are damaged.
     """
     if saved is None:
         return [] if now.batch == 0 else None
-    past = [(at, checked_size(size) if type(size) is str else size) for at, size in saved]
-    firsts = [first for first, _ in past]
-    is_whole = all(type(at) is int and type(size) in (int, Tokens) for at, size in past)
+    past = [
+        Had(at, checked_size(size) if type(size) is str else size, *place)
+        for at, size, *place in saved
+    ]
+    firsts = [one.first for one in past]
+    kinds = {(type(at), type(size), type(place)) for at, size, place in past}
     in_order = sorted(set(firsts)) == firsts and firsts[:1] == [0] * bool(now.batch)
-    if not (is_whole and in_order and all(size >= 1 for _, size in past)):
+    if not (in_order and kinds <= _KINDS and all(one.size >= 1 for one in past)):
         raise ValueError(f"{saved!r} are no batch sizes")
     return past
 

@@ -382,6 +382,7 @@ class StepLoader(Iterator[Step]):
                 raise StopIteration
             if fetched.plan.skipped:
                 self.timer.end_epoch()
+                self._decisions.is_elsewhere = True
             if fetched.micro_batches:
                 break
             self.timer.end_epoch(dropped=fetched.size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import itemgetter
 from typing import Any, Final, final
 
@@ -19,6 +20,23 @@ from stretto.data.step import MicroBatch, Step
 
 _MOST_STEPS: Final = 20
 """How many steps are looked at. Under loss scaling, the first few may be skipped."""
+
+
+@cache
+def _loops() -> weakref.WeakSet[LoopMistakes]:
+    """Return the loops that are looked at, for which there is one hook that stays.
+
+    If a hook were removed with its loop, a garbage collection while torch goes through its hooks
+    would end the user's step with `RuntimeError: OrderedDict mutated during iteration`.
+    """
+    loops = weakref.WeakSet[LoopMistakes]()
+
+    def note(optimizer: Optimizer, *_: Any) -> None:
+        for loop in tuple(loops):
+            loop._note_update(optimizer)
+
+    register_optimizer_step_post_hook(note)
+    return loops
 
 
 @final
@@ -44,14 +62,7 @@ class LoopMistakes:
         self._numbers |= {id(one): number for number, one in enumerate(optimizers)}
         self._steppers: dict[int, int] = {}
         self._kinds = [_noting(kind, self._note_weight) for kind in (Step, MicroBatch)]
-        own = weakref.ref(self)
-
-        def note(optimizer: Optimizer, *_: Any) -> None:
-            watching = own()
-            if watching is not None:
-                watching._note_update(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(note).remove)
+        _loops().add(self)
 
     def _note_weight(self) -> None:
         self._has_weight = True

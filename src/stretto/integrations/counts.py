@@ -46,7 +46,8 @@ def steps_left(run: Run, now: Timestamp | None = None) -> NumSteps:
     sizes, end = run.prepared.sizes, end_of(run)
     if end is None:
         return NumSteps(None, is_exact=False)
-    if sizes is not None and sizes.sample_at_batch(now.batch) != now.sample:
+    places = sizes and (sizes.after_batch(now.batch).sample, sizes.sample_at_batch(now.batch))
+    if places and not places[0] <= now.sample <= places[1]:
         return _most_between(run, now.sample, end)  # resumed after other sizes
     return steps_between(run, now.sample, end)
 
@@ -105,24 +106,17 @@ def micro_batches_in_epoch(run: Run, epoch: int) -> int | None:
 def planned_micro_batches(run: Run, start: int, stop: int) -> int:
     """Return how many micro-batches each rank has in the planned steps in `[start, stop)`."""
     sizes = run.prepared.planned_sizes()
-    total, end, lengths = 0, end_of(run), run.horizon.lengths
+    total, lengths = 0, run.horizon.lengths
     world_size, micro = run.loader.world_size, run.loader.micro_batch_size
     for stage in sizes.stages:
         first, after = stage.count_before(start), stage.count_before(stop)
-        if first == after:
-            continue
-        last = stage.equal.size_of(after - 1)
-        if end is not None and run.prepared.facts.last_batch != "drop":
-            last = min(last, end - stage.equal.position(after - 1))
-        batches = [(first, stage.size, after - 1 - first), (after - 1, last, 1)]
+        numbers = [(first, after - 1 - first), (after - 1, 1)]  # the last one may be cut
         if isinstance(micro, Tokens) or isinstance(stage.size, Tokens):  # each batch has its own
-            whole = range(first, after - 1)
-            batches[:1] = [(number, stage.equal.size_of(number), 1) for number in whole]
-        for number, size, count in batches:
+            numbers = [(number, 1) for number in range(first, after)]
+        for number, count in numbers if after > first else ():
             place = stage.equal.position(number)
-            batch = range(place, place + size)
-            passes = num_passes(batch, world_size, micro, lengths, row=stage.row)
-            total += count * (passes or 0)
+            batch = range(place, place + stage.size_of(number))
+            total += count * (num_passes(batch, world_size, micro, lengths, row=stage.row) or 0)
     return total
 
 

@@ -11,7 +11,7 @@ from typing import final
 
 from stretto.batching.rows import LENGTH
 from stretto.planning.sizes import PlannedSizes, Stage
-from stretto.planning.stages import Values, batches_until
+from stretto.planning.stages import Values, first_after
 from stretto.schedules import Schedule
 from stretto.schedules.scope import MOST_BORDERS, Scope
 from stretto.timing import Horizon, Timestamp
@@ -36,7 +36,7 @@ def split_at_borders(
     names: dict[int, list[str]] = {}
     for name, schedule in schedules.items():
         marks = schedule.borders(Scope.of(horizon))
-        batches = {batches_until(mark.axis, mark.first_tick, sizes) for mark in marks}
+        batches = {first_after(mark.axis, mark.first_tick, sizes) for mark in marks}
         for batch in batches if len(batches) <= MOST_BORDERS else ():
             names.setdefault(batch, []).append(name)
     cuts, found = sorted(names), list[Stage]()

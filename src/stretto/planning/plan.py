@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +18,12 @@ from stretto.batching.rules import is_learning_rate
 from stretto.errors import PlanError
 from stretto.planning.bind import Prepared, bind_run, check_tokens
 from stretto.planning.borders import Change, changes_of, split_at_borders
-from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, unknown_count, walk
+from stretto.planning.sizes import PlannedBatch, PlannedSizes, Stage, unknown_count
 from stretto.planning.stages import (
     Event,
     Values,
-    batches_until,
     check_stage,
+    first_after,
     first_last,
     hyperparameters,
     known_schedules,
@@ -119,8 +120,9 @@ class Plan:
         >>> [batch.size for batch in planned.batches()]
         [8, 8, 4]
         """
-        for step in walk(self.horizon, self.sizes.bound):
-            yield self._shared(step)
+        for stage in self.stages:
+            numbers = itertools.count() if stage.batches is None else range(stage.batches)
+            yield from map(self._shared, map(stage.batch, numbers))
 
     def _shared(self, step: PlannedBatch) -> PlannedBatch:
         """Return a batch with what only a plan says of it."""
@@ -178,14 +180,12 @@ class Plan:
             why = f"it follows {unknown}, which only the run can count"
             raise PlanError.cannot(what, why=why, instead="write the time in 'sp' or 'ba'")
         tick = max(0, math.ceil(horizon.ticks(found, axis)))
-        number = batches_until(axis, tick, self.sizes)
+        number = first_after(axis, tick, self.sizes)
         if self.num_batches is not None and number >= self.num_batches:
             why = f"the run of {horizon.max_duration} has begun its last batch before"
             raise PlanError.cannot(what, why=why, instead=instead)
-        stage, now = self.stage_of(number), self.timestamp_at_batch(number)
-        size = stage.equal.size_of(number - stage.first.batch)
-        size = size if self.end is None else min(size, self.end.sample - now.sample)
-        return self._shared(PlannedBatch(now, size, stage.size, 0, 0, {}, row=stage.row))
+        stage = self.stage_of(number)
+        return self._shared(stage.batch(number - stage.first.batch))
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values that JSON keeps exactly.

@@ -6,8 +6,9 @@ Plans, the data loader and the trainer all take their batches from here, so they
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias, final
 
@@ -318,6 +319,20 @@ class Stage:
         """The clock at the start of its first batch."""
         return self.equal.first
 
+    def size_of(self, number: int) -> int:
+        """Return the samples of batch `number` (from 0): fewer if an epoch or the run cuts it."""
+        size = self.equal.size_of(number)
+        if self.end is None or number + 1 != self.batches:
+            return size
+        return min(size, self.end.sample - self.equal.position(number))
+
+    def batch(self, number: int) -> PlannedBatch:
+        """Return batch `number` (from 0), without the policy's state."""
+        now, is_last = self.equal.timestamp(number), number + 1 == self.batches
+        after = self.end if is_last and self.end else self.equal.timestamp(number + 1)
+        skipped, ends = 0 if number else self.skipped, after.epoch - now.epoch
+        return PlannedBatch(now, self.size_of(number), self.size, skipped, ends, {}, row=self.row)
+
     @property
     def samples(self) -> int | None:
         """The samples of all its batches, without skipped ones."""
@@ -384,21 +399,17 @@ class Stage:
     @property
     def cut_sizes(self) -> tuple[int, ...]:
         """The sizes of batches that are cut at the end of an epoch or of the run."""
-        equal, end = self.equal, self.end
-        horizon = equal.horizon
-        found: dict[int, None] = {}
-        ends_epoch = end is None or end.epoch > self.first.epoch
-        if horizon.dataset_num_samples is not None and horizon.last_batch == "keep" and ends_epoch:
+        equal, end, numbers = self.equal, self.end, list[int]()
+        if equal.horizon.dataset_num_samples is not None and equal.horizon.last_batch == "keep":
             # The last batches of its first two epochs; later epochs end like the second.
             for epoch in (self.first.epoch + 1, self.first.epoch + 2):
-                if end is not None and epoch > end.epoch:
-                    break
-                number = equal.count_before(epoch * horizon.dataset_num_samples) - 1
-                if self.batches is None or number < self.batches:
-                    found[equal.size_of(number)] = None
-        if end is not None and self.batches and horizon.last_batch != "drop":
-            found[end.sample - equal.position(self.batches - 1)] = None
+                if end is None or epoch <= end.epoch:
+                    number = equal.count_before(epoch * equal.horizon.dataset_num_samples) - 1
+                    numbers.append(number)
+        if self.batches:
+            numbers = [*(one for one in numbers if one < self.batches), self.batches - 1]
         fewest, most = self.whole_sizes
+        found = dict.fromkeys(map(self.size_of, numbers))
         return tuple(size for size in found if not fewest <= size <= most)
 
     def count_before(self, sample: int) -> int:
@@ -406,8 +417,19 @@ class Stage:
         return least(self.equal.count_before(sample), self.batches) or 0
 
 
-Open: TypeAlias = tuple[Batches, Hold | None]
-"""The batches of a decided size, and how long that holds, before they are counted."""
+class Had(NamedTuple):
+    """Batches of one size that a run has had."""
+
+    first: int
+    """The number of the first."""
+    size: int
+    """The size that was decided, in samples or as `Tokens`."""
+    sample: int | None = None
+    """Where it began; None: where those before it lead to."""
+
+
+Open: TypeAlias = Hold | None
+"""How long the size of the last stage holds, before its batches are counted."""
 
 
 def find_stages(
@@ -421,7 +443,7 @@ def find_stages(
     """Add the stages of the run to `found`; return the clock at its end, if that is known.
 
     It makes the same decisions as `walk`, but one per possible change of size instead of one per
-    batch. Each is yielded before its batches are counted.
+    batch. Each is yielded before its batches are counted; then the last stage is filled in.
 
     Args:
         horizon: the run.
@@ -443,9 +465,25 @@ def find_stages(
         if step is None:
             return now
         state = step.state
-        asked = step.decided if policy.asked is None else policy.asked(now, before, NO_SIGNALS)[0]
         batches, hold = batches_of(horizon, now, step.decided), policy.holds_until(now, state)
-        yield batches, hold
+        done = 0
+        if found and _is_like(found[-1], step):
+            # The arithmetic of the first batches covers the later ones, too.
+            done = found[-1].batches or 0
+            fill(found[-1], batches=None, end=None)
+        else:
+            if len(found) == most_stages:  # a stage takes about 30 us to plan
+                raise BatchSizeError.cannot(
+                    "plan this run",
+                    why=f"its batch size changes more than {most_stages:,} times",
+                    instead="write a larger 'increment', or 'planned: false' beside a function",
+                )
+            asked = policy.asked and policy.asked(now, before, NO_SIGNALS)[0]
+            asked = None if asked == step.decided else asked
+            found.append(
+                Stage(len(found) + 1, batches, None, None, step.skipped, row=step.row, asked=asked)
+            )
+        yield hold
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
             raise _unplannable(
@@ -453,23 +491,58 @@ def find_stages(
                 "write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
             )
         count = least(_count(batches, hold), until_end)
-        after = None if count is None else _after(horizon, batches, count)
-        if found and _is_like(found[-1], step):
-            # The arithmetic of the first batches covers the later ones, too.
-            total = None if count is None else (found[-1].batches or 0) + count
-            found[-1] = replace(found[-1], batches=total, end=after)
-        elif len(found) == most_stages:  # a stage takes about 30 us to plan
-            raise BatchSizeError.cannot(
-                "plan this run",
-                why=f"its batch size changes more than {most_stages:,} times",
-                instead="write a larger 'increment', or 'planned: false' beside a function",
-            )
-        else:
-            stage = Stage(len(found) + 1, batches, count, after, step.skipped, row=step.row)
-            found.append(stage if asked == stage.size else replace(stage, asked=asked))
-        if after is None:
+        if count is None:
             return None
-        now = after
+        now = _after(horizon, batches, count)
+        fill(found[-1], batches=done + count, end=now)
+
+
+def past_stages(
+    horizon: Horizon, policy: Bound, found: list[Stage], past: Sequence[Had]
+) -> Generator[Open, None, Timestamp]:
+    """Add the stages that a run has had to `found`, as `find_stages`; return the clock after them.
+
+    The last one of `past` is the next batch.
+
+    Raises:
+        PlanError: its sizes lead elsewhere on this data.
+    """
+    after, batch_axis = Timestamp(), horizon.axis(TimeUnit.BATCH)
+    for had, following in pairwise(past):
+        before, first = after.sample, after
+        if had.sample is None and outgrows_epoch(
+            horizon, first, whole_size(horizon, first.sample, had.size)
+        ):
+            first = next_epoch(horizon, first)  # a record of a version that did not say so
+        elif had.sample is not None:
+            first = _placed(horizon, found, first, had.sample)
+        batches = batches_of(horizon, first, had.size)
+        row = 1 if policy.row_at is None else policy.row_at(first)
+        skipped = max(0, first.sample - before)
+        found.append(Stage(len(found) + 1, batches, None, None, skipped, row=row))
+        yield Hold(((batch_axis, following.first),))
+        count = following.first - had.first
+        after = batches.timestamp(count)
+        fill(found[-1], batches=count, end=after)
+    return _placed(horizon, found, after, past[-1].sample or 0)
+
+
+def _placed(horizon: Horizon, found: list[Stage], now: Timestamp, sample: int) -> Timestamp:
+    """Return the clock at a place in the past: after a cut batch, or after skipped samples."""
+    if sample < now.sample and found and found[-1].batches:
+        last = found[-1].equal.timestamp(found[-1].batches - 1)
+        if sample > last.sample:  # the run had ended there
+            now = advance(horizon, last, sample - last.sample)
+            fill(found[-1], end=now)
+    elif sample > now.sample and horizon.last_batch == "drop":
+        now = next_epoch(horizon, now)
+    if sample != now.sample:
+        raise PlanError.cannot(
+            "know where the batches of the run begin",
+            why="the batch sizes in the checkpoint lead elsewhere with these data",
+            instead="resume with the data of that run, and the lengths of its samples",
+        )
+    return now
 
 
 def _is_like(stage: Stage, step: PlannedBatch) -> bool:
@@ -514,60 +587,50 @@ class _Search:
     """The stages of a run, found one after the other as far as they are asked for."""
 
     def __init__(
-        self, horizon: Horizon, stages: list[Stage], steps: Generator[Open, None, Timestamp | None]
+        self,
+        horizon: Horizon,
+        steps: Callable[[list[Stage]], Generator[Open, None, Timestamp | None]],
     ) -> None:
-        self.stages = stages
+        self.stages: list[Stage] = []
+        """Those found; the last one may not be counted yet."""
         self.end: Timestamp | None = None
-        self.open: Open | None = None
-        """The stage that is not counted yet; None: all are."""
-        self.sections: list[Batches] = []
-        """The batches of each stage, of the open one, and of the time after the run."""
-        self.first_batches: list[int] = []
-        self.first_samples: list[int] = []
-        self._horizon, self._steps = horizon, steps
+        self.is_over = False
+        self._horizon, self._steps = horizon, steps(self.stages)
+        self._hold: Hold | None = None
         self._error: StrettoError | None = None
         self._go_on()
 
     def find(self, number_in: Callable[[Batches], int] | None = None) -> None:
         """Find the stages up to that with a batch, which has a number in the open one; or all."""
-        while self.open is not None and (number_in is None or not self._has(number_in)):
+        while not self.is_over and (number_in is None or not self._has(number_in)):
             self._go_on()
 
     def _has(self, number_in: Callable[[Batches], int]) -> bool:
-        assert self.open is not None, "asked before"
-        batches, hold = self.open
+        batches = self.stages[-1].equal
         number = number_in(batches)
         if number <= 0:
             return True
-        then = batches.timestamp(number)
+        then, hold = batches.timestamp(number), self._hold
         return hold is not None and hold.covers(then) and not self._horizon.is_done(then)
 
     def _go_on(self) -> None:
-        """Count the open stage, and open the next one."""
+        """Count the last stage, and open the next one."""
         if self._error is not None:
             raise self._error
         try:
-            self.open = next(self._steps)
+            self._hold = next(self._steps)
         except StopIteration as over:
-            self.open, self.end = None, over.value
+            self.is_over, self.end = True, over.value
         except StrettoError as error:
             self._error = error
             raise
-        for found in (self.sections, self.first_batches, self.first_samples):
-            del found[-1:]
-        if len(self.stages) > len(self.sections):
-            self._add(self.stages[-1].equal)
-        if self.open is not None:
-            self._add(self.open[0])
-        elif self.end is not None:
-            is_over = not self.stages  # a run that is resumed at its end
-            one = batches_of(self._horizon, self.end, 1)
-            self._add(one if is_over else _beyond(self._horizon, self.stages[-1], self.end))
 
-    def _add(self, batches: Batches) -> None:
-        self.sections.append(batches)
-        self.first_batches.append(batches.first.batch)
-        self.first_samples.append(batches.first.sample)
+    def later(self, end: Timestamp) -> Batches:
+        """Return the batches after the end of the run; one that is cut there counts as whole."""
+        if self.stages and self.stages[-1].end == end:
+            return self.stages[-1].equal
+        size = self.stages[-1].size if self.stages else 1  # a run that is resumed at its end
+        return batches_of(self._horizon, end, size)
 
 
 @final
@@ -592,7 +655,8 @@ class PlannedSizes:
         bound: the same policy, bound to the run; None: it is bound here.
         most_stages: refuse sizes that change more often.
         first: where it continues and the state of the policy there; None: the start of the run.
-        past: the same run from its start on.
+        past: the same run until then.
+        had: the batches that it had, and where the next one begins; not those of the policy.
 
     Raises:
         PlanError: the sizes are not known before the run.
@@ -617,31 +681,52 @@ class PlannedSizes:
         most_stages: int | None = None,
         first: tuple[Timestamp, PolicyState] | None = None,
         past: PlannedSizes | None = None,
+        had: Sequence[Had] | None = None,
     ) -> None:
         run, policy = horizon.with_batch_sizes(None), as_policy(policy)
         bound = bind_sizes(run, policy) if bound is None else bound
-        check_plannable(run, bound)
-        stages: list[Stage] = []
-        search = _Search(run, stages, find_stages(run, bound, stages, most_stages, first=first))
-        if run.lengths is None or _may_outgrow(run, bound):
-            search.find()
         now = Timestamp() if first is None else first[0]
+        if had is None:
+            check_plannable(run, bound)
+            search = _Search(
+                run, lambda found: find_stages(run, bound, found, most_stages, first=first)
+            )
+        else:
+            search = _Search(run, lambda found: past_stages(run, bound, found, had))
+        if run.lengths is None or (had is None and _may_outgrow(run, bound)):
+            search.find()
         fill(self, horizon=run, policy=policy, bound=bound, _first=now, _past=past, _search=search)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The parts of the run with one decided size."""
-        past, now = self._past, self._first
-        if past is None:
-            self._search.find()
-            return tuple(self._search.stages)
-        if past.timestamp_at_batch(now.batch)[1:3] != now[1:3]:
-            raise PlanError.cannot(
-                "know where the batches of the run begin",
-                why="the batch sizes in the checkpoint lead elsewhere with these lengths",
-                instead="resume with the lengths of that run",
-            )
-        return past.stages
+        self._search.find()
+        stages, past = self._search.stages, () if self._past is None else self._past.stages
+        if not past or not stages:
+            return (*past, *stages)
+        last, first = past[-1], stages[0]
+        assert last.batches is not None, "counted"
+        # One stage if the arithmetic of the past covers it, too.
+        covered = last.equal.timestamp(last.batches)[:7] == first.first[:7]
+        if covered and _is_like(last, first.batch(0)) and last.asked == first.asked:
+            total = None if first.batches is None else last.batches + first.batches
+            past, stages = (*past[:-1], replace(last, batches=total, end=first.end)), stages[1:]
+        return (*past, *(replace(one, number=at) for at, one in enumerate(stages, len(past) + 1)))
+
+    def after_batch(self, batch: int) -> Timestamp:
+        """Return the clock after so many batches, before the next one skips any samples.
+
+        >>> horizon = Horizon("2ep", dataset_num_samples=10, last_batch="drop")
+        >>> sizes = PlannedSizes(horizon, "0sp:5 5sp:7")
+        >>> sizes.after_batch(1).sample, sizes.timestamp_at_batch(1).sample
+        (5, 10)
+        """
+        if self._past is not None and batch <= self._first.batch:
+            return self._past.after_batch(batch)
+        start, stages = self.timestamp_at_batch(batch), self._search.stages
+        number = bisect_left(stages, batch, key=_first_batch) - 1
+        end = stages[number].end if number >= 0 else None
+        return end if end is not None and end.batch <= batch else start
 
     @property
     def end(self) -> Timestamp | None:
@@ -669,7 +754,7 @@ class PlannedSizes:
         """
         if self._past is not None and batch < self._first.batch:
             return self._past.sample_at_batch(batch)
-        batches, end = self._section(batch), self._search.end
+        batches, end = self._batches_with(batch), self._search.end
         if end is not None and batch == end.batch:
             return end.sample
         return batches.position(batch - batches.first.batch)
@@ -682,13 +767,14 @@ class PlannedSizes:
             return self._past.batch_at_sample(sample)
         search = self._search
         search.find(lambda batches: batches.count_before(sample) - 1)
-        if search.end is not None and sample > search.end.sample:
-            return search.end.batch + max(1, search.sections[-1].count_before(sample))
-        number = bisect_left(search.first_samples, sample) - 1
-        count = search.sections[number].count_before(sample)
-        if number < len(search.stages):
-            count = least(count, search.stages[number].batches) or 0
-        return search.first_batches[number] + count
+        end, stages = search.end, search.stages
+        if end is not None and sample > end.sample:
+            later = search.later(end)
+            return max(end.batch + 1, later.first.batch + later.count_before(sample))
+        number = bisect_left(stages, sample, key=lambda one: one.first.sample) - 1
+        if number < 0:  # skipped before the first batch after a resume
+            return self._first.batch
+        return stages[number].first.batch + stages[number].count_before(sample)
 
     def timestamp_at_batch(self, batch: int) -> Timestamp:
         """Return the clock at the start of batch number `batch`; after the last, at the end.
@@ -701,17 +787,24 @@ class PlannedSizes:
         """
         if self._past is not None and batch < self._first.batch:
             return self._past.timestamp_at_batch(batch)
-        batches, end = self._section(batch), self._search.end
+        batches, end = self._batches_with(batch), self._search.end
         if end is not None and batch >= end.batch:
             return end
         return batches.timestamp(batch - batches.first.batch)
 
-    def _section(self, batch: int) -> Batches:
+    def _batches_with(self, batch: int) -> Batches:
         """Return the batches that a batch is one of."""
         if batch < 0:
             raise PlanError.bad("batch", batch, "batches are counted from 0", "write 0 or more")
-        self._search.find(lambda batches: batch - batches.first.batch)
-        return self._search.sections[bisect_right(self._search.first_batches, batch) - 1]
+        search = self._search
+        search.find(lambda batches: batch - batches.first.batch)
+        if search.end is not None and batch >= search.end.batch:
+            return search.later(search.end)
+        return search.stages[bisect_right(search.stages, batch, key=_first_batch) - 1].equal
+
+
+def _first_batch(stage: Stage) -> int:
+    return stage.first.batch
 
 
 def _may_outgrow(horizon: Horizon, bound: Bound) -> bool:
@@ -721,13 +814,6 @@ def _may_outgrow(horizon: Horizon, bound: Bound) -> bool:
         most = horizon.dataset_num_tokens
     is_known = bound.bounds is not None and most is not None and bound.bounds[1] < most
     return horizon.last_batch == "drop" and not is_known
-
-
-def _beyond(horizon: Horizon, last: Stage, end: Timestamp) -> Batches:
-    """Return the batches after the end of the run; a batch cut there counts as whole."""
-    if last.end == end and last.batches is not None:
-        end = last.equal.timestamp(last.batches)
-    return batches_of(horizon, end, last.size)
 
 
 @final

@@ -62,7 +62,8 @@ def make_event(name: str, trigger: BoundTrigger, sizes: PlannedSizes) -> Event:
     count = 0
     for stage in sizes.stages:
         if stage.batches is not None and stage.end is not None:
-            count += min(stage.batches, trigger.count(stage.first, stage.end))
+            before = sizes.after_batch(stage.first.batch)
+            count += min(stage.batches, trigger.count(before, stage.end))
     return Event(name, tuple(times), count)
 
 
@@ -71,25 +72,30 @@ def _times(trigger: BoundTrigger, sizes: PlannedSizes, limit: int) -> list[Times
     found: list[Timestamp] = []
     now = Timestamp()
     while len(found) < limit:
-        batches = [batches_until(axis, tick, sizes) for axis, tick in trigger.next(now)]
+        batches = [_batches_until(axis, tick, sizes) for axis, tick in trigger.next(now)]
         batch = min(batches, default=None)
         if batch is None or (sizes.num_batches is not None and batch > sizes.num_batches):
             break
-        now = sizes.timestamp_at_batch(batch)
+        now = sizes.after_batch(batch)
         found.append(now)
     return found
 
 
-def batches_until(axis: Axis, tick: int, sizes: PlannedSizes) -> int:
+def _batches_until(axis: Axis, tick: int, sizes: PlannedSizes) -> int:
     """Return the number of batches after which a counter has reached `tick`."""
+    batches = first_after(axis, tick, sizes)
+    # Samples that are skipped before a batch count when that batch is over.
+    return batches + (axis.read(sizes.after_batch(batches)) < tick)
+
+
+def first_after(axis: Axis, tick: int, sizes: PlannedSizes) -> int:
+    """Return the number of the first batch that begins when a counter has reached `tick`."""
     if axis.unit is TimeUnit.BATCH:
         return tick
     if axis.unit is TimeUnit.TOKEN:
         lengths, each = sizes.horizon.lengths, sizes.horizon.tokens_per_sample or 1
         tick = -(-tick // each) if lengths is None else lengths.reached(0, tick)
-    batches = sizes.batch_at_sample(tick)
-    # Samples that are skipped before a batch count when that batch is over.
-    return batches + (sizes.timestamp_at_batch(batches).sample < tick)
+    return sizes.batch_at_sample(tick)
 
 
 Values: TypeAlias = Callable[[Timestamp, int], dict[str, float]]

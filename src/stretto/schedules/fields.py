@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import operator
 from abc import ABC
@@ -24,7 +23,7 @@ from typing import (
     get_type_hints,
 )
 
-from stretto._foreign import check_foreign
+from stretto._foreign import arguments_of, check_foreign
 from stretto.errors import ScheduleError, StrettoError, nearest, shown
 from stretto.timing import Time, TimeLike, TimeUnit
 from stretto.timing.grammar import exact, is_number
@@ -106,7 +105,7 @@ class Timed(ABC):
 
     def __new__(cls, *_: Any, **named: Any) -> Self:
         """Make a value; refuse names of other libraries, such as `T_max`."""
-        check_foreign(named, inspect.signature(cls).parameters if named else ())
+        check_foreign(named, arguments_of(cls) if named else ())
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -237,7 +236,7 @@ def _replaced(value: object, change: Callable[[object], object]) -> object:
 
 def _arguments(value: object) -> Iterator[str]:
     """Return the constructor's arguments that differ from the defaults, as source."""
-    for name, parameter in inspect.signature(type(value)).parameters.items():
+    for name, parameter in arguments_of(type(value)).items():
         given = getattr(value, name)
         written = repr(str(given)) if isinstance(given, Time) else name_of(given)
         if parameter.kind is parameter.VAR_POSITIONAL:

@@ -126,25 +126,6 @@ def cut(horizon: Horizon, timestamp: Timestamp, size: int) -> int:
     return size if end is None else min(size, end - timestamp.sample)
 
 
-def repeats_before(horizon: Horizon, timestamp: Timestamp, size: int) -> int | None:
-    """Return the position from which a batch of `size` would end the epoch or be cut.
-
-    Batches that start between `timestamp` and there only move the clock. None: all batches.
-
-    >>> repeats_before(Horizon("2ep", dataset_num_samples=20), Timestamp(), 8)
-    12
-    """
-    found = []
-    if horizon.dataset_num_samples is not None:
-        epoch_end = timestamp.sample - timestamp.sample_in_epoch + horizon.dataset_num_samples
-        # Under `drop` the epoch also ends if no further batch fits.
-        is_dropped = horizon.last_batch == "drop"
-        found.append(epoch_end - 2 * size + 1 if is_dropped else epoch_end - size)
-    if horizon.end_sample is not None and horizon.last_batch != "drop":
-        found.append(horizon.end_sample - size + 1)
-    return min(found, default=None)
-
-
 def is_countable(horizon: Horizon, unit: TimeUnit) -> bool:
     """Return whether `unit` is known before the run if the number of samples is.
 
