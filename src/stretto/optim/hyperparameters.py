@@ -228,8 +228,6 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
-    __slots__ = ("_named", "_only", "_rules", "_schedules", "_values", "base", "optimizer")
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -248,6 +246,7 @@ class Hyperparameters:
         restore_base_values(optimizer)
         _part_tensors(optimizer.param_groups)
         self._values: list[list[_Value]] = []
+        self._initial: list[GroupValues] = []
         self.follow(horizon, bound or {})
         self.base = self.values()
         """The initial values of the optimizer, by name."""
@@ -255,6 +254,8 @@ class Hyperparameters:
     def follow(self, horizon: Horizon, bound: Mapping[str, BoundSchedule]) -> None:
         """Follow the same schedules, bound to the run anew; the base values stay."""
         groups, made = self.optimizer.param_groups, dict[Any, Any]()
+        # What a wrapped scheduler starts from: after a resume, the groups have scheduled values.
+        self._initial += [_values_of(group) for group in groups[len(self._initial) :]]
         kept: dict[Any, Any] = {
             value[:3]: value.base for values in self._values for value in values
         }
@@ -268,7 +269,7 @@ class Hyperparameters:
             scheduled = frozenset(column for column, factors in found.items() if factors)
             by_key: dict[str, list[_Value]] = {}
             for (key, index), factors in found.items():
-                base = Base(groups, number, (key, index), scheduled, made)
+                base = Base(self._initial, number, (key, index), scheduled, made)
                 factor = _product([_on(base, one, horizon) for one in factors])
                 initial = kept.get((number, key, index))
                 if initial is None:
@@ -351,6 +352,11 @@ class Hyperparameters:
         A name without a group shows the first group's value; of `betas`, the first.
         """
         return dict(zip(self._named, self.row(), strict=True))
+
+
+def _values_of(group: Mapping[str, Any]) -> GroupValues:
+    """Return a copy of the values of a parameter group."""
+    return {key: plain(value) for key, value in group.items() if key != "params"}
 
 
 def _part_tensors(groups: Sequence[dict[str, Any]]) -> None:
