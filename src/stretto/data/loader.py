@@ -163,7 +163,7 @@ class TokenCounter:
         is_whole = now.sample_in_epoch + size == self._run.horizon.dataset_num_samples
         if is_whole or fetched.crossings == (0,):  # nothing carried or dropped
             self._compare(now.token_in_epoch + tokens)
-        timer.advance(
+        timer.update(
             size,
             tokens=tokens,
             seconds=seconds,
@@ -436,7 +436,7 @@ class StepLoader(Iterator[Step]):
         if plan.ends_epochs or fetched.crossings or self._crosses:
             self._cross(fetched, open_step, tokens, seconds)
         else:
-            timer.advance(fetched.size, tokens=tokens, seconds=seconds)
+            timer.update(fetched.size, tokens=tokens, seconds=seconds)
         if plan is not self._decisions.last or signals is not self._decisions.signals:
             self._decisions.finish(plan, signals, fetched.size, tokens)
         if self._source.chunks is not None:

@@ -82,8 +82,15 @@ class Time:
     def __reduce__(self) -> tuple[type[Time], tuple[str]]:
         return Time, (str(self),)
 
-    def __str__(self) -> str:
+    def to_timestring(self) -> str:
+        """Return the text of the time, as `str` does; `Time` reads it back.
+
+        >>> Time(90, "ep").to_timestring()
+        '90ep'
+        """
         return grammar.show(self._amount, self._unit)
+
+    __str__ = to_timestring
 
     def __repr__(self) -> str:
         return f"Time('{self}')"

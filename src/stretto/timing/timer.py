@@ -22,8 +22,8 @@ class Timer:
     """Counts epochs, batches, samples, tokens and wall time; the training loop moves it.
 
     >>> timer = Timer(Horizon("2ep", dataset_num_samples=100))
-    >>> timer.advance(60, tokens=6000)
-    >>> timer.advance(40, tokens=4000)
+    >>> timer.update(60, tokens=6000)
+    >>> timer.update(40, tokens=4000)
     >>> timer.epoch, timer.batch, timer.sample, timer.timestamp.sample_in_epoch
     (1, 2, 100, 0)
     >>> timer.get_elapsed_duration()
@@ -64,7 +64,7 @@ class Timer:
         """Measure wall time from now on; time since the last update does not count."""
         self._mark = self.clock()
 
-    def advance(
+    def update(
         self,
         samples: int,
         *,
