@@ -255,10 +255,8 @@ class Hyperparameters:
         """Follow the same schedules, bound to the run anew; the base values stay."""
         groups, made = self.optimizer.param_groups, dict[Any, Any]()
         # What a wrapped scheduler starts from: after a resume, the groups have scheduled values.
-        self._initial += [_values_of(group) for group in groups[len(self._initial) :]]
-        kept: dict[Any, Any] = {
-            value[:3]: value.base for values in self._values for value in values
-        }
+        for group in groups[len(self._initial) :]:
+            self._initial.append({key: plain(group[key]) for key in group if key != "params"})
         each = {
             name: (schedule, bound[name] if name in bound else schedule.bind(horizon))
             for name, schedule in self._schedules.items()
@@ -271,10 +269,9 @@ class Hyperparameters:
             for (key, index), factors in found.items():
                 base = Base(self._initial, number, (key, index), scheduled, made)
                 factor = _product([_on(base, one, horizon) for one in factors])
-                initial = kept.get((number, key, index))
-                if initial is None:
-                    initial = plain(group.setdefault(f"{INITIAL}{key}", plain(group[key])))
-                    initial = initial if index is None else initial[index]
+                initial = self._initial[number][key]
+                group.setdefault(f"{INITIAL}{key}", initial)
+                initial = initial if index is None else initial[index]
                 name = Name(key, index, group_name(number, group))
                 rule = most_specific(self._rules, name, group)
                 by_key.setdefault(key, []).append(_Value(number, key, index, initial, factor, rule))
@@ -352,11 +349,6 @@ class Hyperparameters:
         A name without a group shows the first group's value; of `betas`, the first.
         """
         return dict(zip(self._named, self.row(), strict=True))
-
-
-def _values_of(group: Mapping[str, Any]) -> GroupValues:
-    """Return a copy of the values of a parameter group."""
-    return {key: plain(value) for key, value in group.items() if key != "params"}
 
 
 def _part_tensors(groups: Sequence[dict[str, Any]]) -> None:
