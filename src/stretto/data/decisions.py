@@ -51,7 +51,11 @@ class Decisions:
         self.state: PolicyState = run.bound_policy.start
         """The policy's state after the last finished batch."""
         self.signals = NO_SIGNALS
-        """What that batch measured."""
+        """What that batch measured, and the evaluations after it."""
+        self.measured: list[float] = []
+        """The metric in each evaluation so far, for schedules; of each batch the last one."""
+        self.noted: float | None = None
+        """The metric that was measured while a step is open."""
         self.size: int | None = None
         """The size that was decided for it; None before the first one."""
         self.past: list[tuple[int, int]] | None = []
@@ -114,6 +118,11 @@ class Decisions:
 
     def finish(self, plan: PlannedBatch, signals: Signals, size: int, tokens: int) -> None:
         """Record the decision for the finished batch and what that batch measured."""
+        if self.noted is not None and signals.metric is None:
+            signals = replace(signals, metric=self.noted)
+        self.noted = None
+        if signals.metric is not None:
+            self.measured.append(signals.metric)
         if signals.noise_numerator is not None:
             # tr(Sigma) is that of a sample. A policy in tokens follows a noise scale in tokens.
             each = tokens / size if self._in_tokens else 1
@@ -132,6 +141,13 @@ class Decisions:
         self.state, self.signals, self.size = plan.state, signals, plan.decided
         if self._unmeasured >= 0:
             self._watch(signals)
+
+    def note(self, metric: float) -> None:
+        """Record a metric that was measured after the last batch; the last one counts."""
+        if self.signals.metric is not None:
+            self.measured.pop()
+        self.signals = replace(self.signals, metric=metric)
+        self.measured += [self.signals.metric or 0.0]
 
     def check_shares(self, run: Prepared, part: RankShare) -> None:
         """Refuse a run with a later batch that is too small to be shared.

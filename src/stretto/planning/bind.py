@@ -16,9 +16,10 @@ from stretto.batching import (
     as_policy,
     as_rules,
 )
+from stretto.batching.metrics import one_metric
 from stretto.batching.rows import LENGTH, LengthsLike, as_rows, length_of, whole_rows
 from stretto.batching.rules import Referenced
-from stretto.errors import PlanError, StrettoError
+from stretto.errors import PlanError, ScheduleError, StrettoError
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, bind_sizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
 from stretto.schedules.names import check_value_names
@@ -76,6 +77,11 @@ class Prepared:
             **{name: one.reads(self.facts) for name, one in self.values.items()},
             **{name: one.units for name, one in self.bound_triggers.items()},
         }
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """The signals that the policy or a schedule reads (see `Bound.reads`)."""
+        return self.bound_policy.reads.union(*(one.metrics() for one in self.schedules.values()))
 
     @property
     def tokens_each(self) -> int | None:
@@ -221,6 +227,9 @@ def bind_run(
     for kind, name, one in [*every, *(("values", *pair) for pair in own.items())]:
         try:
             with at(kind, name):
+                if kind == "values" and one.metrics():
+                    why, instead = "only what an optimizer has can", "schedule 'lr' with it"
+                    raise ScheduleError.cannot(f"follow a metric with {name!r}", why=why, instead=instead)
                 bound[kind][name] = one.bind(horizon)
         except StrettoError as error:
             if not _follows_sizes(one, horizon, error):
@@ -230,7 +239,7 @@ def bind_run(
     for name, trigger in fires.items():
         with at("triggers", name):
             due[name] = trigger.bind(horizon)
-    return Prepared(
+    run = Prepared(
         facts,
         horizon,
         policy,
@@ -245,6 +254,8 @@ def bind_run(
         bound["values"],
         left_out,
     )
+    one_metric(run.signals)
+    return run
 
 
 @final

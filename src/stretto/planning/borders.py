@@ -72,7 +72,11 @@ def value_text(value: float) -> str:
 
 
 def changes_of(
-    stages: Sequence[Stage], sizes: PlannedSizes, values: Values, schedules: Mapping[str, Schedule]
+    stages: Sequence[Stage],
+    sizes: PlannedSizes,
+    values: Values,
+    schedules: Mapping[str, Schedule],
+    horizon: Horizon,
 ) -> Iterator[Change]:
     """Yield what each scheduled value begins to do where its schedule changes.
 
@@ -81,14 +85,15 @@ def changes_of(
         sizes: where each batch begins.
         values: every value at a timestamp, as its schedule says, without a rule.
         schedules: the schedules of the values.
+        horizon: the run.
     """
     if sizes.num_batches is None:
         return
-    scope = Scope.of(sizes.horizon)
+    marks = {name: one.borders(Scope.of(horizon)) for name, one in schedules.items()}
     periods = {
         (name, batches_until(mark.axis, mark.first_tick, sizes)): f"{mark.period!r} begins"
-        for name, schedule in schedules.items()
-        for mark in schedule.borders(scope)
+        for name in marks
+        for mark in marks[name]
         if mark.period
     }
     begin = [name for name, batch in periods if batch == 0]

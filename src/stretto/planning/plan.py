@@ -375,7 +375,7 @@ def plan_prepared(
         micro_batch_size=micro,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
-        changes=tuple(changes_of(stages, sizes, unruled, schedules)),
+        changes=tuple(changes_of(stages, sizes, unruled, schedules, run.horizon)),
         warnings=(
             *warnings_of(horizon, sizes, stages, even=even),
             *rows_text(stages, run.left_out),

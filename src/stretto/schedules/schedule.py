@@ -99,6 +99,8 @@ class Base(NamedTuple):
     """All values of the group that are scheduled."""
     made: dict[Any, Any]
     """What schedules have made of these groups, for other schedules of the same groups."""
+    measured: Sequence[float] = ()
+    """What evaluations have measured so far, for schedules that follow a metric."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -160,6 +162,10 @@ class Schedule(Timed):
         """
         own = frozenset(horizon.axis(time.unit).unit for time in self.times())
         return own.union(*(one.reads(horizon) for one in self._inside()))
+
+    def metrics(self) -> frozenset[str]:
+        """Return the metrics that it follows, such as `validation/loss`; a plan leaves it out."""
+        return frozenset().union(*(one.metrics() for one in self._inside()))
 
     def borders(self, scope: Scope) -> list[Mark]:
         """Return where its formula changes inside `scope`, as far as known: a plan has rows there.
