@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.optim.test_from_torch import OPTIMIZERS, SCHEDULERS, groups_of, rates
 from torch.optim import lr_scheduler
 
 from stretto import Callback, Trainer, prepare
-from stretto.batching import LinearRule, SquareRootRule
+from stretto.batching import NO_SIGNALS, LinearRule, Plateau, Signals, SquareRootRule
 from stretto.optim import from_torch
 from stretto.run import Run
 from stretto.schedules import (
@@ -32,6 +33,7 @@ from stretto.schedules import (
     Polynomial,
     StepDecay,
 )
+from stretto.training import Evaluation
 
 L = lr_scheduler
 STEPS = 14
@@ -117,6 +119,81 @@ def test_every_schedule_rule_and_value_goes_on_to_the_last_bit(name: str) -> Non
     assert_resumes(lambda: begun("adamw", OURS[name], **more))
 
 
+PLATEAUS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda o: L.ReduceLROnPlateau(o, factor=0.5, patience=1),
+    "to a rate": lambda o: L.ReduceLROnPlateau(o, "max", 0.3, 0, cooldown=1, min_lr=[1e-3, 1e-2]),
+}
+LOSSES = [3.0, 2.0, 2.5, 2.4, float("nan"), 2.1, 1.0, 1.5, 1.2, 1.1, 1.3, float("inf"), 0.5, 0.7]
+
+
+def torch_rates(make: Callable[[Any], Any], losses: list[float]) -> list[list[float]]:
+    """What the scheduler itself sets, stepped with each loss."""
+    optimizer = OPTIMIZERS["sgd"](groups_of(2))
+    scheduler, found = make(optimizer), []
+    for loss in losses:
+        found.append([group["lr"] for group in optimizer.param_groups])
+        scheduler.step(loss)
+    return found
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["with finish", "after finish"])
+@pytest.mark.parametrize("name", PLATEAUS)
+def test_a_rate_that_follows_a_metric_is_that_of_torch_and_goes_on(name: str, after: bool) -> None:
+    """In an own loop, which measures before or after the step is finished."""
+    schedule = from_torch(PLATEAUS[name], monitor="validation/loss")
+
+    def begun_at(states: tuple[Any, Any] | None) -> Iterator[tuple[Any, Any, list[float]]]:
+        optimizer = OPTIMIZERS["sgd"](groups_of(2))
+        run = prepare(
+            range(100), 2, max_duration=f"{STEPS}ba", optimizer=optimizer,
+            schedules={"lr": schedule},
+        )  # fmt: skip
+        if states is not None:
+            optimizer.load_state_dict(states[1])
+            run.load_state_dict(json.loads(states[0]))
+        while not run.is_done:
+            state = json.dumps(run.state_dict()), deepcopy(optimizer.state_dict())
+            step = run.begin()
+            assert step is not None
+            yield *state, [group["lr"] for group in optimizer.param_groups]
+            optimizer.step()
+            loss = LOSSES[run.timer.batch]
+            run.finish(signals=NO_SIGNALS if after else Signals(metric=loss))
+            if after:
+                run.loader.note_metric(1e9)  # only the last one before the next step counts
+                run.loader.note_metric(loss)
+
+    each = list(begun_at(None))
+    rates_of = [rate for *_, rate in each]
+    torch.testing.assert_close(rates_of, torch_rates(PLATEAUS[name], LOSSES), rtol=1e-15, atol=0)
+    assert len({rate[0] for rate in rates_of}) > 2
+    for number, (*states, _) in enumerate(each):
+        assert [rate for *_, rate in begun_at((states[0], states[1]))] == rates_of[number:]
+
+
+def test_a_metric_that_is_measured_inside_a_step_counts_after_it() -> None:
+    seen = []
+    for inside in (False, True):
+        optimizer = OPTIMIZERS["sgd"](groups_of(1))
+        schedule = from_torch(lambda o: L.ReduceLROnPlateau(o, patience=0), monitor="a/loss")
+        sizes = Plateau("a/loss", start=2, maximum=16, patience=1)
+        run = prepare(
+            range(100), sizes, max_duration="1ep", optimizer=optimizer, schedules={"lr": schedule}
+        )
+        rates = []
+        for step in run:
+            rates.append((step.num_samples, optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            if inside:
+                run.loader.note_metric(1.0)
+            run.finish()
+            if not inside:
+                run.loader.note_metric(1.0)
+        seen.append(rates)
+    assert seen[0] == seen[1]
+    assert seen[0][2] == (4, pytest.approx(0.003))
+
+
 ABSOLUTE: dict[str, Callable[[Any], Any]] = {
     "cosine to a rate": lambda o: L.CosineAnnealingLR(o, T_max=9, eta_min=0.003),
     "one cycle": lambda o: L.OneCycleLR(o, max_lr=0.3, total_steps=10, cycle_momentum=False),
@@ -136,19 +213,34 @@ class Rates(Callback):
             run.stop("the time of the job is over", is_final=False)
 
 
-@pytest.mark.parametrize("name", ABSOLUTE)
+DATA = torch.utils.data.TensorDataset(torch.ones(30, 3), torch.ones(30, 1))
+
+
+def up_and_down(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """A loss that is better and worse in turn."""
+    weight = next(model.parameters()).detach()
+    return weight.sum().mul(1e4).sin()
+
+
+@pytest.mark.parametrize("name", [*ABSOLUTE, "metric"])
 def test_a_trainer_goes_on_to_the_last_bit(name: str, tmp_path: Path) -> None:
+    plateau = partial(L.ReduceLROnPlateau, patience=0, factor=0.5)
+    monitored = from_torch(plateau, monitor="validation/loss")
+    schedule = monitored if name == "metric" else from_torch(ABSOLUTE[name])
+
     def rates_of(folder: Path, until: int | None = None) -> list[float]:
+        torch.manual_seed(0)
         model, seen = torch.nn.Linear(3, 1), Rates(until)
         Trainer(
-            model, torch.utils.data.TensorDataset(torch.ones(30, 3), torch.ones(30, 1)),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.MSELoss(),
-            max_duration="9ba", batch_size=2, schedules={"lr": from_torch(ABSOLUTE[name])},
+            model, DATA, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=torch.nn.MSELoss(), max_duration="9ba", batch_size=2, schedules={"lr": schedule},
             checkpoint="1ba", folder=folder, callbacks=[seen], log={"console": False},
+            evaluate=Evaluation(DATA, "2ba", loss=up_and_down),
         ).fit(resume="auto")  # fmt: skip
         return seen.seen
 
     whole = rates_of(tmp_path / "whole")
+    assert len(set(whole)) > 2
     # One job for each step: each restores what the one before has saved.
     jobs = [rates_of(tmp_path / "cut", until) for until in (*range(1, 9), None)]
     assert [rate for job in jobs for rate in job] == whole

@@ -145,9 +145,9 @@ class Decisions:
     def note(self, metric: float) -> None:
         """Record a metric that was measured after the last batch; the last one counts."""
         if self.signals.metric is not None:
-            self.measured.pop()
+            del self.measured[-1:]
         self.signals = replace(self.signals, metric=metric)
-        self.measured += [self.signals.metric or 0.0]
+        self.measured.append(float(metric))
 
     def check_shares(self, run: Prepared, part: RankShare) -> None:
         """Refuse a run with a later batch that is too small to be shared.
@@ -186,13 +186,11 @@ class Decisions:
         past = self.past
         return {
             "policy": {"state": dict(self.state)},
-            "signals": {
-                name: value if value is None or math.isfinite(value) else repr(value)
-                for name, value in asdict(self.signals).items()
-            },
+            "signals": {name: _finite(one) for name, one in asdict(self.signals).items()},
             "size": self.size,
             "past": None if past is None else [[at, saved_size(size)] for at, size in past],
             **self._unit,
+            **{name: [*map(_finite, self.measured)] for name in self._run.metrics},
         }
 
     @property
@@ -216,6 +214,8 @@ class Decisions:
         self._unmeasured = -1
         self.restart(state if is_own else policy.start, Signals(**signals))
         self.size, self.past = saved.get("size"), _past(saved.get("past"), now)
+        for name in self._run.metrics:
+            self.measured[:] = map(float, saved.get(name, ()))
         return is_own or not state
 
     def restart(self, state: PolicyState, signals: Signals) -> None:
@@ -276,6 +276,11 @@ def _past(saved: list[Any] | None, now: Timestamp) -> list[tuple[int, int]] | No
     if not (is_whole and in_order and all(size >= 1 for _, size in past)):
         raise ValueError(f"{saved!r} are no batch sizes")
     return past
+
+
+def _finite(value: float | None) -> float | str | None:
+    """Return a number as JSON keeps it."""
+    return value if value is None or math.isfinite(value) else repr(value)
 
 
 def _check_state(bound: Bound, now: Timestamp, state: PolicyState) -> None:

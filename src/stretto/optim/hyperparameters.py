@@ -219,6 +219,7 @@ class Hyperparameters:
             function `size -> factor`; or values by name, of which the one that says most counts:
             `{"lr": LinearRule(256), "lr@head": SquareRootRule(256)}`; None: not at all.
         bound: those schedules that `prepare` has bound to the run; the others are bound here.
+        measured: what evaluations have measured, for schedules that follow a metric; it grows.
 
     Raises:
         ScheduleError: there is no such hyper-parameter or group, a schedule does not fit the run,
@@ -236,7 +237,9 @@ class Hyperparameters:
         *,
         rule: RuleLike | None = None,
         bound: Mapping[str, BoundSchedule] | None = None,
+        measured: Sequence[float] = (),
     ) -> None:
+        self._measured = measured
         self._rules = as_rules(rule)
         followed = {**dict.fromkeys(self._rules, 1.0), **check_names(schedules)}
         self._schedules = read_schedules(optimizer, followed)
@@ -267,7 +270,7 @@ class Hyperparameters:
             scheduled = frozenset(column for column, factors in found.items() if factors)
             by_key: dict[str, list[_Value]] = {}
             for (key, index), factors in found.items():
-                base = Base(self._initial, number, (key, index), scheduled, made)
+                base = Base(self._initial, number, (key, index), scheduled, made, self._measured)
                 factor = _product([_on(base, one, horizon) for one in factors])
                 initial = self._initial[number][key]
                 group.setdefault(f"{INITIAL}{key}", initial)

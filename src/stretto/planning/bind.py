@@ -79,9 +79,9 @@ class Prepared:
         }
 
     @property
-    def signals(self) -> frozenset[str]:
-        """The signals that the policy or a schedule reads (see `Bound.reads`)."""
-        return self.bound_policy.reads.union(*(one.metrics() for one in self.schedules.values()))
+    def metrics(self) -> frozenset[str]:
+        """The metric that schedules follow, or none."""
+        return frozenset[str]().union(*(one.metrics() for one in self.schedules.values()))
 
     @property
     def tokens_each(self) -> int | None:
@@ -228,8 +228,8 @@ def bind_run(
         try:
             with at(kind, name):
                 if kind == "values" and one.metrics():
-                    why, instead = "only what an optimizer has can", "schedule 'lr' with it"
-                    raise ScheduleError.cannot(f"follow a metric with {name!r}", why=why, instead=instead)
+                    why, instead = "only values of an optimizer can", "schedule 'lr' with it"
+                    raise ScheduleError.bad(name, one, why, instead)
                 bound[kind][name] = one.bind(horizon)
         except StrettoError as error:
             if not _follows_sizes(one, horizon, error):
@@ -254,7 +254,7 @@ def bind_run(
         bound["values"],
         left_out,
     )
-    one_metric(run.signals)
+    one_metric(bound_policy.reads | run.metrics)
     return run
 
 

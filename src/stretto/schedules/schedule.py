@@ -165,7 +165,7 @@ class Schedule(Timed):
 
     def metrics(self) -> frozenset[str]:
         """Return the metrics that it follows, such as `validation/loss`; a plan leaves it out."""
-        return frozenset().union(*(one.metrics() for one in self._inside()))
+        return frozenset[str]().union(*(one.metrics() for one in self._inside()))
 
     def borders(self, scope: Scope) -> list[Mark]:
         """Return where its formula changes inside `scope`, as far as known: a plan has rows there.
