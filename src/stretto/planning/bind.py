@@ -197,6 +197,9 @@ def bind_run(
     read = {name: as_schedule(schedule) for name, schedule in given.items()}
     own = {name: as_schedule(schedule) for name, schedule in (values or {}).items()}
     check_value_names(own, read if sequence_length is None else [*read, LENGTH])
+    for name in [name for name, one in own.items() if one.metrics()]:
+        why, instead = "only values of an optimizer can", "schedule 'lr' with it"
+        raise ScheduleError.cannot(f"follow a metric with {name!r}", why=why, instead=instead)
     fires = {name: parse_trigger(trigger) for name, trigger in (triggers or {}).items()}
     facts, sizes, refusal, rows = horizon.with_batch_sizes(None), None, None, None
     with at("sequence_length"):
@@ -227,9 +230,6 @@ def bind_run(
     for kind, name, one in [*every, *(("values", *pair) for pair in own.items())]:
         try:
             with at(kind, name):
-                if kind == "values" and one.metrics():
-                    why, instead = "only values of an optimizer can", "schedule 'lr' with it"
-                    raise ScheduleError.bad(name, one, why, instead)
                 bound[kind][name] = one.bind(horizon)
         except StrettoError as error:
             if not _follows_sizes(one, horizon, error):
