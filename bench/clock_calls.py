@@ -32,14 +32,14 @@ TEXTS = [text for n in range(1, 251) for text in (f"{n}ep", f"{n}000ba", f"0.{n}
 # What each side does for the same purpose, as `timeit` runs it. Reading texts is counted per text.
 OURS = {
     "read a time": "for text in texts: Time(text)",
-    "count a batch": "timer.advance(SAMPLES, tokens=TOKENS)",
+    "count a batch": "timer.update(SAMPLES, tokens=TOKENS)",
     "cosine": "cosine(timestamp)",
     "cosine with warm-up": "warmed(timestamp)",
     "check an interval": "is_due(previous, timestamp)",
     "all of a batch": """
 before = timer.timestamp
 warmed(before)
-timer.advance(SAMPLES, tokens=TOKENS)
+timer.update(SAMPLES, tokens=TOKENS)
 is_due(before, timer.timestamp)
 """,
 }

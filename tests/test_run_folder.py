@@ -29,6 +29,7 @@ from stretto.run_folder import (
     parsed_metrics,
     read_json,
 )
+from stretto.schedules import Linear, Periods
 from stretto.training import Callback, Checkpointing, Evaluation, Trainer
 
 DATA = TensorDataset(
@@ -181,6 +182,15 @@ def test_decided_sizes_are_events_and_a_column(tmp_path: Path) -> None:
         (columns["batch"][i], sizes[i]) for i in changes
     ]
     assert columns["sec"].tolist() == sorted(columns["sec"].tolist())
+
+
+def test_named_periods_are_events_of_the_first_batch_in_each(tmp_path: Path) -> None:
+    periods = Periods({"warmup": ("5ba", Linear(0, 1)), "main": ("rest", 1.0)})
+    trainer_of(tmp_path, schedules={"lr": periods}, max_duration="9ba").fit()
+    found = [event for event in events(tmp_path) if event["event"] == "period"]
+    said = [(one["ba"], one["periods"]) for one in found]
+    assert said == [(0, {"lr": "warmup"}), (5, {"lr": "main"})]
+    assert found[1]["text"] == "period: lr 'main'"
 
 
 def test_lines_have_memory_micro_batches_and_the_norm_without_clipping(tmp_path: Path) -> None:

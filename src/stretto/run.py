@@ -307,6 +307,7 @@ class Run:
             self.horizon,
             rule=self.prepared.rules,
             bound=self.prepared.bound_schedules,
+            measured=self._loader.measured,
         )
         # A trainer sets the learning rate even if nothing moves it: else a resumed run would keep
         # the saved rate, not the one that its optimizer is built with.

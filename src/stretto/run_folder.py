@@ -54,6 +54,7 @@ EventKind: TypeAlias = Literal[
     "out_of_memory",
     "skipped_step",
     "decided_size",
+    "period",
     "step_cost",
 ]
 _LONGEST_LINE = 1 << 20

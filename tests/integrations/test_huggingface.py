@@ -16,6 +16,7 @@ pytest.importorskip("datasets", reason="needs stretto[huggingface]: make test-ad
 import datasets
 import torch
 from tests.integrations import huggingface_toys as toys
+from torch.optim.lr_scheduler import CyclicLR
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, get_cosine_schedule_with_warmup
 
@@ -23,6 +24,7 @@ from stretto.batching import NoiseScale
 from stretto.errors import CheckpointError, StrettoError, TrainingError
 from stretto.integrations.counts import steps_in_epoch
 from stretto.integrations.huggingface import attach
+from stretto.optim import from_torch
 from stretto.schedules import Cosine
 
 PLAN = toys.planned()
@@ -135,6 +137,17 @@ def test_a_resumed_trainer_may_have_other_micro_batches(whole: Any) -> None:
     other.train(resume_from_checkpoint=str(out / "checkpoint-9"))
     assert seen.ids == recorder.ids[9:]
     torch.testing.assert_close(toys.flat(other.model), toys.flat(trainer.model), rtol=0, atol=1e-7)
+
+
+def test_a_wrapped_scheduler_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    schedule = from_torch(lambda o: CyclicLR(o, 1e-3, 1e-2, 4, cycle_momentum=False))
+    rest: dict[str, Any] = {"schedules": {"lr": schedule}, "sizes": 40, "optim": "adamw_torch"}
+    trainer, whole, _ = make(out=str(tmp_path), every={"save": "1ba"}, **rest)
+    trainer.train()
+    for at in range(1, len(whole.rates)):
+        other, seen, _ = make(**rest)
+        other.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
+        assert seen.rates == whole.rates[at:]
 
 
 def test_restored_callbacks_change_nothing(whole: Any) -> None:

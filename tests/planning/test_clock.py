@@ -185,7 +185,7 @@ def test_a_timer_moves_as_advance_does(case: Case) -> None:
         if step.skipped:
             timer.end_epoch()
         assert timer.timestamp == step.timestamp
-        timer.advance(step.size, seconds=0.0)
+        timer.update(step.size, seconds=0.0)
         assert timer.timestamp == advance(horizon, step.timestamp, step.size)
 
 

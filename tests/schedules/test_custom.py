@@ -6,10 +6,12 @@ import math
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.schedules.strategies import by_batch, values
 
-from stretto.errors import ConversionError, ScheduleError, TimeError
-from stretto.schedules import Constant, Cosine, Custom, Periods, as_schedule
+from stretto.errors import ConversionError, PlanWarning, ScheduleError, TimeError
+from stretto.schedules import Constant, Cosine, Custom, MultiStep, Periods, Product, as_schedule
 from stretto.timing import Horizon, Time, Timer, Timestamp
 
 
@@ -63,6 +65,74 @@ def test_in_a_period_it_can_read_the_time_in_the_period() -> None:
     marks = (0, 225, 360, 450, 4724, 4725, 6862, 6863)
     found = [stairs(Timestamp(sample=sample)) for sample in marks]
     assert found == pytest.approx([0.0, 0.5, 0.2, 1.0, 1.0, 0.1, 0.1, 0.01])
+
+
+class TriangleScheduler:
+    """The first of the two classes of that design, as it was written there."""
+
+    def get_factor(self, timer: Timer) -> float:
+        frac = timer.get_current_period_frac_elapsed()
+        return frac if frac <= 0.5 else (1 - frac)
+
+
+class MilestoneDecayScheduler:
+    """The second; the list of drops is summed."""
+
+    def __init__(self, milestones: list[Time], decay: float) -> None:
+        super().__init__()
+        self.milestones = milestones
+        self.decay = decay
+
+    def get_factor(self, timer: Timer) -> float:
+        period_time = timer.get_current_period_time()
+        num_drops = [m <= period_time for m in self.milestones]
+        return self.decay ** sum(num_drops)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in a period", "alone"])
+@given(st.lists(st.sampled_from(["0.5dur", "25%", "2ep", "30ba", "201sp", "3.5ep", "1sp", "0ba"])))
+def test_milestones_of_a_class_may_be_in_any_unit(inside: bool, milestones: list[str]) -> None:
+    """In the same batches as `MultiStep`, also where a period begins inside a sample."""
+    run = Horizon("7ep", dataset_num_samples=101, batch_sizes=10)
+    written = MilestoneDecayScheduler([Time(one) for one in milestones], 0.5)
+    steps = [MultiStep([one], 0.5) if Time(one) else Constant(0.5) for one in milestones]
+    ours = Product(1.0, *steps)
+    both = [as_schedule(one) for one in (written, ours)]
+    if inside:
+        both = [Periods([("5%", TriangleScheduler()), ("rest", one)]) for one in both]
+    starts = [(batch, min(10 * batch - batch // 11 * 9, 706)) for batch in range(77)]
+    stamps = [
+        Timestamp(batch=b, sample=s, epoch=s // 101, sample_in_epoch=s % 101) for b, s in starts
+    ]
+    found, expected = ([bound(stamp) for stamp in stamps] for bound in (s.bind(run) for s in both))
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_time_of_a_period_compares_on_either_side_with_any_unit() -> None:
+    stamp = Timestamp(batch=5, sample=50, sample_in_epoch=50)
+    run = Horizon("2ep", dataset_num_samples=100)
+    passed = Timer.at(stamp, run).get_current_period_time()
+    assert Time("5ba") >= passed >= Time("50sp")
+    assert Time("6ba") > passed < Time("0.6ep")
+    assert Time("4ba") < passed > Time("20%")
+    assert Time("0.5ep") <= passed <= Time("25%")
+    assert passed == Time("25%")
+    assert passed + Time("25%") == Time("50%")
+    assert str(passed) == "0.25dur"
+    with pytest.warns(UserWarning, match="no unit"):
+        assert passed < 1
+
+
+def test_a_fraction_of_a_run_that_only_counts_epochs_is_warned_of_once() -> None:
+    stairs = Horizon("4ep")
+    for read in (Timer.get_elapsed_duration, Timer.get_current_period_frac_elapsed):
+        bound = as_schedule(lambda timer, read=read: 1 - read(timer)).bind(stairs)
+        with pytest.warns(PlanWarning, match="'sp', 'ba' or 'tok'") as caught:
+            assert [bound(Timestamp(epoch=epoch)) for epoch in (0, 1, 3)] == [1, 0.75, 0.25]
+        assert len(caught) == 1
+    for run in (Horizon("40ba"), Horizon("4ep", dataset_num_samples=10)):
+        as_schedule(Timer.get_elapsed_duration).bind(run)(Timestamp())  # a warning is an error
+    as_schedule(lambda timer: 0.5**timer.epoch).bind(stairs)(Timestamp(epoch=2))
 
 
 def test_in_a_period_it_can_read_each_counter_from_where_the_period_began() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.schedules.strategies import by_batch, values
 
 from stretto.errors import ConversionError, ScheduleError, TimeError
+from stretto.planning import plan
 from stretto.schedules import (
     Constant,
     Cosine,
@@ -24,6 +25,7 @@ from stretto.schedules import (
     Schedule,
     StepDecay,
 )
+from stretto.schedules.scope import Scope
 from stretto.timing import Horizon, Time, Timestamp
 
 N = 24
@@ -105,6 +107,78 @@ def test_any_periods_against_a_model_in_fractions(
         periods[-1] = "rest", periods[-1][1]
     found = Periods(periods).bind(RUN)(Timestamp(sample=sample))
     assert found == pytest.approx(float(expected), rel=1e-12, abs=1e-15)
+
+
+WORDS: dict[str, Any] = {
+    "pairs by name": {"warmup": ("5%", Linear(0, 1)), "main": ("rest", Cosine())},
+    "a list of names": [{"warmup": ("5%", Linear(0, 1))}, {"main": ("rest", Cosine())}],
+}
+
+
+@pytest.mark.parametrize("given", WORDS.values(), ids=WORDS)
+def test_periods_may_have_names(given: Any) -> None:
+    periods, plain = Periods(given), Periods([("5%", Linear(0, 1)), ("rest", Cosine())])
+    assert values(periods, RUN, by_batch(N * 10)) == values(plain, RUN, by_batch(N * 10))
+    assert periods.names == ("warmup", "main")
+    assert periods == Periods(WORDS["pairs by name"]) != plain
+    assert eval(repr(periods)) == periods
+    begin = [(mark.tick, mark.period) for mark in periods.borders(Scope.of(RUN))]
+    assert (0, "warmup") in begin
+    assert (12, "main") in begin
+
+
+def test_the_plan_shows_the_names() -> None:
+    inner = Periods({"high": ("50%", 1.0), "low": ("rest", 0.5)})
+    periods = Periods({"warmup": ("2ep", Linear(0, 1)), "main": ("rest", inner)})
+    planned = plan(RUN, N, schedules={"lr": periods * 1.0})
+    said = [(one.at.batch, one.what) for one in planned.changes]
+    assert said == [
+        (0, "'warmup' begins"),
+        (2, "'high' begins and warm-up ends"),
+        (6, "'low' begins and changes to 0.5"),
+    ]
+
+
+NAMELESS: dict[str, Any] = {
+    "some have none": [{"warmup": ("5%", 1)}, ("rest", 1)],
+    "one is no text": {1: ("5%", 1)},
+    "the same twice": [{"a": ("5%", 1)}, {"a": ("rest", 1)}],
+    "no pair": {"a": 1},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("given", NAMELESS.values(), ids=NAMELESS)
+def test_names_that_do_not_fit_are_refused(given: Any) -> None:
+    with pytest.raises(ScheduleError, match="period"):
+        Periods(given)
+
+
+@pytest.mark.parametrize("rest", [-1, "-1", -1.0])
+def test_a_rest_of_minus_one_is_answered_by_its_name(rest: Any) -> None:
+    with pytest.raises(ScheduleError, match="write 'rest'"):
+        Periods({"warmup": ("5%", 1), "main": (rest, 1)})
+
+
+@pytest.mark.parametrize("length", ["30m", "1h30m", "90s"])
+@pytest.mark.parametrize("run", [RUN, Horizon("100ba"), Horizon("1Ktok")], ids=repr)
+def test_wall_clock_in_another_run_names_a_product_that_works(length: str, run: Horizon) -> None:
+    mixed = [Periods([(length, Linear(0, 1)), ("rest", Cosine())]), Cosine(warmup=length)]
+    for schedule in mixed:
+        with pytest.raises(ConversionError) as caught:
+            schedule.bind(run)
+        written = caught.value.message.instead.split("such as ")[1].split(", which")[0]
+        factor = eval(written).bind(run)
+        seconds = int(Time(length).amount)
+        assert factor(Timestamp()) == 0.0
+        assert factor(Timestamp(run_nanoseconds=seconds * 500_000_000)) == 0.5
+        assert factor(Timestamp(run_nanoseconds=seconds * 10**9)) == 1.0
+
+
+def test_a_wall_clock_at_the_end_of_another_run_is_answered_by_its_unit() -> None:
+    at_the_end = Periods([("rest", Cosine()), ("30m", Linear(1, 0))])
+    with pytest.raises(ConversionError, match="wall-clock time in 'ep', too"):
+        at_the_end.bind(RUN)
 
 
 def test_epochs_inside_are_counted_from_its_start() -> None:

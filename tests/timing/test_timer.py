@@ -38,7 +38,7 @@ class FakeClock:
 def drive(timer: Timer, before: Timestamp, after: Timestamp, size: int) -> None:
     """Move a timer from one batch to the next as a training loop does."""
     is_whole = timer.horizon.last_batch == "drop"
-    timer.advance(size if is_whole else after.sample - before.sample, seconds=1)
+    timer.update(size if is_whole else after.sample - before.sample, seconds=1)
 
 
 @given(horizons(has_batch_size=True))
@@ -70,31 +70,31 @@ def test_it_goes_on_from_saved_state(horizon: Horizon, data: st.DataObject) -> N
 class TestLastBatch:
     def test_drop_passes_over_what_is_left_for_a_batch_that_has_grown(self) -> None:
         timer = Timer(Horizon("2ep", dataset_num_samples=100, last_batch="drop"))
-        timer.advance(40)
+        timer.update(40)
         timer.end_epoch()
         assert timer.timestamp[:7] == (1, 1, 100, 0, 0, 0, 0)
 
     def test_tokens_of_a_carried_batch_are_shared_between_its_epochs(self) -> None:
         horizon = Horizon("4ep", dataset_num_samples=10, last_batch="carry")
         timer = Timer(horizon)
-        timer.advance(5, tokens=7)
-        timer.advance(8, tokens=81)
+        timer.update(5, tokens=7)
+        timer.update(8, tokens=81)
         assert timer.timestamp[3:7] == (88, 0, 3, 30)
-        timer.advance(8, tokens=81, tokens_of_last=lambda samples: 50 + samples)
+        timer.update(8, tokens=81, tokens_of_last=lambda samples: 50 + samples)
         assert timer.timestamp[3:7] == (169, 0, 1, 51)
         with pytest.raises(TimeError, match="the whole batch has 7"):
-            timer.advance(10, tokens=7, tokens_of_last=lambda _: 8)
+            timer.update(10, tokens=7, tokens_of_last=lambda _: 8)
 
     def test_a_batch_may_carry_over_several_epochs(self) -> None:
         timer = Timer(Horizon("5ep", dataset_num_samples=3, last_batch="carry"))
-        timer.advance(8)
+        timer.update(8)
         assert timer.timestamp[:7] == (2, 1, 8, 0, 0, 2, 0)
 
     def test_data_without_a_known_size_end_when_they_end(self) -> None:
         timer = Timer(Horizon("3ep", last_batch="carry"))
-        timer.advance(7)
+        timer.update(7)
         timer.end_epoch()
-        timer.advance(9, tokens=18)
+        timer.update(9, tokens=18)
         assert timer.timestamp[:7] == (1, 2, 16, 18, 1, 9, 18)
         timer.end_epoch(carried=2, tokens=4)
         assert timer.timestamp[:7] == (2, 2, 16, 18, 0, 2, 4)
@@ -102,7 +102,7 @@ class TestLastBatch:
 
     def test_samples_of_data_without_a_known_size_are_dropped(self) -> None:
         timer = Timer(Horizon("2ep", last_batch="drop"))
-        timer.advance(8)
+        timer.update(8)
         timer.end_epoch(dropped=3)
         assert timer.timestamp[:7] == (1, 1, 11, 0, 0, 0, 0)
 
@@ -118,7 +118,7 @@ class TestLastBatch:
         self, last_batch: Any, counted: int, carried: int, message: str
     ) -> None:
         timer = Timer(Horizon("2ep", dataset_num_samples=100, last_batch=last_batch))
-        timer.advance(counted)
+        timer.update(counted)
         before = timer.timestamp
         with pytest.raises(TimeError, match=message):
             timer.end_epoch(carried=carried)
@@ -126,7 +126,7 @@ class TestLastBatch:
 
     def test_more_tokens_carried_than_counted(self) -> None:
         timer = Timer(RUN)
-        timer.advance(5, tokens=5)
+        timer.update(5, tokens=5)
         with pytest.raises(TimeError, match="fewer"):
             timer.end_epoch(carried=2, tokens=6)
 
@@ -136,9 +136,9 @@ class TestWallTime:
         clock = FakeClock()
         timer = Timer(RUN, clock=clock)
         clock.wait(2)
-        timer.advance(1)
+        timer.update(1)
         clock.wait(0.5)
-        timer.advance(1)
+        timer.update(1)
         assert timer.timestamp.run_nanoseconds == timer.timestamp.job_nanoseconds == 2_500_000_000
         assert timer.timestamp.batch_nanoseconds == 500_000_000
         assert timer.get("sec") == Time("2.5s")
@@ -147,11 +147,11 @@ class TestWallTime:
         clock = FakeClock()
         timer = Timer(RUN, clock=clock)
         clock.wait(2)
-        timer.advance(1)
+        timer.update(1)
         timer.end_epoch()
         assert timer.timestamp.epoch_nanoseconds == 0
         clock.wait(1)
-        timer.advance(1)
+        timer.update(1)
         now = timer.timestamp
         assert (now.epoch_nanoseconds, now.run_nanoseconds) == (SECOND, 3 * SECOND)
 
@@ -161,21 +161,21 @@ class TestWallTime:
         clock.wait(100)
         timer.start()
         clock.wait(1)
-        timer.advance(1)
+        timer.update(1)
         assert timer.get("sec") == Time("1s")
 
     def test_a_resumed_run_keeps_its_wall_time_and_starts_a_new_job(self) -> None:
         clock = FakeClock()
         timer = Timer(RUN, clock=clock)
         clock.wait(100)
-        timer.advance(1)
+        timer.update(1)
         state = timer.state_dict()
         clock.wait(3600)  # the machine was down
         resumed = Timer(RUN, clock=clock)
         clock.wait(7)  # loading the checkpoint
         resumed.load_state_dict(state)
         clock.wait(5)
-        resumed.advance(1)
+        resumed.update(1)
         now = resumed.timestamp
         assert (now.run_nanoseconds, now.job_nanoseconds) == (105 * SECOND, 5 * SECOND)
 
@@ -185,14 +185,14 @@ class TestWallTime:
         for _ in range(100):
             clock.wait(86_400)
             assert timer.get_elapsed_duration() < 1
-            timer.advance(1)
+            timer.update(1)
         assert timer.get("sec") == Time("100d") == Time(timedelta(days=100))
         assert timer.get_elapsed_duration() == 1.0
 
     def test_seconds_may_be_told(self) -> None:
         timer = Timer(RUN, clock=FakeClock())
-        timer.advance(1, seconds=1.5)
-        timer.advance(1, seconds=np.float32(0.5))  # type: ignore[arg-type]
+        timer.update(1, seconds=1.5)
+        timer.update(1, seconds=np.float32(0.5))  # type: ignore[arg-type]
         assert timer.timestamp.run_nanoseconds == 2 * SECOND
         assert type(timer.timestamp.run_nanoseconds) is int
 
@@ -202,23 +202,23 @@ class TestWallTime:
         clock.wait(3)
         seconds = timer.seconds_since_update()
         clock.wait(1)  # the ranks wait for each other
-        timer.advance(1, seconds=seconds)
-        timer.advance(1)
+        timer.update(1, seconds=seconds)
+        timer.update(1)
         assert (seconds, timer.get("sec")) == (3.0, Time("4s"))
 
     def test_it_never_goes_back(self) -> None:
         clock = FakeClock()
         timer = Timer(RUN, clock=clock)
-        timer.advance(1, seconds=10)  # told by another rank, whose clock is ahead
+        timer.update(1, seconds=10)  # told by another rank, whose clock is ahead
         clock.wait(4)
         assert timer.seconds_since_update() == 0
-        timer.advance(1)
+        timer.update(1)
         assert timer.get("sec") == Time("10s")
 
     def test_the_real_clock_moves(self) -> None:
         timer = Timer(RUN)
         threading.Event().wait(0.001)
-        timer.advance(1)
+        timer.update(1)
         assert timer.timestamp.run_nanoseconds >= 1_000_000
 
 
@@ -240,8 +240,8 @@ class TestAt:
 class TestCounts:
     def test_any_integer_type_becomes_an_int(self) -> None:
         timer = Timer(RUN)
-        timer.advance(np.int32(5), tokens=np.int64(2**62))  # type: ignore[arg-type]
-        timer.advance(np.int64(1), tokens=np.int64(2**62))  # type: ignore[arg-type]
+        timer.update(np.int32(5), tokens=np.int64(2**62))  # type: ignore[arg-type]
+        timer.update(np.int64(1), tokens=np.int64(2**62))  # type: ignore[arg-type]
         timer.end_epoch(carried=np.int64(1))  # type: ignore[arg-type]
         assert {type(value) for value in timer.state_dict().values()} == {int}
         assert timer.token == 2**63
@@ -250,11 +250,11 @@ class TestCounts:
     @pytest.mark.parametrize("name", ["samples", "tokens"])
     def test_counts_that_cannot_be(self, name: str, count: Any) -> None:
         timer = Timer(RUN)
-        timer.advance(5, tokens=5)
+        timer.update(5, tokens=5)
         before, counts = timer.timestamp, {"samples": 1, "tokens": 1, name: count}
         if count is not None or name == "samples":
             with pytest.raises(TimeError, match=name):
-                timer.advance(**counts)
+                timer.update(**counts)
         with pytest.raises(TimeError, match=name.replace("samples", "carried")):
             timer.end_epoch(carried=counts["samples"], tokens=counts["tokens"])
         with pytest.raises(TimeError, match="dropped"):
@@ -265,7 +265,7 @@ class TestCounts:
     def test_seconds_that_cannot_be(self, seconds: float) -> None:
         timer = Timer(RUN)
         with pytest.raises(TimeError, match="seconds"):
-            timer.advance(1, seconds=seconds)
+            timer.update(1, seconds=seconds)
         assert timer.batch == 0
 
 

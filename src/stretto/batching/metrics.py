@@ -22,7 +22,7 @@ def metrics_of(evaluations: Iterable[Any]) -> list[str]:
 
 
 def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | None:
-    """Return the metric that a policy reads, or None.
+    """Return the metric that a policy or a schedule reads, or None.
 
     >>> followed_metric(frozenset({"loss", "test/loss"}), ["test/loss", "test/accuracy"])
     'test/loss'
@@ -30,13 +30,23 @@ def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | Non
     Raises:
         TrainingError: no evaluation measures it, or there is more than one.
     """
+    metric = one_metric(reads)
+    if metric is not None:
+        check_monitored(metric, measured, f"follow {metric!r}")
+    return metric
+
+
+def one_metric(reads: frozenset[str]) -> str | None:
+    """Return the only metric among signals; None if there is none.
+
+    Raises:
+        TrainingError: there is more than one.
+    """
     metrics = sorted(reads - {LOSS, NOISE, COST})
     if len(metrics) > 1:
-        what = f"follow {' and '.join(map(repr, metrics))} with the batch size"
-        instead = f"follow {metrics[0]!r} alone"
-        raise TrainingError.cannot(what, why="a policy reads one metric", instead=instead)
-    for name in metrics:
-        check_monitored(name, measured, f"follow {name!r} with the batch size")
+        what = f"follow {' and '.join(map(repr, metrics))}"
+        instead = f"follow {metrics[0]!r} alone, with the batch size and with schedules"
+        raise TrainingError.cannot(what, why="a run follows one metric", instead=instead)
     return metrics[0] if metrics else None
 
 

@@ -375,7 +375,7 @@ def _named_arguments(make: Callable[..., Any], given: Any, path: Path, mistakes:
     first, _ = _first(make)
     is_value = (
         not isinstance(given, dict) or "target" in given or _is_named(given) or _is_steps(given)
-    )
+    ) or (make is schedules.Periods and first not in given)  # by name
     return section(make).read({first: given} if is_value else given, path, mistakes)
 
 

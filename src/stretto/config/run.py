@@ -28,7 +28,7 @@ from stretto.config.yaml import (
     parse_yaml,
 )
 from stretto.errors import ConfigError, StrettoError
-from stretto.schedules import Custom, Product, ScheduleLike
+from stretto.schedules import Custom, Periods, Product, ScheduleLike
 from stretto.schedules.fields import Check, Interval, Positive, Timed
 from stretto.schedules.names import parse_name
 from stretto.schedules.periods import Until
@@ -387,6 +387,8 @@ def written(value: Any) -> Any:
             for name, one in parameters_of(kind).items()
             if one.default is one.empty or getattr(value, name) != one.default
         }
+        if isinstance(value, Periods):
+            own = {"periods": value.given}
         # A bare target is read as this policy, or as `Custom`; others have a function as well.
         is_plain = kind is SizeFunction and [*own] == ["function"]
         return written(own["function"] if is_plain else {kind.__name__: own})

@@ -51,7 +51,11 @@ class Decisions:
         self.state: PolicyState = run.bound_policy.start
         """The policy's state after the last finished batch."""
         self.signals = NO_SIGNALS
-        """What that batch measured."""
+        """What that batch measured, and the evaluations after it."""
+        self.measured: list[float] = []
+        """The metric in each evaluation so far, for schedules; of each batch the last one."""
+        self.noted: float | None = None
+        """The metric that was measured while a step is open."""
         self.size: int | None = None
         """The size that was decided for it; None before the first one."""
         self.past: list[Had] | None = []
@@ -118,6 +122,11 @@ class Decisions:
 
     def finish(self, plan: PlannedBatch, signals: Signals, size: int, tokens: int) -> None:
         """Record the decision for the finished batch and what that batch measured."""
+        if self.noted is not None and signals.metric is None:
+            signals = replace(signals, metric=self.noted)
+        self.noted = None
+        if signals.metric is not None:
+            self.measured.append(signals.metric)
         if signals.noise_numerator is not None:
             # tr(Sigma) is that of a sample. A policy in tokens follows a noise scale in tokens.
             each = tokens / size if self._in_tokens else 1
@@ -139,6 +148,13 @@ class Decisions:
         self.state, self.signals, self.size = plan.state, signals, plan.decided
         if self._unmeasured >= 0:
             self._watch(signals)
+
+    def note(self, metric: float) -> None:
+        """Record a metric that was measured after the last batch; the last one counts."""
+        if self.signals.metric is not None:
+            del self.measured[-1:]
+        self.signals = replace(self.signals, metric=metric)
+        self.measured.append(float(metric))
 
     def check_shares(self, run: Prepared, part: RankShare) -> None:
         """Refuse a run with a later batch that is too small to be shared.
@@ -177,15 +193,13 @@ class Decisions:
         past = self.past
         return {
             "policy": {"state": dict(self.state)},
-            "signals": {
-                name: value if value is None or math.isfinite(value) else repr(value)
-                for name, value in asdict(self.signals).items()
-            },
+            "signals": {name: _finite(one) for name, one in asdict(self.signals).items()},
             "size": self.size,
             "past": None
             if past is None
             else [[one.first, saved_size(one.size), one.sample] for one in past],
             **self._unit,
+            **{name: [*map(_finite, self.measured)] for name in self._run.metrics},
         }
 
     @property
@@ -210,6 +224,8 @@ class Decisions:
         self.restart(state if is_own else policy.start, Signals(**signals))
         self.size, self.past = saved.get("size"), _past(saved.get("past"), now)
         self.is_elsewhere = True
+        for name in self._run.metrics:
+            self.measured[:] = map(float, saved.get(name, ()))
         return is_own or not state
 
     def restart(self, state: PolicyState, signals: Signals) -> None:
@@ -273,6 +289,11 @@ def _past(saved: list[Any] | None, now: Timestamp) -> list[Had] | None:
     if not (in_order and kinds <= _KINDS and all(one.size >= 1 for one in past)):
         raise ValueError(f"{saved!r} are no batch sizes")
     return past
+
+
+def _finite(value: float | None) -> float | str | None:
+    """Return a number as JSON keeps it."""
+    return value if value is None or math.isfinite(value) else repr(value)
 
 
 def _check_state(bound: Bound, now: Timestamp, state: PolicyState) -> None:

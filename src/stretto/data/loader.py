@@ -149,7 +149,8 @@ class TokenCounter:
         counts = tokens is None and self.each is None and self.lengths is None
         may_read = self._may_read_seconds and ranks.are_all_dp
         measures = seconds is None and (self._reads_seconds or may_read)
-        if counts or measures or (is_open and self._run.bound_policy.reads and ranks.are_all_dp):
+        follows = self._run.bound_policy.reads or self._run.metrics
+        if counts or measures or (is_open and follows and ranks.are_all_dp):
             passed = self._timer.seconds_since_update()
             decision = (step.timestamp.sample, step.batch_size, signals)
             total, passed = agreed(ranks, step.num_tokens, passed, decision)
@@ -163,7 +164,7 @@ class TokenCounter:
         is_whole = now.sample_in_epoch + size == self._run.horizon.dataset_num_samples
         if is_whole or fetched.crossings == (0,):  # nothing carried or dropped
             self._compare(now.token_in_epoch + tokens)
-        timer.advance(
+        timer.update(
             size,
             tokens=tokens,
             seconds=seconds,
@@ -306,8 +307,8 @@ class StepLoader(Iterator[Step]):
         """Whether the loaded state belongs to another policy, so this one starts anew."""
         self.may_reorder = False
         """Whether a state of another order may be loaded; samples may then come twice."""
-        self.reads = self.prepared.bound_policy.reads
-        """The signals that the policy reads (see `Bound.reads`)."""
+        self.reads = self.prepared.bound_policy.reads | self.prepared.metrics
+        """The signals that the policy or a schedule reads (see `Bound.reads`)."""
         # If only the clock can tell when the run is over, it is checked before each step.
         self._asks_clock = (
             self.horizon.end_sample is None and self.horizon.max_duration.unit != "ba"
@@ -437,8 +438,12 @@ class StepLoader(Iterator[Step]):
         if plan.ends_epochs or fetched.crossings or self._crosses:
             self._cross(fetched, open_step, tokens, seconds)
         else:
-            timer.advance(fetched.size, tokens=tokens, seconds=seconds)
-        if plan is not self._decisions.last or signals is not self._decisions.signals:
+            timer.update(fetched.size, tokens=tokens, seconds=seconds)
+        if (
+            plan is not self._decisions.last
+            or signals is not self._decisions.signals
+            or signals.metric is not None
+        ):
             self._decisions.finish(plan, signals, fetched.size, tokens)
         if self._source.chunks is not None:
             self._source.chunks.keep()
@@ -461,8 +466,16 @@ class StepLoader(Iterator[Step]):
         return self._from_start.bound_policy.log_values(self._decisions.state)
 
     def note_metric(self, value: float) -> None:
-        """Give the policy a metric measured since the last step."""
-        self._decisions.signals = replace(self._decisions.signals, metric=value)
+        """Give the policy, and schedules that follow it, a metric measured since the last step."""
+        if self._pending is None:
+            self._decisions.note(value)
+        else:
+            self._decisions.noted = value
+
+    @property
+    def measured(self) -> Sequence[float]:
+        """The metric that schedules follow, in each evaluation so far."""
+        return self._decisions.measured
 
     def note_cost(self, ratio: float) -> None:
         """Give the policy the price of a step, `a / b` of `StepCost`, from now on.

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
+from stretto.batching.metrics import measured_value, one_metric
 from stretto.data import DataSpec, Step
 from stretto.data.weights import Units, unit_counter, units_of
 from stretto.errors import DataError, TrainingError
@@ -226,10 +227,14 @@ def is_over(run: Run) -> bool:
 
 
 def note_metrics(run: Run, metrics: Mapping[str, Any]) -> None:
-    """Give the policy the metric of an evaluation that it follows; none before a fit."""
-    if run.is_bound:
-        for name in run.loader.reads & metrics.keys():
-            run.loader.note_metric(float(metrics[name]))
+    """Give the run the metric of an evaluation that it follows; none before a fit.
+
+    Raises:
+        TrainingError: the evaluation measures other things.
+    """
+    followed = measured_value(one_metric(run.loader.reads), metrics) if run.is_bound else None
+    if followed is not None:
+        run.loader.note_metric(float(followed))
 
 
 def warn_of_end(run: Run, framework: str, resume: str) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, final
+from functools import partial
+from typing import Any, NoReturn, TypeAlias, final
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
+from stretto.batching.plateau import Metric
 from stretto.errors import ScheduleError, first_line
 from stretto.optim.hyperparameters import INITIAL, plain
 from stretto.schedules import BoundSchedule, Schedule
@@ -33,8 +36,10 @@ class TorchSchedule(Schedule):
 
     factory: Factory
     every: Interval = "1ba"
-    _read: Callable[[int], float] | None = field(default=None, compare=False, kw_only=True)
-    """Returns the factor after so many steps; None: no optimizer is known."""
+    monitor: Metric | None = None
+    """The metric that each step of the scheduler takes, at an evaluation; None: none."""
+    _read: Callable[[Any], float] | None = field(default=None, compare=False, kw_only=True)
+    """Returns the factor after so many steps, or now; None: no optimizer is known."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -50,17 +55,23 @@ class TorchSchedule(Schedule):
             ScheduleError: the scheduler cannot be built; or it also sets a value that is not
                 scheduled.
         """
-        steps, cell = _steps(self.factory, base), (base.number, base.column)
+        steps, cell = _steps(self, base), (base.number, base.column)
         sets = steps.sets(base.number)
         if base.column not in sets:  # its learning rate stands for the value
-            steps, cell = _steps(self.factory, base, base.column), (base.number, _RATE)
+            steps, cell = _steps(self, base, base.column), (base.number, _RATE)
         elif base.column == _RATE and sets - base.scheduled:
             key, index = min(sets - base.scheduled, key=str)
             name = "momentum" if key == "betas" and index == 0 else key
             both = f"{{'lr': schedule, {name!r}: schedule}} with one schedule = from_torch(...)"
             instead = f"write {both}, or cycle_momentum=False in OneCycleLR and CyclicLR"
             raise _refused(f"follow {steps.name} for 'lr' alone", f"it sets {name!r}, too", instead)
+        if self.monitor is not None:
+            return replace(self, _read=lambda _: steps.factor(len(base.measured), cell))
         return replace(self, _read=lambda step: steps.factor(step, cell))
+
+    def metrics(self) -> frozenset[str]:
+        """Return the metric that it follows, or none."""
+        return frozenset() if self.monitor is None else frozenset({self.monitor})
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor over `scope` as a function of the timestamp.
@@ -68,6 +79,8 @@ class TorchSchedule(Schedule):
         Raises:
             ScheduleError: the scheduler cannot be stepped.
         """
+        if self.monitor is not None:
+            return self._read or partial(_unmeasured, self.monitor)
         every = Time(self.every)
         own = scope.along(every.unit)
         scale, start, interval = over_common_denominator(own.start, own.length(every))
@@ -81,24 +94,32 @@ class TorchSchedule(Schedule):
         return value
 
     def __str__(self) -> str:
-        return f"a torch scheduler stepped every {self.every}"
+        when = f"every {self.every}" if self.monitor is None else f"with {self.monitor!r}"
+        return f"a torch scheduler stepped {when}"
 
 
 _RATE: Column = ("lr", None)
 
 
-def _steps(factory: Factory, base: Base, column: Column = _RATE) -> _Steps:
+def _unmeasured(metric: str, _: Timestamp) -> NoReturn:
+    why, instead = "it is measured during the run", "schedule 'lr' of an optimizer with it"
+    raise _refused(f"follow {metric!r} before the run", why, instead)
+
+
+def _steps(schedule: TorchSchedule, base: Base, column: Column = _RATE) -> _Steps:
     """Return the values of a scheduler, which all schedules of an optimizer share.
 
     The value in `column` takes the place of the learning rate of its group.
     """
-    if (factory, column) not in base.made:
+    key = schedule.factory, schedule.monitor, column
+    if key not in base.made:
         groups = [dict(group) for group in base.groups]
         for group in groups:
             value = group.get(column[0], group["lr"])
             group["lr"] = value[column[1] or 0] if isinstance(value, tuple) else value
-        base.made[factory, column] = _Steps(factory, groups, column[0])
-    found: _Steps = base.made[factory, column]
+        measured = None if schedule.monitor is None else base.measured
+        base.made[key] = _Steps(schedule.factory, groups, column[0], measured)
+    found: _Steps = base.made[key]
     return found
 
 
@@ -142,17 +163,25 @@ class _Steps:
     """The values of a torch scheduler, stepped on a shadow of an optimizer."""
 
     def __init__(
-        self, factory: Factory, groups: Sequence[Mapping[str, Any]], rate: str = "lr"
+        self,
+        factory: Factory,
+        groups: Sequence[Mapping[str, Any]],
+        rate: str = "lr",
+        measured: Sequence[float] | None = None,
     ) -> None:
         optimizer = self._optimizer = _Shadow(groups)
         self._rate = rate  # what the learning rate stands for
+        self._measured = measured  # what each step takes; None: nothing
         self._base = _numbers(optimizer)
         self._values = {cell: array("d") for cell in self._base if cell[1] == _RATE}
         """What the scheduler sets, after each number of steps."""
         self._count = 0
         try:
             self._scheduler = factory(optimizer)
-            self._scheduler.step  # noqa: B018  what is not a scheduler is refused here
+            takes = inspect.signature(self._scheduler.step).parameters.values()
+            follows = any(
+                one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in takes
+            )
             is_torchs = isinstance(self._scheduler, LRScheduler)
             if is_torchs and self._scheduler.optimizer is not optimizer:
                 raise ValueError("it is a scheduler of another optimizer")
@@ -160,11 +189,17 @@ class _Steps:
             instead = "return a scheduler of the given optimizer"
             raise _refused("build the torch scheduler", first_line(error), instead) from error
         self.name = type(self._scheduler).__name__
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            instead = "let the batch size follow it: Plateau('validation/loss', ...)"
-            what = "read ReduceLROnPlateau as a function of time"
-            raise _refused(what, "it follows a metric", instead)
+        if follows and measured is None:
+            instead = "write monitor='validation/loss', an evaluation and what it measures"
+            raise _refused(
+                f"read {self.name} as a function of time", "it follows a metric", instead
+            )
+        if measured is not None and not follows:
+            why = "its step() takes no metric"
+            raise _refused(f"step {self.name} with a metric", why, "leave monitor out")
         self._record()
+        if follows:
+            return
         try:
             self._step()
         except ScheduleError:
@@ -188,7 +223,7 @@ class _Steps:
         for cell, value in _numbers(self._optimizer).items():
             base, (key, _) = self._base.get(cell, value), cell[1]
             if cell not in self._values and value != base:
-                if self._count > 1:
+                if self._count > (self._measured is None):
                     what = f"follow {self.name} beyond {self._count - 1} steps"
                     why = f"it begins to set {key!r}, which is not scheduled"
                     raise _refused(what, why, "give that a schedule of its own, not this one's")
@@ -209,7 +244,8 @@ class _Steps:
             unmeant = "(Detected call of `lr_|The epoch parameter in `)scheduler.step"
             warnings.filterwarnings("ignore", message=unmeant)
             try:
-                self._scheduler.step()
+                taken = () if self._measured is None else (self._measured[self._count - 1],)
+                self._scheduler.step(*taken)
             except Exception as error:
                 what = f"step the torch scheduler more than {self._count - 1} times"
                 instead = "give it as many steps as the run has intervals"
@@ -232,7 +268,9 @@ def _numbers(optimizer: Optimizer) -> dict[Cell, float]:
     return found
 
 
-def from_torch(factory: Factory, every: TimeLike = "1ba") -> TorchSchedule:
+def from_torch(
+    factory: Factory, every: TimeLike | None = None, *, monitor: str | None = None
+) -> TorchSchedule:
     """Return a torch scheduler as a schedule: a pure function of time, in any unit.
 
     The scheduler is built on a copy of the optimizer's parameter groups, and stepped there as
@@ -248,16 +286,23 @@ def from_torch(factory: Factory, every: TimeLike = "1ba") -> TorchSchedule:
     >>> [round(factor(Timestamp(epoch=epoch)), 3) for epoch in (0, 1, 2, 5, 2)]
     [1.0, 1.0, 0.1, 0.01, 0.1]
 
+    A scheduler that follows a metric, `from_torch(ReduceLROnPlateau, monitor="validation/loss")`,
+    is stepped by each evaluation of the run that measures it, as `Plateau` is for the batch size.
+    Checkpoints keep what was measured, and a plan leaves its values out. A loop of your own passes
+    the metric: `run.finish(signals=Signals(metric=...))`, or after it, `run.loader.note_metric`.
+
     Args:
         factory: makes a scheduler for a given optimizer.
-        every: the time of one `step()`.
-
-    `ReduceLROnPlateau` depends on a metric, not on time, so it is refused. A batch size can depend
-    on a metric: see `Plateau`.
+        every: the time of one `step()`; by default, `1ba`.
+        monitor: the metric that `step()` takes: an evaluation and what it measures.
 
     Raises:
-        ScheduleError: `factory` is not a function, or `every` is not positive. When it meets an
-            optimizer: the scheduler cannot be built, or sets more than is scheduled. When it is
-            read: it cannot be stepped so often, or its values need an optimizer.
+        ScheduleError: `factory` is not a function, `every` is not positive, or there is a monitor,
+            too. When it meets an optimizer: the scheduler cannot be built, or sets more than is
+            scheduled, or follows a metric and has no monitor. When it is read: it cannot be stepped
+            so often, or its values need an optimizer.
     """
-    return TorchSchedule(factory, every=every)
+    if monitor is not None and every is not None:
+        why = "evaluations step a scheduler that follows a metric"
+        raise ScheduleError.bad("every", every, why, "leave one of the two out")
+    return TorchSchedule(factory, every="1ba" if every is None else every, monitor=monitor)

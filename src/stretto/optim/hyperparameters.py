@@ -219,6 +219,7 @@ class Hyperparameters:
             function `size -> factor`; or values by name, of which the one that says most counts:
             `{"lr": LinearRule(256), "lr@head": SquareRootRule(256)}`; None: not at all.
         bound: those schedules that `prepare` has bound to the run; the others are bound here.
+        measured: what evaluations have measured, for schedules that follow a metric; it grows.
 
     Raises:
         ScheduleError: there is no such hyper-parameter or group, a schedule does not fit the run,
@@ -228,8 +229,6 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
-    __slots__ = ("_named", "_only", "_rules", "_schedules", "_values", "base", "optimizer")
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -238,7 +237,9 @@ class Hyperparameters:
         *,
         rule: RuleLike | None = None,
         bound: Mapping[str, BoundSchedule] | None = None,
+        measured: Sequence[float] = (),
     ) -> None:
+        self._measured = measured
         self._rules = as_rules(rule)
         followed = {**dict.fromkeys(self._rules, 1.0), **check_names(schedules)}
         self._schedules = read_schedules(optimizer, followed)
@@ -248,6 +249,7 @@ class Hyperparameters:
         restore_base_values(optimizer)
         _part_tensors(optimizer.param_groups)
         self._values: list[list[_Value]] = []
+        self._initial: list[GroupValues] = []
         self.follow(horizon, bound or {})
         self.base = self.values()
         """The initial values of the optimizer, by name."""
@@ -255,9 +257,9 @@ class Hyperparameters:
     def follow(self, horizon: Horizon, bound: Mapping[str, BoundSchedule]) -> None:
         """Follow the same schedules, bound to the run anew; the base values stay."""
         groups, made = self.optimizer.param_groups, dict[Any, Any]()
-        kept: dict[Any, Any] = {
-            value[:3]: value.base for values in self._values for value in values
-        }
+        # What a wrapped scheduler starts from: after a resume, the groups have scheduled values.
+        for group in groups[len(self._initial) :]:
+            self._initial.append({key: plain(group[key]) for key in group if key != "params"})
         each = {
             name: (schedule, bound[name] if name in bound else schedule.bind(horizon))
             for name, schedule in self._schedules.items()
@@ -268,12 +270,11 @@ class Hyperparameters:
             scheduled = frozenset(column for column, factors in found.items() if factors)
             by_key: dict[str, list[_Value]] = {}
             for (key, index), factors in found.items():
-                base = Base(groups, number, (key, index), scheduled, made)
+                base = Base(self._initial, number, (key, index), scheduled, made, self._measured)
                 factor = _product([_on(base, one, horizon) for one in factors])
-                initial = kept.get((number, key, index))
-                if initial is None:
-                    initial = plain(group.setdefault(f"{INITIAL}{key}", plain(group[key])))
-                    initial = initial if index is None else initial[index]
+                initial = self._initial[number][key]
+                group.setdefault(f"{INITIAL}{key}", initial)
+                initial = initial if index is None else initial[index]
                 name = Name(key, index, group_name(number, group))
                 rule = most_specific(self._rules, name, group)
                 by_key.setdefault(key, []).append(_Value(number, key, index, initial, factor, rule))

@@ -16,9 +16,10 @@ from stretto.batching import (
     as_policy,
     as_rules,
 )
+from stretto.batching.metrics import one_metric
 from stretto.batching.rows import LENGTH, LengthsLike, as_rows, length_of, whole_rows
 from stretto.batching.rules import Referenced
-from stretto.errors import PlanError, StrettoError
+from stretto.errors import PlanError, ScheduleError, StrettoError
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, bind_sizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
 from stretto.schedules.names import check_value_names
@@ -76,6 +77,11 @@ class Prepared:
             **{name: one.reads(self.facts) for name, one in self.values.items()},
             **{name: one.units for name, one in self.bound_triggers.items()},
         }
+
+    @property
+    def metrics(self) -> frozenset[str]:
+        """The metric that schedules follow, or none."""
+        return frozenset[str]().union(*(one.metrics() for one in self.schedules.values()))
 
     @property
     def tokens_each(self) -> int | None:
@@ -191,6 +197,9 @@ def bind_run(
     read = {name: as_schedule(schedule) for name, schedule in given.items()}
     own = {name: as_schedule(schedule) for name, schedule in (values or {}).items()}
     check_value_names(own, read if sequence_length is None else [*read, LENGTH])
+    for name in [name for name, one in own.items() if one.metrics()]:
+        why, instead = "only values of an optimizer can", "schedule 'lr' with it"
+        raise ScheduleError.cannot(f"follow a metric with {name!r}", why=why, instead=instead)
     fires = {name: parse_trigger(trigger) for name, trigger in (triggers or {}).items()}
     facts, sizes, refusal, rows = horizon.with_batch_sizes(None), None, None, None
     with at("sequence_length"):
@@ -230,7 +239,7 @@ def bind_run(
     for name, trigger in fires.items():
         with at("triggers", name):
             due[name] = trigger.bind(horizon)
-    return Prepared(
+    run = Prepared(
         facts,
         horizon,
         policy,
@@ -245,6 +254,8 @@ def bind_run(
         bound["values"],
         left_out,
     )
+    one_metric(bound_policy.reads | run.metrics)
+    return run
 
 
 @final

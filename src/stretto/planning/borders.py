@@ -71,17 +71,35 @@ def value_text(value: float) -> str:
     return f"{value:,.0f}" if value.is_integer() and value >= 1e4 else f"{value:.4g}"
 
 
-def changes_of(stages: Sequence[Stage], sizes: PlannedSizes, values: Values) -> Iterator[Change]:
+def changes_of(
+    stages: Sequence[Stage],
+    sizes: PlannedSizes,
+    values: Values,
+    schedules: Mapping[str, Schedule],
+    horizon: Horizon,
+) -> Iterator[Change]:
     """Yield what each scheduled value begins to do where its schedule changes.
 
     Args:
         stages: split where the schedules change.
         sizes: where each batch begins.
         values: every value at a timestamp, as its schedule says, without a rule.
+        schedules: the schedules of the values.
+        horizon: the run.
     """
     if sizes.num_batches is None:
         return
-    for name in dict.fromkeys(name for stage in stages for name in stage.begins):
+    marks = {name: one.borders(Scope.of(horizon)) for name, one in schedules.items()}
+    periods = {
+        (name, first_after(mark.axis, mark.first_tick, sizes)): f"{mark.period!r} begins"
+        for name in marks
+        for mark in marks[name]
+        if mark.period
+    }
+    begin = [name for name, batch in periods if batch == 0]
+    for name in dict.fromkeys([*begin, *(name for stage in stages for name in stage.begins)]):
+        if name in begin:
+            yield Change(name, periods[name, 0], stages[0].first)
         begun = [stage for stage in stages if name in stage.begins]
         edges = [0, *(stage.first.batch for stage in begun), sizes.num_batches]
 
@@ -94,7 +112,8 @@ def changes_of(stages: Sequence[Stage], sizes: PlannedSizes, values: Values) -> 
             # A curve that begins or ends here has a step that is like those beside it.
             near = range(max(edges[number], batch - 2), min(edges[number + 2], batch + 2))
             steps = {one + 1: abs(at(one + 1) - at(one)) for one in near[:-1]}
-            step, said, now = steps.pop(batch), list[str](), value_text(stage.values[name].first)
+            step, now = steps.pop(batch), value_text(stage.values[name].first)
+            said = [periods[name, batch]] if (name, batch) in periods else []
             if step > 4 * max(steps.values(), default=0.0) + 1e-9 * abs(at(batch)):
                 said.append(f"changes to {now}")
             elif before not in (0, after):

@@ -364,6 +364,7 @@ def plan_prepared(
         for stage in stages
         if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample
     ]
+    unruled = hyperparameters(run.facts, known, base, {})
     least, each = min((stage.rows for stage in ahead), default=world_size), run.tokens_each
     for stage in ahead:
         check_stage(stage, even=even, least=least, each=each, idle=idle_ranks)
@@ -374,7 +375,7 @@ def plan_prepared(
         micro_batch_size=micro,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
-        changes=tuple(changes_of(stages, sizes, hyperparameters(run.facts, known, base, {}))),
+        changes=tuple(changes_of(stages, sizes, unruled, schedules, run.horizon)),
         warnings=(
             *warnings_of(horizon, sizes, stages, even=even),
             *rows_text(stages, run.left_out),

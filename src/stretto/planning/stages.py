@@ -192,6 +192,7 @@ def known_schedules(
     known, lines = {}, []
     for name, (schedule, bound) in schedules.items():
         follows = unknown_count(horizon, schedule.reads(horizon))
+        follows = next(map(repr, schedule.metrics()), follows)
         if follows is None:
             known[name] = bound
         else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
@@ -37,6 +37,36 @@ Span: TypeAlias = Time | Rest | Until
 
 
 @final
+class Period:
+    """A period in the words of a run file.
+
+    Args:
+        duration: a time, `until` and a time, or `rest`.
+        schedule: what the period follows.
+        scheduler: the same, as the design of periods calls it.
+
+    Raises:
+        ScheduleError: there is no schedule, or there are two.
+    """
+
+    def __init__(
+        self,
+        duration: TimeLike | Rest,
+        schedule: ScheduleLike | None = None,
+        scheduler: ScheduleLike | None = None,
+    ) -> None:
+        if (schedule is None) is (scheduler is None):
+            why, instead = "a period has one schedule", "write 'schedule: {Cosine: {}}'"
+            raise ScheduleError.bad("schedule", schedule, why, instead)
+        self.pair = duration, scheduler if schedule is None else schedule
+
+
+Pair: TypeAlias = tuple[TimeLike | Rest, ScheduleLike]
+Named: TypeAlias = Mapping[str, Pair | Period]
+"""Periods by name."""
+
+
+@final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Periods(Schedule):
     """One schedule after another, each for a duration; one may take the rest.
@@ -57,12 +87,15 @@ class Periods(Schedule):
     >>> [round(factor(Timestamp(sample=s)), 4) for s in (0, 225, 450, 4724, 4725, 6863)]
     [0.0, 0.5, 1.0, 1.0, 0.1, 0.01]
 
+    Periods may have names, which the plan and the log show:
+    `Periods({"warmup": ("5%", Linear(0, 1)), "main": ("rest", Cosine())})`.
+
     Source: the pull request discussion on time in Composer (mosaicml/composer issue 146), where
     whole-epoch periods lost half an epoch.
 
     Args:
         periods: pairs of a duration (a time; `"until"` and a time; or `"rest"` at most once) and a
-            schedule (or a number, or a callable).
+            schedule (or a number, or a callable), or these by name.
 
     Raises:
         ScheduleError: there is no period, one is not a pair, a duration is negative, the rest is
@@ -72,9 +105,13 @@ class Periods(Schedule):
     """
 
     periods: tuple[tuple[Span, Schedule], ...]
+    names: tuple[str, ...]
+    """The names of the periods; none if they were given without."""
 
-    def __init__(self, periods: Sequence[tuple[TimeLike | Rest, ScheduleLike]]) -> None:
-        fill(self, periods=read_periods(periods, checked_length, as_schedule, ScheduleError))
+    def __init__(self, periods: Named | Sequence[Pair | Named]) -> None:
+        names, pairs = _with_names(periods)
+        read = read_periods(pairs, checked_length, as_schedule, ScheduleError)
+        fill(self, periods=read, names=names)
 
     def times(self) -> tuple[Time, ...]:
         """Return the times that must be placed on one axis."""
@@ -112,9 +149,10 @@ class Periods(Schedule):
         """Return where each period begins, where its schedule changes, and the end of the last."""
         parts = self._parts(scope)
         found = [parts[-1].last]
-        for (_, schedule), part in zip(self.periods, parts, strict=True):
-            inside = schedule.borders(part)
-            found += [part.first, *(mark for mark in inside if part.covers(mark))]
+        for number, ((_, schedule), part) in enumerate(zip(self.periods, parts, strict=True)):
+            inside, name = schedule.borders(part), "".join(self.names[number : number + 1])
+            begin = replace(part.first, period=name)
+            found += [begin, *(mark for mark in inside if part.covers(mark))]
         return found
 
     def _parts(self, scope: Scope) -> list[Scope]:
@@ -146,7 +184,13 @@ class Periods(Schedule):
         ]
 
     def __repr__(self) -> str:
-        return f"Periods({list(self.periods)!r})"
+        return f"Periods({self.given!r})"
+
+    @property
+    def given(self) -> dict[str, Any] | list[Any]:
+        """The periods as they may be written: by name if they have one."""
+        named = dict(zip(self.names, self.periods, strict=False))
+        return named or list(self.periods)
 
 
 def _end(scope: Scope, begin: Mark, span: Span) -> Mark:
@@ -159,6 +203,23 @@ def _end(scope: Scope, begin: Mark, span: Span) -> Mark:
         why = f"the period begins at '{own.show(own.place(begin))}' of the run"
         raise ScheduleError.bad("period", str(span), why, "write a later time, or a duration")
     return end
+
+
+def _with_names(periods: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """Return the names of periods, none if they have none, and the periods as pairs.
+
+    Raises:
+        ScheduleError: only some have a name, or two have the same.
+    """
+    items: list[tuple[Any, Any]] = []
+    for one in [periods] if isinstance(periods, Mapping) else periods:
+        items += one.items() if isinstance(one, Mapping) else [(None, one)]
+    names = tuple(name for name, _ in items if isinstance(name, str) and name)
+    if len({*names}) != len(items) and any(name is not None for name, _ in items):
+        why = "each needs a name of its own, or none has one"
+        instead = "write {'warmup': ('5%', Linear(0, 1)), 'main': ('rest', Cosine())}"
+        raise ScheduleError.bad("periods", periods, why, instead)
+    return names, [one.pair if isinstance(one, Period) else one for _, one in items]
 
 
 Inside = TypeVar("Inside")
@@ -181,7 +242,7 @@ def read_periods(
         if not isinstance(period, (tuple, list)) or len(period) != 2:
             raise error.bad("period", period, "it is not a pair", "write for example ('5%', 8)")
         duration, inside = period
-        if str(duration) == "-1":  # how other libraries write it
+        if str(duration) in ("-1", "-1.0"):  # how other libraries write it
             raise error.bad("duration", duration, "it is no duration", "write 'rest'")
         found.append((_span(duration, duration_of, error), read(inside)))
     if not found:

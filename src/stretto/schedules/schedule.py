@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias, final
 
-from stretto.errors import ScheduleError
+from stretto.errors import ConversionError, PlanWarning, ScheduleError
 from stretto.schedules.fields import (
     Factor,
     Length,
@@ -97,6 +99,8 @@ class Base(NamedTuple):
     """All values of the group that are scheduled."""
     made: dict[Any, Any]
     """What schedules have made of these groups, for other schedules of the same groups."""
+    measured: Sequence[float] = ()
+    """What evaluations have measured so far, for schedules that follow a metric."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -159,10 +163,15 @@ class Schedule(Timed):
         own = frozenset(horizon.axis(time.unit).unit for time in self.times())
         return own.union(*(one.reads(horizon) for one in self._inside()))
 
+    def metrics(self) -> frozenset[str]:
+        """Return the metrics that it follows, such as `validation/loss`; a plan leaves it out."""
+        return frozenset[str]().union(*(one.metrics() for one in self._inside()))
+
     def borders(self, scope: Scope) -> list[Mark]:
         """Return where its formula changes inside `scope`, as far as known: a plan has rows there.
 
-        By default, where those of the schedules inside it change.
+        Named periods give their names to the marks. By default, where those of the schedules
+        inside it change.
         """
         return [mark for one in self._inside() for mark in one.borders(scope)]
 
@@ -341,15 +350,29 @@ class Custom(Schedule):
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor as a function of the timestamp."""
         function, horizon, passed = self.function, scope.horizon, scope.passed
+        warns = _warns_of_steps(scope)
 
         def value(timestamp: Timestamp) -> float:
-            return checked_factor(function(Timer.at(timestamp, horizon, period=passed)), function)
+            timer = Timer.at(timestamp, horizon, period=passed)
+            timer.on_fraction = warns
+            return checked_factor(function(timer), function)
 
         return value
 
     def __repr__(self) -> str:
         reads = "" if self.units == READS else f", reads={self.units!r}"
         return f"Custom(function={self.function!r}{reads})"
+
+
+def _warns_of_steps(scope: Scope) -> Callable[[], object] | None:
+    """Return what warns once that fractions change only with epochs; None if they do not."""
+    try:
+        scope.smooth()
+    except ConversionError as error:
+        text = f"a function of the run's fraction changes only between epochs: {error.message.why}"
+        text = f"{text}; {error.message.instead}"
+        return cache(partial(warnings.warn, text, PlanWarning, stacklevel=2))
+    return None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

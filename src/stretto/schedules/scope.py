@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TypeAlias, final
 
 from stretto.errors import ConversionError
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
+from stretto.timing.grammar import WHOLE
 from stretto.timing.time import rounded
 
 BoundSchedule: TypeAlias = Callable[[Timestamp], float]
@@ -33,6 +34,8 @@ class Mark:
     axis: Axis
     tick: Fraction
     """Exact, and counted from the start of the run."""
+    period: str = field(default="", compare=False)
+    """The name of a period that begins here."""
 
     @property
     def first_tick(self) -> int:
@@ -148,7 +151,19 @@ class Scope:
             return mark.tick
         if mark.tick <= 0:
             return Fraction(0)  # zero is zero in every unit, even if facts are missing
-        return self.horizon.ticks_of(mark.tick / mark.axis.scale, mark.axis.unit, self.axis)
+        amount, unit = mark.tick / mark.axis.scale, mark.axis.unit
+        try:
+            return self.horizon.ticks_of(amount, unit, self.axis)
+        except ConversionError as error:
+            said, other = error.message, self.axis.unit
+            if TimeUnit.SECOND not in (unit, other):
+                raise
+            instead = f"write the wall-clock time in '{unit}', too"
+            if unit is TimeUnit.SECOND:  # a product has a clock for each factor
+                factors = f"Linear(0, 1, over='{rounded(amount, unit)}') * Cosine()"
+                instead = f"write it in '{other}', or a product such as {factors}"
+                instead += ", which is a list in a run file"
+            raise ConversionError.cannot(said.what, why=said.why, instead=instead) from None
 
     def covers(self, mark: Mark) -> bool:
         """Return whether `mark` is before the end of the scope."""
@@ -176,13 +191,16 @@ class Scope:
     def passed(self, timestamp: Timestamp, unit: TimeUnit) -> Time:
         """Return the time since the start of the scope in `unit`; for `dur`, as a fraction of it.
 
+        Batches, samples and tokens are those that have passed whole.
+
         Raises:
             ConversionError: the start of the scope, or its end for `dur`, is unknown in `unit`.
         """
         own = self.along(unit)
         ticks = max(Fraction(0), own.axis.read(timestamp) - own.start)
         if unit is not TimeUnit.DURATION:
-            return rounded(ticks / own.axis.scale, unit)
+            passed = ticks / own.axis.scale
+            return Time(math.floor(passed) if unit in WHOLE else passed, unit)
         length = own.place(own.last) - own.start
         return Time(min(Fraction(1), ticks / length) if length else 1, unit)
 

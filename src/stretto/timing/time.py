@@ -7,7 +7,7 @@ import warnings
 from datetime import timedelta
 from decimal import Decimal
 from fractions import Fraction
-from typing import ClassVar, NoReturn, TypeAlias, final
+from typing import ClassVar, NoReturn, TypeAlias
 
 from stretto.errors import ConversionError, TimeError, UnitError, shown
 from stretto.timing import grammar
@@ -16,7 +16,6 @@ from stretto.timing.grammar import NAMES, WHOLE, TimeUnit, exact, is_number, par
 Number: TypeAlias = int | float | Fraction | Decimal
 
 
-@final
 class Time:
     """An exact rational amount of one unit: 90 epochs, 2 billion tokens, a tenth of the run.
 
@@ -82,8 +81,15 @@ class Time:
     def __reduce__(self) -> tuple[type[Time], tuple[str]]:
         return Time, (str(self),)
 
-    def __str__(self) -> str:
+    def to_timestring(self) -> str:
+        """Return the text of the time, as `str` does; `Time` reads it back.
+
+        >>> Time(90, "ep").to_timestring()
+        '90ep'
+        """
         return grammar.show(self._amount, self._unit)
+
+    __str__ = to_timestring
 
     def __repr__(self) -> str:
         return f"Time('{self}')"
@@ -111,16 +117,16 @@ class Time:
         return NotImplemented if count is None else self._amount == self._raw(count, level=3)
 
     def __lt__(self, other: Time | int) -> bool:
-        return self._amount < self._like(other, "compare")
+        return self._excess(other) < 0
 
     def __le__(self, other: Time | int) -> bool:
-        return self._amount <= self._like(other, "compare")
+        return self._excess(other) <= 0
 
     def __gt__(self, other: Time | int) -> bool:
-        return self._amount > self._like(other, "compare")
+        return self._excess(other) > 0
 
     def __ge__(self, other: Time | int) -> bool:
-        return self._amount >= self._like(other, "compare")
+        return self._excess(other) >= 0
 
     def __neg__(self) -> Time:
         return _trusted(-self._amount, self._unit)
@@ -171,12 +177,16 @@ class Time:
             raise ZeroDivisionError(f"cannot divide '{self}' by zero")
         return self._amount / divisor
 
-    def _like(self, other: object, verb: str) -> Fraction:
+    def _excess(self, other: Time | int) -> Fraction:
+        """How much more this time is than another one of its unit."""
+        return self._amount - self._like(other, "compare", level=5)
+
+    def _like(self, other: object, verb: str, *, level: int = 4) -> Fraction:
         """The amount of `other`, which must be of this time's unit or a raw integer."""
         if isinstance(other, Time):
             return self._same(other, verb)
         count = whole(other)
-        return self._same(other, verb) if count is None else self._raw(count, level=4)
+        return self._same(other, verb) if count is None else self._raw(count, level=level)
 
     def _same(self, other: object, verb: str) -> Fraction:
         """The amount of `other`, which must be of this time's unit."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeAlias, final
+from fractions import Fraction
+from functools import partial
+from typing import Self, TypeAlias, final
 
 from stretto.errors import TimeError, shown
 from stretto.timing.epochs import advance, next_epoch
@@ -17,13 +19,38 @@ PeriodClock: TypeAlias = Callable[[Timestamp, TimeUnit], Time]
 """Returns the time since the start of the period in a unit; for `dur`, as a fraction."""
 
 
+class _PeriodTime(Time):
+    """The part of a period that has passed; read in the unit of what it is compared with."""
+
+    __slots__ = ("_read",)
+    _read: Callable[[TimeUnit], Time]
+
+    def __new__(cls, read: Callable[[TimeUnit], Time]) -> Self:
+        found = object.__new__(cls)
+        object.__setattr__(found, "_read", read)
+        return found
+
+    @property
+    def _amount(self) -> Fraction:  # type: ignore[override]
+        return self._read(TimeUnit.DURATION).amount
+
+    @property
+    def _unit(self) -> TimeUnit:  # type: ignore[override]
+        return TimeUnit.DURATION
+
+    def _excess(self, other: Time | int) -> Fraction:
+        # Python asks the subclass first, on whichever side of a comparison it stands.
+        unit = other.unit if isinstance(other, Time) else TimeUnit.DURATION
+        return self._read(unit)._excess(other)
+
+
 @final
 class Timer:
     """Counts epochs, batches, samples, tokens and wall time; the training loop moves it.
 
     >>> timer = Timer(Horizon("2ep", dataset_num_samples=100))
-    >>> timer.advance(60, tokens=6000)
-    >>> timer.advance(40, tokens=4000)
+    >>> timer.update(60, tokens=6000)
+    >>> timer.update(40, tokens=4000)
     >>> timer.epoch, timer.batch, timer.sample, timer.timestamp.sample_in_epoch
     (1, 2, 100, 0)
     >>> timer.get_elapsed_duration()
@@ -34,7 +61,7 @@ class Timer:
         clock: a monotonic clock in nanoseconds.
     """
 
-    __slots__ = ("_mark", "_period", "clock", "horizon", "timestamp")
+    __slots__ = ("_mark", "_period", "clock", "horizon", "on_fraction", "timestamp")
 
     def __init__(self, horizon: Horizon, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.horizon = horizon
@@ -45,6 +72,8 @@ class Timer:
         """A monotonic clock in nanoseconds; `start` goes on with another one."""
         self._mark = clock()
         self._period: PeriodClock | None = None
+        self.on_fraction: Callable[[], object] | None = None
+        """Called when a fraction of the run or period is read; None: nothing is."""
 
     @classmethod
     def at(
@@ -64,7 +93,7 @@ class Timer:
         """Measure wall time from now on; time since the last update does not count."""
         self._mark = self.clock()
 
-    def advance(
+    def update(
         self,
         samples: int,
         *,
@@ -167,6 +196,8 @@ class Timer:
     def get(self, unit: str) -> Time:
         """Return the position of the run in `unit`, with fractions of epochs and of the run.
 
+        It is exact; the counters, such as `timer.epoch`, are whole numbers.
+
         >>> Timer.at(Timestamp(sample=5), Horizon("10sp")).get("dur")
         Time('0.5dur')
         """
@@ -177,22 +208,28 @@ class Timer:
 
         In a run of epochs over data of unknown size, it changes only when an epoch ends.
         """
+        if self.on_fraction is not None:
+            self.on_fraction()
         return self.horizon.elapsed(self.timestamp)
 
-    def get_current_period_time(self, unit: str = "dur") -> Time:
-        """Return how long the present period has lasted, in `unit`; in `dur` which part of it.
+    def get_current_period_time(self, unit: str | None = None) -> Time:
+        """Return how long the present period has lasted, in `unit`.
 
         For a schedule inside `Periods`, it is that period; otherwise the period is the run.
+        Without a unit, it is the part of the period in `dur` that compares with times of any unit.
 
-        >>> Timer.at(Timestamp(batch=5), Horizon("20ba")).get_current_period_time()
-        Time('0.25dur')
+        >>> passed = Timer.at(Timestamp(batch=5), Horizon("20ba")).get_current_period_time()
+        >>> passed, passed >= Time("25%"), passed >= Time("6ba")
+        (Time('0.25dur'), True, False)
 
         Raises:
-            ConversionError: the start or the end of the period is unknown in this unit.
+            ConversionError: the start or the end of the period is unknown in this unit; without a
+                unit, it is raised where the time is read or compared.
         """
-        if self._period is None:
-            return self.get(unit)
-        return self._period(self.timestamp, parse_unit(unit))
+        period, now = self._period, self.timestamp
+        if unit is None:
+            return _PeriodTime(self.get if period is None else partial(period, now))
+        return self.get(unit) if period is None else period(now, parse_unit(unit))
 
     def get_current_period_frac_elapsed(self) -> float:
         """Return the elapsed fraction of the present period, in [0, 1].
@@ -200,8 +237,9 @@ class Timer:
         Raises:
             ConversionError: the end of the period is unknown.
         """
+        elapsed = self.get_elapsed_duration()
         if self._period is None:
-            return self.get_elapsed_duration()
+            return elapsed
         return min(1.0, max(0.0, float(self._period(self.timestamp, TimeUnit.DURATION).amount)))
 
     def state_dict(self) -> dict[str, int]:

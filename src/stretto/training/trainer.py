@@ -444,6 +444,10 @@ class Trainer:
         """The clock."""
         return self.run.timer
 
+    def get_elapsed_duration(self) -> float:
+        """Return the fraction of the run that has passed, in [0, 1], as its timer has it."""
+        return self.timer.get_elapsed_duration()
+
     @property
     def stop_reason(self) -> str | None:
         """Why the run stops, or has stopped, before its end; None: it continues or has ended.

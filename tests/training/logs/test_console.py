@@ -35,7 +35,7 @@ class Shown:
         self._timer = Timer(horizon)
         self.logger = ConsoleLogger(Time(max_duration), console=console, clock=lambda: self.now)
         if at:
-            self._timer.advance(at, seconds=1.0)
+            self._timer.update(at, seconds=1.0)
         self.logger.start({}, at)
         self.logger.show(self.clock)
 
@@ -56,7 +56,7 @@ class Shown:
         return self._out.getvalue()
 
     def train(self, samples: int, seconds: float) -> None:
-        self._timer.advance(samples, seconds=seconds)
+        self._timer.update(samples, seconds=seconds)
         self.now += seconds
 
     def log(self, **measured: float) -> None:

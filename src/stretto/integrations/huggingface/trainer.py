@@ -204,8 +204,8 @@ class StrettoCallback(TrainerCallback, ExportableState):
         warn_of_end(self.run, "The trainer", "trainer.train(resume_from_checkpoint=True)")
 
     def on_evaluate(self, *_: Any, metrics: Mapping[str, Any], **__: Any) -> None:
-        """Give the policy the metric that it follows."""
-        note_metrics(self.run, metrics)
+        """Give the run the metric that it follows: `eval/loss` for what is called `eval_loss`."""
+        note_metrics(self.run, {name.replace("_", "/", 1): metrics[name] for name in metrics})
 
 
 class Follows(Trainer):

@@ -7,7 +7,7 @@ const FROM_ZERO = new Set(["lr", "memory", "throughput", "step_memory"]);
 const COLOURS = 9, DASHES = [[], [2, 3], [12, 4, 2, 4], [6, 3]], PLANNED = [10, 5];  // a colour for each run; dashes from the tenth run on
 // What happened, by weight: the first kind is what a crowded mark shows, and "grave" ones cross every panel.
 const EVENTS = {out_of_memory: ["✕", "out of memory"], checkpoint_failed: ["!", "checkpoint failed"], resume: ["↻", "resume"],
-  skipped_step: ["∅", "skipped step"], stop: ["■", "stop"], start: ["▶", "start"], decided_size: ["◆", "change of size"],
+  skipped_step: ["∅", "skipped step"], stop: ["■", "stop"], start: ["▶", "start"], decided_size: ["◆", "change of size"], period: ["◇", "period"],
   checkpoint: ["▲", "checkpoint"], evaluation: ["○", "evaluation"]};
 const WEIGHTS = Object.keys(EVENTS);
 const MANY = 8, MOST_BUTTONS = 40;  // more runs than these have a field to find them; so many are buttons

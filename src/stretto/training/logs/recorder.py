@@ -39,6 +39,7 @@ from stretto.run_folder import (
 from stretto.runtime.compiled import uncompiled
 from stretto.runtime.out_of_memory import peak_memory
 from stretto.runtime.packing import count, count_or_none, number
+from stretto.schedules.scope import Mark, Scope
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.callback import Events
@@ -161,7 +162,7 @@ class RunFiles:
         )
 
     def event(
-        self, kind: EventKind, at: Timestamp, text: str, *, ago: float = 0.0, **more: Any
+        self, kind: EventKind, at: Timestamp, text: str, *, is_past: bool = False, **more: Any
     ) -> None:
         """Write an event at once, on rank 0.
 
@@ -169,12 +170,13 @@ class RunFiles:
             kind: what has happened.
             at: the clock there.
             text: the same in one line.
-            ago: how many seconds ago it was.
+            is_past: whether it happened at that time of the clock, not now.
             more: values of the event, as JSON keeps them.
         """
         if EVENTS not in self._files:
             return
-        clock, utc = self._run.clock(at), time.time() - ago
+        ago = (self._run.timer.timestamp.run_nanoseconds - at.run_nanoseconds) * is_past
+        clock, utc = self._run.clock(at), time.time() - ago / NANOSECONDS
         line = event_line(kind, clock, text, attempt=self._attempt, utc=utc, **more)
         self._files[EVENTS].add(line)
         self.flush(EVENTS)
@@ -330,6 +332,10 @@ class Recorder:
         """The last decided size."""
         self._follows_run = run.prepared.decided_between is not None
         """Whether batch sizes are decided during the run."""
+        self._named: list[tuple[str, Mark]] = []
+        """Where a named period begins, and of which value."""
+        self._periods: dict[str, str] = {}
+        """The present one of each value."""
 
     @property
     def is_waiting(self) -> bool:
@@ -346,6 +352,10 @@ class Recorder:
         """
         self._throughput = Throughput(timestamp)
         self.files.open(timestamp)
+        run, self._periods = self._run.prepared, {}
+        scheduled, scope = {**run.schedules, **run.values}, Scope.of(run.horizon)
+        marks = [(name, mark) for name in scheduled for mark in scheduled[name].borders(scope)]
+        self._named = [one for one in marks if one[1].period]
         arguments = ("start", dict(self._config), timestamp.sample)
         self._loggers = [one for one in self._given if one.call(*arguments)]
         if self.console is not None:
@@ -377,6 +387,11 @@ class Recorder:
             lines.append(line)
             if self._follows_run and decided != self._decided:
                 self._note_size(decided, at)
+            begun = [one for one in self._named if one[1].axis.read(at) >= one[1].first_tick]
+            if (periods := {name: mark.period for name, mark in begun}) != self._periods:
+                said = ", ".join(f"{name} {period!r}" for name, period in periods.items())
+                self.files.event("period", at, f"period: {said}", is_past=True, periods=periods)
+                self._periods = periods
         self._size = pending[-1].batch_size
         self.files.add_batches(lines)
         for one in pending:
@@ -386,8 +401,7 @@ class Recorder:
         """Write the event of a size that was decided."""
         before, self._decided = self._decided, decided
         said = f"batch size {decided:,}" + (f", was {before:,}" if before else "")
-        ago = (self._run.timer.timestamp.run_nanoseconds - at.run_nanoseconds) / NANOSECONDS
-        self.files.event("decided_size", at, said, ago=ago, size=decided, before=before)
+        self.files.event("decided_size", at, said, is_past=True, size=decided, before=before)
 
     def show_progress(self, timestamp: Timestamp) -> None:
         """Move the bar of the console, if it is time to."""
