@@ -38,6 +38,7 @@ from stretto.planning import Plan
 from stretto.planning.bind import check_tokens
 from stretto.run import Run, prepare
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.modes import train_mode
 from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
 from stretto.schedules.fields import one_of
@@ -119,7 +120,8 @@ class Trainer:
 
     Args:
         model: the model; moved to the device and, on several ranks, wrapped. Or a `TrainStep` of
-            your own, without `optimizer` and `loss`.
+            your own, without `optimizer` and `loss`. `fit` puts it into training mode, but for the
+            parts that are in eval mode while the model as a whole is not.
         train_data: a data set, a `DataLoader`, an iterable of batches, or a `DataSpec`.
         optimizer: an optimizer of the model's parameters.
         loss: `loss(model, batch)`, the mean over the batch (see `Stepping.loss_reduction`); or a
@@ -537,7 +539,7 @@ class Trainer:
             )
             loop.saver.submit()
             held.enter_context(loop.stops)
-            self.model.train()
+            train_mode(self.model)
             loop.stepper.clear()  # a gradient from before is no part of the first batch
             share_random_state(self._strategy)
             self._weights.train()
