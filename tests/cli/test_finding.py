@@ -82,6 +82,21 @@ def test_a_gpu_that_is_not_here(wide: Path, stretto: Stretto, asked: list[dict[s
     assert asked[0]["step"].device.type == "meta"  # 820 GB of weights
 
 
+def test_the_phantom_finds_the_modules_of_the_working_folder(
+    wide: Path, stretto: Stretto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its processes get the entries of this path that name a folder, and not the empty one.
+    paths: list[list[str]] = []
+
+    def answer(*_: Any, **__: Any) -> Answer:
+        paths.append(list(sys.path))
+        return FOUND
+
+    monkeypatch.setattr("stretto.cli.finding.find_batch_size", answer)
+    assert stretto("find-batch-size", "run.yaml", "--gpu", "h100").code == 0
+    assert paths[0][-1] == str(wide)
+
+
 def test_without_the_phantom_its_setup_is_named(
     wide: Path, stretto: Stretto, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,8 @@ def setup_problem() -> str | None:
     version, cuda = torch.__version__.partition("+")[0], torch.version.cuda or ""
     try:
         standins.check_system()
-        if cuda.startswith("13") or standins.setup_folder(version).exists():
+        is_own = cuda.partition(".")[0] in standins.CUDA
+        if is_own or standins.has_cuda(standins.setup_folder(version)):
             return None
     except phantomgpu.PhantomError as error:
         return str(error)
