@@ -221,18 +221,27 @@ def check_listeners(
             check_monitored(callback.monitor, metrics_of(evaluations))
 
 
-def given_size(batch_size: Any, data: Any) -> Any:
-    """Return the batch size that was given.
+def given_sizes(
+    batch_size: Any, micro_batch_size: Any, data: Any, *, uses_maximum: bool
+) -> tuple[Any, Any]:
+    """Return the sizes of batches and micro-batches that were given.
 
     Raises:
-        TrainingError: none was.
+        TrainingError: no batch size was, or a micro-batch size that is to be found.
     """
+    if uses_maximum and batch_size is None:
+        batch_size = "auto"
+    elif uses_maximum:
+        if micro_batch_size not in (None, "auto"):
+            why, instead = "use_maximum_batch_size finds it", "leave one of them out"
+            raise TrainingError.bad("micro_batch_size", micro_batch_size, why, instead)
+        micro_batch_size = "auto"
     if batch_size is None:
         inner = data.data if isinstance(data, DataSpec) else data
         own = getattr(inner, "batch_size", None) if isinstance(inner, DataLoader) else None
         why = "that of the DataLoader is for one rank" if own else "it is missing"
         raise TrainingError.bad("batch_size", None, why, f"write batch_size={own or 32}")
-    return batch_size
+    return batch_size, micro_batch_size
 
 
 def check_ratio(ratio: Number) -> Number:

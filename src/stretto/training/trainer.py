@@ -67,7 +67,7 @@ from stretto.training.checkpointing.state import (
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import Setup, compare_ranks, describe_run, plain
 from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
-from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
+from stretto.training.fitting import FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.loggers import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import RESUMED_FILES, Recorder
 from stretto.training.loop import Loop, Stops, raise_for
@@ -80,7 +80,7 @@ from stretto.training.settings import (
     check_listeners,
     check_parts,
     check_ratio,
-    given_size,
+    given_sizes,
     named_callbacks,
     named_settings,
     read_evaluations,
@@ -129,11 +129,14 @@ class Trainer:
         max_duration: how long to train, in any unit but `dur`.
         batch_size: samples of one optimizer step over all ranks: a number, a text such as
             `"0tok:768 250Btok:1536"`, a function, a policy, or a pair such as `Seesaw`, which also
-            sets the schedule of the learning rate.
+            sets the schedule of the learning rate; `"auto"`: as many as fit into memory in one pass
+            on each rank, found before the run and kept when it is resumed.
         micro_batch_size: the most samples of one forward pass on one rank, or the most tokens with
             padding, such as `"8Ktok"`; None: the whole share; `"auto"`: as many samples as fit into
             memory, found before the run. With each of them, a step that runs out of memory is
             repeated with smaller micro-batches.
+        use_maximum_batch_size: torchtune's word for `batch_size="auto"`; if `batch_size` is given,
+            for `micro_batch_size="auto"`.
         schedules: by hyper-parameter (`"lr"`, `"weight_decay"`, `"lr@group"`), a schedule or
             several that multiply.
         values: numbers of your own on the clock, such as the weight of a loss: by name, a schedule
@@ -182,6 +185,7 @@ class Trainer:
         max_duration: TimeLike,
         batch_size: PolicyLike | Pair | None = None,
         micro_batch_size: MicroBatchSize = None,
+        use_maximum_batch_size: bool = False,
         schedules: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
         values: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
         rule: RuleLike | None = None,
@@ -214,13 +218,15 @@ class Trainer:
         called = as_loss(loss, stepping.loss_reduction) if callable(loss) else None
         if isinstance(called, CriterionLoss) and called.is_over_targets:
             stepping = stepping.counted(called.count)
-        sizes = given_size(batch_size, train_data)
+        sizes, micro_batch_size = given_sizes(
+            batch_size, micro_batch_size, train_data, uses_maximum=use_maximum_batch_size
+        )
+        sizes = sizes if isinstance(sizes, Pair) else as_policy(sizes)
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
             check_texts(callbacks)
         named = named_settings(evaluations, checkpoint, read_settings(Logging, log, "log"))
         if scale_schedule is not None:
-            sizes = sizes if isinstance(sizes, Pair) else as_policy(sizes)
             followed = [
                 {name: as_one_schedule(one) for name, one in each.items()}
                 for each in (check_names(schedules), check_names(values, "values"))
@@ -233,7 +239,7 @@ class Trainer:
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are called."""
         self.found_maximum: FoundMaximum | None = None
-        """The size that was found for `max_batch_size="auto"`, and how; None if it was given."""
+        """The batch size that was found for `"auto"`, and how; None if it was given."""
         self.fitting: Answer | None = None
         """How the micro-batch size was found; None if it was given."""
         self._is_training = self._is_resumed = False
@@ -258,6 +264,7 @@ class Trainer:
         varies = any(one.changes_tokens for one in self.callbacks)
         brought = ChainMap(*(dict(one.scheduled_values) for one in self.callbacks))
         listening = named_callbacks(self.callbacks, named)
+        finds_micro = micro_batch_size is None and awaits_maximum(sizes)
         due: dict[str, Any] = {**named, **listening}
         described = partial(
             describe_run,
@@ -267,7 +274,7 @@ class Trainer:
             settings=(computing, stepping),
             ranks=ranks,
             max_duration=str(max_duration),
-            micro_batch_size=plain(micro_batch_size),
+            micro_batch_size="auto" if finds_micro else plain(micro_batch_size),
             mesh=self._strategy.mesh,
         )
         self._setup = Setup(self.optimizer, described)
@@ -293,16 +300,16 @@ class Trainer:
 
     def _bound(self, prepared: Callable[..., Run], sizes: Any, clock: Callable[[], int]) -> Run:
         """Return the run, bound to its optimizers, with the largest size if that is to be found."""
-        number = awaits_maximum(sizes)
-        run = prepared(with_maximum(sizes, NO_LIMIT) if number else sizes)
+        is_found = awaits_maximum(sizes)
+        run = prepared(with_maximum(sizes, None) if is_found else sizes)
         if self._ranks.world_size > 1:
             self._setup.read(run)
             compare_ranks(self._setup.settings, self.step, self.callbacks, self._ranks)
-        if number:
-            self.found_maximum = find_maximum(self.step, run, self._ranks, number)
+        if is_found:
+            self.found_maximum = find_maximum(self.step, run, self._ranks)
             largest, answer = self.found_maximum
-            # Samples of unequal length may need a second pass for the same memory.
-            cuts = has_tokens(largest) or (number > 1 and run.micro_batch_size is None)
+            # Samples of unequal length, or fewer ranks after a resume, may need a second pass.
+            cuts = has_tokens(largest) or run.micro_batch_size is None
             more = {"micro_batch_size": answer.size} if cuts else {}
             run = prepared(with_maximum(sizes, largest), **more)
         run.bind(self.step.optimizers, strategy=self._strategy).timer.clock = clock
@@ -370,6 +377,8 @@ class Trainer:
             recorder.files.facts["evaluates_with"] = " and ".join(
                 f"{name}.eval()" for name in names
             )
+        if self.found_maximum is not None:
+            recorder.files.facts["found_batch_size"] = plain(self.found_maximum.size)
         if self.fitting is not None and self.fitting.peak is not None:
             recorder.files.facts["predicted_memory_bytes"] = self.fitting.peak
         measuring = Evaluations(
