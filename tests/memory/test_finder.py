@@ -102,6 +102,55 @@ def test_ways_of_real_steps(powers: bool, least: int) -> None:
     assert answer.cost.real_steps == len(TRIED)
 
 
+@pytest.mark.parametrize(
+    ("method", "how", "tried"),
+    [
+        ("halve", {}, [100, 50, 25, 37, 43, 40, 38]),
+        ("halve", {"power_of_two": True}, [64, 32]),
+        ("halve", {"maximum": 37}, [37]),
+        ("bisect", {}, [50, 25, 37, 43, 40, 38]),
+        ("bisect", {"power_of_two": True}, [8, 32, 64]),
+        ("bisect", {"minimum": 30, "maximum": 38}, [34, 36, 37, 38]),
+        ("predict", {"power_of_two": True}, [4, 32, 64]),
+    ],
+)
+def test_where_a_search_begins(method: Any, how: dict[str, Any], tried: list[int]) -> None:
+    answer = ask(37, **{"maximum": 100, **how}, method=method)
+    assert answer.size == (32 if "power_of_two" in how else 37)
+    assert [size for size in TRIED if size != 2] == tried  # 2 make the state of the optimizer
+
+
+@given(
+    capacity=st.integers(1, 300),
+    minimum=st.integers(1, 10),
+    span=st.integers(0, 300),
+    power_of_two=st.booleans(),
+)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_method_gives_the_same_answer(
+    capacity: int, minimum: int, span: int, *, power_of_two: bool
+) -> None:
+    how: dict[str, Any] = {"minimum": minimum, "maximum": 2 * minimum + span}
+    found = []
+    for method in ("predict", "bisect", "halve"):
+        try:
+            answer = ask(capacity, **how, power_of_two=power_of_two, method=method)
+            found.append(answer.size)
+        except FitError as error:
+            assert "memory ran out" in str(error)
+            found.append(None)
+    sizes = [size for size in range(minimum, how["maximum"] + 1) if size <= capacity]
+    powers = [size for size in sizes if size & (size - 1) == 0]
+    expected = max(powers if power_of_two else sizes, default=None)
+    near = [expected] if expected is None else range(expected - expected // 100, expected + 1)
+    assert all(one in near for one in found)
+
+
+def test_a_method_that_there_is_not() -> None:
+    with pytest.raises(FitError, match="did you mean 'bisect'"):
+        ask(method="bisects")
+
+
 def test_without_the_phantom_a_gpu_gets_one_line_that_says_how_to_set_it_up() -> None:
     with pytest.raises(FitError) as caught:
         ask(gpu="h100", maximum=64)

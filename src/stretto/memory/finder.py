@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, final, get_args
 
 import torch
 
 from phantomgpu import Report
-from phantomgpu.searching import Range, bisect
+from phantomgpu.searching import Method, Range, bisect, downwards
 from stretto.batching.policy import size_text
 from stretto.data import move_batch
 from stretto.errors import FitError, shown
@@ -31,6 +31,7 @@ from stretto.memory.trial import trials
 from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import release_memory
 from stretto.runtime.ranks import Ranks
+from stretto.schedules.fields import one_of
 from stretto.timing.grammar import checked_whole
 
 MARGIN = "1.5%"
@@ -59,6 +60,7 @@ def find_batch_size(
     maximum: int = MAXIMUM,
     multiple_of: int = 1,
     power_of_two: bool = False,
+    method: Method = "predict",
     ranks: Ranks | None = None,
 ) -> Answer:
     """Return the largest micro-batch whose training step fits into memory.
@@ -90,6 +92,10 @@ def find_batch_size(
         maximum: the largest candidate.
         multiple_of: sizes are multiples of this; 1 leaves the resolution of a budget open.
         power_of_two: whether sizes are powers of two.
+        method: how the search begins. `"predict"`: with 2 samples, and then where the line of the
+            peaks leads. `"bisect"`: in the middle between `minimum` and `maximum`, and then of what
+            is left. `"halve"`: with `maximum`, halved until it fits. Each ends with the largest
+            that fits.
         ranks: the processes of a run, which all call `find_batch_size` and get the same answer,
             that of the rank with the least memory; None: this process alone.
 
@@ -106,6 +112,7 @@ def find_batch_size(
         FitError: no candidate fits, or an argument is wrong.
         ConfigError: an amount of memory cannot be read.
     """
+    one_of(method, "method", get_args(Method), FitError)
     spread = checked_whole(
         world_size, FitError, f"use world_size={shown(world_size)}", "write a positive number"
     )
@@ -125,6 +132,7 @@ def find_batch_size(
         batch,
         sizes=_candidates(minimum, maximum, multiple_of, powers=power_of_two),
         margin=margin,
+        method=method,
         ranks=Ranks.of(0, 1) if ranks is None else ranks,
     )
     if gpu is not None:
@@ -215,6 +223,7 @@ class _Finder:
     batch: Any
     sizes: Range
     margin: str | int | None
+    method: Method
     ranks: Ranks
 
     @cached_property
@@ -254,7 +263,9 @@ class _Finder:
 
         def work() -> int:
             usable = limit.bytes - reserve
-            largest, reports = phantom.ask(question, self.given, self.batch, self.sizes, usable)
+            largest, reports = phantom.ask(
+                question, self.given, self.batch, self.sizes, usable, self.method
+            )
             trials.update(reports)
             return largest
 
@@ -295,6 +306,8 @@ class _Finder:
                 limit.bytes - reserve,
                 first=sizes.first,
                 last=sizes.last,
+                start=downwards(sizes.first, sizes.last, self.method, powers=sizes.powers),
+                halves=self.method == "bisect",
                 farthest=(lambda index: index + 3) if sizes.powers else (lambda index: 8 * index),
                 within=_NEAR,
             )

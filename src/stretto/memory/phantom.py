@@ -14,7 +14,7 @@ from torch import nn
 import phantomgpu
 from phantomgpu import standins
 from phantomgpu.gpus import context_bytes, find_gpu
-from phantomgpu.searching import Range
+from phantomgpu.searching import Method, Range
 from stretto.batching.policy import size_text
 from stretto.data import move_batch
 from stretto.errors import FitError
@@ -86,6 +86,7 @@ def ask(
     batch: Any,
     sizes: Range,
     usable: int,
+    method: Method,
 ) -> tuple[int, dict[int, phantomgpu.Report]]:
     """Return the largest size that runs on the phantom, and the reports of all that were run.
 
@@ -96,6 +97,7 @@ def ask(
         batch: a micro-batch of any size, or a function that makes one; it travels as it is.
         sizes: the candidates.
         usable: the bytes that the allocator may reserve.
+        method: how the search begins.
 
     Raises:
         NothingFitsError: the smallest candidate does not fit.
@@ -112,6 +114,7 @@ def ask(
             largest=sizes.largest,
             multiple=sizes.multiple,
             powers=sizes.powers,
+            method=method,
             details=False,
             args=(_Copied(step), cloudpickle.dumps(batch), question.shard, question.ranks),
         )

@@ -22,6 +22,7 @@ from stretto.training.callback import Callback
 if TYPE_CHECKING:
     from stretto.memory import Answer
 
+
 def find_micro_batch(step: TrainStep, run: Run, ranks: Ranks, plan: Plan | None) -> Answer:
     """Find the largest micro-batch of a rank that fits, and set it; the same on all ranks.
 
