@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.threaded_ranks import on_threads
 from torch import Tensor, nn
 
-from stretto.errors import ConfigError, FitError
-from stretto.memory import Answer, find_batch_size, phantom
+from stretto.errors import ConfigError, FitError, StrettoError
+from stretto.memory import Answer, UnequalSamples, find_batch_size, phantom
 from stretto.memory.limits import MemoryLimit
 from stretto.runtime import Ranks, SupervisedStep
 
@@ -59,7 +59,7 @@ def _limited(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(capacity: int = 1 << 20, *, is_hidden: bool = False, **how: Any) -> Answer:
     model = Capacity(capacity, is_hidden=is_hidden)
     step = SupervisedStep(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).mean())
-    return find_batch_size(step, torch.ones(2, 25), **how)
+    return find_batch_size(step, **{"batch": torch.ones(2, 25), **how})
 
 
 def test_all_there_are_is_tried() -> None:
@@ -166,11 +166,21 @@ def test_without_the_phantom_a_gpu_gets_one_line_that_says_how_to_set_it_up() ->
         ({"gpu": "h100", "world_size": 2, "shard": "zero"}, "fsdp"),
         ({"device_memory": 0}, "zero"),
         ({"device_memory": "1GiB"}, "gpu='h100'"),
+        ({"gpu": 5}, "no such kind"),
+        ({"accumulation": 0}, "accumulation=0"),
+        ({"accumulation": "2"}, "accumulation='2'"),
+        ({"maximum": "64"}, "maximum='64'"),
+        ({"minimum": 0}, "positive"),
+        ({"ranks": 2}, "leave it out"),
+        ({"margin": "1TiB"}, "nothing would be left"),
+        ({"batch": []}, "no samples"),
+        ({"batch": torch.ones(0, 25)}, "no samples"),
+        ({"batch": UnequalSamples(torch.zeros, [2, 6]), "maximum": "x"}, "maximum='x'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_questions_that_are_refused(how: dict[str, Any], word: str) -> None:
-    with pytest.raises(FitError) as caught:
+    with pytest.raises(StrettoError) as caught:
         ask(**how)
     assert word in str(caught.value)
 

@@ -260,8 +260,8 @@ def as_policy(value: object) -> BatchSizePolicy:
     """Return `value` as a batch size policy.
 
     A number, or an amount such as `"64Ktok"`, is the size of the whole run; `"auto"` is as many
-    samples as fit into memory. Other text is steps. A mapping from times is steps. A function `(timestamp, current) -> size` is called before every
-    batch.
+    samples as fit into memory. Other text is steps. A mapping from times is steps. A function
+    `(timestamp, current) -> size` is called before every batch.
 
     >>> as_policy(64), as_policy("0ep:32 2ep:64"), as_policy({"0ep": 32, "2ep": 64})
     (Fixed(64), PiecewiseConstant('0ep:32 2ep:64'), PiecewiseConstant('0ep:32 2ep:64'))

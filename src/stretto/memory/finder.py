@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import NoneType
 from typing import Any, NamedTuple, final, get_args
 
 import torch
@@ -113,11 +114,16 @@ def find_batch_size(
         ConfigError: an amount of memory cannot be read.
     """
     one_of(method, "method", get_args(Method), FitError)
-    spread = checked_whole(
-        world_size, FitError, f"use world_size={shown(world_size)}", "write a positive number"
+    world_size, accumulation = (
+        _number("world_size", world_size),
+        _number("accumulation", accumulation),
     )
-    if spread > 1 and gpu is None:
-        raise FitError.bad("world_size", spread, "it needs a kind of GPU", "add gpu='h100'")
+    minimum, maximum = _number("minimum", minimum), _number("maximum", maximum)
+    multiple_of = _number("multiple_of", multiple_of)
+    if world_size > 1 and gpu is None:
+        raise FitError.bad("world_size", world_size, "it needs a kind of GPU", "add gpu='h100'")
+    if not isinstance(ranks, (Ranks, NoneType)):
+        raise FitError.bad("ranks", ranks, "it is none", "leave it out: it is for a Trainer")
     start, amount = time.perf_counter(), amount_of(batch)
     if isinstance(batch, UnequalSamples):
         if maximum < batch.longest:
@@ -136,7 +142,7 @@ def find_batch_size(
         ranks=Ranks.of(0, 1) if ranks is None else ranks,
     )
     if gpu is not None:
-        answer = finder.for_gpu(Question(gpu, device_memory, context, spread, shard))
+        answer = finder.for_gpu(Question(gpu, device_memory, context, world_size, shard))
     elif device_memory is not None:
         stated(device_memory)
         why = "it is the memory of a GPU that is not here, and its kind is not known"
@@ -152,14 +158,14 @@ def find_batch_size(
     )
 
 
+def _number(name: str, given: int) -> int:
+    what = f"look for a batch size with {name}={shown(given)}"
+    return checked_whole(given, FitError, what, "write a positive number")
+
+
 def _candidates(minimum: int, maximum: int, multiple_of: int, *, powers: bool) -> Range:
-    given = {"minimum": minimum, "maximum": maximum, "multiple_of": multiple_of}
-    for name, value in given.items():
-        what = f"look for a batch size with {name}={shown(value)}"
-        given[name] = checked_whole(value, FitError, what, "write a positive number of samples")
-    first, last, each = given.values()
     try:
-        return Range(first, last, each, powers)
+        return Range(minimum, maximum, multiple_of, powers)
     except ValueError as error:
         why, _, instead = str(error).partition("; ")
         raise FitError.cannot("look for a batch size", why=why, instead=instead) from None
@@ -262,9 +268,13 @@ class _Finder:
         trials: dict[int, Report] = {}
 
         def work() -> int:
-            usable = limit.bytes - reserve
             largest, reports = phantom.ask(
-                question, self.given, self.batch, self.sizes, usable, self.method
+                question,
+                self.given,
+                self.batch,
+                self.sizes,
+                usable=limit.bytes - reserve,
+                method=self.method,
             )
             trials.update(reports)
             return largest

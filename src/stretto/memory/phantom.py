@@ -48,7 +48,7 @@ class Question:
             FitError: the kind is not known, or the context leaves nothing.
         """
         try:
-            kind = find_gpu(self.gpu)
+            kind = find_gpu(str(self.gpu))
         except phantomgpu.UnknownGPUError as error:
             raise FitError.bad("gpu", self.gpu, "there is no such kind", str(error)) from None
         whole, notes = int(kind.memory * 2**30), []
@@ -85,6 +85,7 @@ def ask(
     step: WholeStep | Callable[[], WholeStep],
     batch: Any,
     sizes: Range,
+    *,
     usable: int,
     method: Method,
 ) -> tuple[int, dict[int, phantomgpu.Report]]:
