@@ -1,4 +1,4 @@
-"""`find_batch_size`: the largest micro-batch that fits; `find_num_ranks`: the fewest ranks.
+"""`find_batch_size`: the largest micro-batch that fits.
 
 There is one question, whether a size fits, and one search over it. It is answered by running the
 step: here, or on the phantom (torch's CUDA build without a GPU).
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import NoneType
-from typing import Any, NamedTuple, final, get_args
+from typing import Any, final, get_args
 
 import torch
 
@@ -169,55 +169,6 @@ def _candidates(minimum: int, maximum: int, multiple_of: int, *, powers: bool) -
     except ValueError as error:
         why, _, instead = str(error).partition("; ")
         raise FitError.cannot("look for a batch size", why=why, instead=instead) from None
-
-
-class RanksAnswer(NamedTuple):
-    """The fewest ranks over which a model has to be spread."""
-
-    num_ranks: int
-    answer: Answer
-    """The answer for one of so many ranks."""
-
-    def __str__(self) -> str:
-        size = size_text(self.answer.size)
-        return f"fewest ranks for micro-batches of {size}: {self.num_ranks:,}\n{self.answer}"
-
-
-def find_num_ranks(
-    step: TrainStep | WholeStep | Callable[[], TrainStep],
-    batch: Any,
-    size: int,
-    *,
-    gpu: str,
-    most: int = 4096,
-    shard: str | ShardFunction = "fsdp",
-    **how: Any,
-) -> RanksAnswer:
-    """Return the fewest ranks, a power of two, on which micro-batches of a size fit.
-
-    Args:
-        step: the training step, with the model before it is sharded.
-        batch: as in `find_batch_size`.
-        size: samples of the micro-batch of each rank, or its tokens.
-        gpu: the kind of GPU.
-        most: the most ranks.
-        shard: as in `find_batch_size`; with `"hsdp:8"`, at least 8 ranks are asked about.
-        how: other arguments of `find_batch_size`.
-
-    Raises:
-        FitError: it does not fit on any number of ranks up to `most`.
-    """
-    ranks = least_ranks(shard)
-    how |= {"gpu": gpu, "shard": shard, "minimum": size, "maximum": size}
-    while True:
-        try:
-            answer = find_batch_size(step, batch, world_size=ranks, **how)
-        except NothingFitsError:
-            ranks *= 2
-            if ranks > most:
-                raise
-        else:
-            return RanksAnswer(ranks, answer)
 
 
 @final

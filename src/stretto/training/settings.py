@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from stretto.batching import checked_size
+from stretto.batching import Pair, as_policy, checked_size
 from stretto.batching.metrics import check_monitored, metrics_of
 from stretto.data import DataSpec
 from stretto.data.spec import is_one_shot
@@ -224,7 +224,7 @@ def check_listeners(
 def given_sizes(
     batch_size: Any, micro_batch_size: Any, data: Any, *, uses_maximum: bool
 ) -> tuple[Any, Any]:
-    """Return the sizes of batches and micro-batches that were given.
+    """Return the policy of batch sizes, and the micro-batch size, that were given.
 
     Raises:
         TrainingError: no batch size was, or a micro-batch size that is to be found.
@@ -241,7 +241,8 @@ def given_sizes(
         own = getattr(inner, "batch_size", None) if isinstance(inner, DataLoader) else None
         why = "that of the DataLoader is for one rank" if own else "it is missing"
         raise TrainingError.bad("batch_size", None, why, f"write batch_size={own or 32}")
-    return batch_size, micro_batch_size
+    is_pair = isinstance(batch_size, Pair)
+    return batch_size if is_pair else as_policy(batch_size), micro_batch_size
 
 
 def check_ratio(ratio: Number) -> Number:

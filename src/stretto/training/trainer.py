@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
-from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
+from stretto.batching import PolicyLike, RuleLike, awaits_maximum, with_maximum
 from stretto.batching.metrics import COST, followed_metric, metrics_of
 from stretto.batching.policy import has_tokens
 from stretto.batching.rows import LengthsLike, as_lengths
@@ -221,7 +221,6 @@ class Trainer:
         sizes, micro_batch_size = given_sizes(
             batch_size, micro_batch_size, train_data, uses_maximum=use_maximum_batch_size
         )
-        sizes = sizes if isinstance(sizes, Pair) else as_policy(sizes)
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
             check_texts(callbacks)
