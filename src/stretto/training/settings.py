@@ -19,7 +19,7 @@ from stretto.errors import TrainingError
 from stretto.runtime import TrainStep
 from stretto.schedules.fields import stretched
 from stretto.settings import Checkpointing, Computing, Stepping, read_settings
-from stretto.timing import TimeLike, Trigger, parse_trigger
+from stretto.timing import Time, TimeLike, Trigger, parse_trigger
 from stretto.timing.grammar import exact
 from stretto.timing.time import Number
 from stretto.training.callback import Callback, overrides, unique
@@ -119,22 +119,27 @@ class Logging:
                 )
 
 
-def scaled(value: Any, ratio: Number) -> Any:
+def scale(value: Any, ratio: Number) -> Any:
     """Return a time, sizes, schedules, settings or callbacks for a run `ratio` times as long.
 
     Fractions of the run stay, since they stretch by themselves. Batches, samples and tokens come in
     whole numbers and are rounded up.
 
-    >>> scaled([Logging("8ba", flush="1m")], 0.5)[0].flush
+    >>> from stretto import Cosine
+    >>> scale("90ep", 0.5), scale(Cosine(warmup="100ba"), 0.5)
+    (Time('45ep'), Cosine(warmup='50ba'))
+    >>> scale([Logging("8ba", flush="1m")], 0.5)[0].flush
     Every('30s')
 
     Raises:
-        TimeError: the ratio is not a finite number.
+        TimeError: the ratio is not a finite number, or a text is not a time.
     """
+    if isinstance(value, str):
+        value = Time(value)
     if isinstance(value, Mapping):
-        return {name: scaled(each, ratio) for name, each in value.items()}
+        return {name: scale(each, ratio) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [scaled(each, ratio) for each in value]
+        return [scale(each, ratio) for each in value]
     if isinstance(value, (Evaluation, Checkpointing, Logging)):
         names = [name for name in ("every", "flush") if hasattr(value, name)]
         triggers = {name: parse_trigger(getattr(value, name)).scaled(ratio) for name in names}

@@ -84,7 +84,7 @@ from stretto.training.settings import (
     named_callbacks,
     named_settings,
     read_evaluations,
-    scaled,
+    scale,
 )
 from stretto.training.stepper import Stepper
 
@@ -232,7 +232,7 @@ class Trainer:
             ]
             lengths = None if sequence_length is None else as_lengths(sequence_length)
             times = Time(max_duration), sizes, *followed, named, callbacks, lengths
-            stretched = scaled(times, check_ratio(scale_schedule))
+            stretched = scale(times, check_ratio(scale_schedule))
             max_duration, sizes, schedules, values, named, callbacks, sequence_length = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(callbacks)
