@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import select
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 from phantomgpu import standins
 from phantomgpu.child import Settings
@@ -23,6 +23,9 @@ Trial = Callable[..., Report]
 Used = Callable[[int], tuple[int, int]]
 TRIAL_SECONDS = 600.0
 """How long a trial may take."""
+Method = Literal["predict", "bisect", "halve"]
+"""How a search begins: with two small numbers, and then where the line of their bytes leads; in the
+middle of the range, and then of what is left; or with the largest, halved until it fits."""
 UNMOVED = 32
 """A number so many times larger must take more bytes somewhere."""
 MOST_GUESSES = 8
@@ -113,6 +116,7 @@ def search(
     largest: int = 1 << 20,
     multiple: int = 1,
     powers: bool = False,
+    method: Method = "predict",
     details: bool = True,
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
@@ -137,6 +141,7 @@ def search(
         largest: The last one.
         multiple: Only multiples of this are tried.
         powers: Only powers of two are tried.
+        method: How the search begins.
         details: Run the number that `Answer.report` is of once more, for what took the memory.
         args: Further arguments of the function.
         kwargs: Keyword arguments of the function.
@@ -185,6 +190,8 @@ def search(
             session.memory - session.context,
             first=numbers.first,
             last=numbers.last,
+            start=downwards(numbers.first, numbers.last, method, powers=powers),
+            halves=method == "bisect",
             farthest=(lambda index: index + 5) if powers else (lambda index: 32 * index),
         )
         answer = Answer(None if found is None else numbers.number(found), trials)
@@ -249,6 +256,27 @@ class _Tried:
         return False
 
 
+def downwards(first: int, last: int, method: Method, *, powers: bool = False) -> Iterator[int]:
+    """Yield the indices that a search tries until one fits.
+
+    >>> list(downwards(1, 100, "halve")), list(downwards(1, 100, "predict"))
+    ([100, 50, 25, 12, 6, 3, 1], [2, 1])
+
+    Args:
+        first: The smallest index, with which it ends.
+        last: The largest index.
+        method: How the search begins.
+        powers: The numbers are powers of two, and the indices their exponents.
+    """
+    small = max(first, min(2, last))  # batch normalisation refuses a single sample
+    index = {"predict": small, "bisect": (first + last) // 2, "halve": last}[method]
+    yield index
+    while index > first:
+        halved = index - 1 if powers or method == "predict" else index // 2
+        index = (first + index) // 2 if method == "bisect" else max(first, halved)
+        yield index
+
+
 def bisect(
     fits: Callable[[int], bool],
     used: Used,
@@ -256,6 +284,8 @@ def bisect(
     *,
     first: int,
     last: int,
+    start: Iterable[int] | None = None,
+    halves: bool = False,
     farthest: Callable[[int], int] = lambda index: 32 * index,
     within: float = 0.0,
 ) -> int | None:
@@ -275,19 +305,25 @@ def bisect(
         available: The most that can be reserved.
         first: The smallest index.
         last: The largest index.
+        start: The indices that are tried until one fits, downwards; by default two small ones.
+        halves: Try the middle of what is left, wherever the line leads.
         farthest: Returns the largest that may be tried after an index that fits.
         within: End so near below the first that does not fit, as a fraction.
     """
-    start = max(first, min(2, last))  # batch normalisation refuses a single sample
-    if not fits(start):
-        return next((index for index in range(start - 1, first - 1, -1) if fits(index)), None)
-    good, bad, hole = [start], {last + 1}, None
-    while True:
+    good, bad, hole = list[int](), {last + 1}, None
+    for index in downwards(first, last, "predict") if start is None else start:
+        if fits(index):
+            good.append(index)
+            break
+        bad.add(index)
+    while good:
         high = min(index for index in bad if index > good[-1])
         while high - good[-1] > max(1, within * good[-1]):
             most, known = min(high - 1, farthest(good[-1])), high if high <= last else None
             tries = len(good) + len(bad) - 1
-            guess = _guess(good, most, used, available, high=known, tries=tries)
+            guess = (good[-1] + high) // 2
+            if not halves:
+                guess = _guess(good, most, used, available, high=known, tries=tries)
             if fits(guess):
                 good.append(guess)
             else:
@@ -298,6 +334,7 @@ def bisect(
         if hole is None or not fits(hole):
             return good[-1]
         good.append(hole)
+    return None
 
 
 def _beyond(low: int, bad: set[int], top: int) -> int | None:

@@ -54,8 +54,8 @@ _ANSWERS = {
         ("write batch_size=IncreaseFunction(function, 32, max_batch_size=256)",
          ("write batch_size: {IncreaseFunction: {function: {target: 'my:grow'}, start: 32, "
           "max_batch_size: 256}}")),
-    "use_maximum_batch_size": ("write micro_batch_size='auto' in Trainer",
-                               "write micro_batch_size: auto"),
+    "use_maximum_batch_size":
+        ("write micro_batch_size=find_batch_size(step, batch).size", "write batch_size: auto"),
     "periods": ("write schedules={'lr': Periods([('5%', Linear(0, 1)), ('rest', Cosine())])}",
                 "write schedules: {lr: {Periods: [[5%, {Linear: {}}], [rest, {Cosine: {}}]]}}"),
     "max_duration_base_units": (_UNITS, _UNITS),

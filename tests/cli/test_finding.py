@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stretto.memory import Answer, RanksAnswer
+from stretto.memory import Answer
 from stretto.memory.answer import Cost
 from stretto.memory.limits import MemoryLimit
 from stretto.memory.step import WholeStep
@@ -80,6 +80,21 @@ def test_a_gpu_that_is_not_here(wide: Path, stretto: Stretto, asked: list[dict[s
     assert "micro-batch: 64 samples (phantom), all there are; more would fit" in lines
     assert asked[0]["gpu"] == "h100"
     assert asked[0]["step"].device.type == "meta"  # 820 GB of weights
+
+
+def test_the_phantom_finds_the_modules_of_the_working_folder(
+    wide: Path, stretto: Stretto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its processes get the entries of this path that name a folder, and not the empty one.
+    paths: list[list[str]] = []
+
+    def answer(*_: Any, **__: Any) -> Answer:
+        paths.append(list(sys.path))
+        return FOUND
+
+    monkeypatch.setattr("stretto.cli.finding.find_batch_size", answer)
+    assert stretto("find-batch-size", "run.yaml", "--gpu", "h100").code == 0
+    assert paths[0][-1] == str(wide)
 
 
 def test_without_the_phantom_its_setup_is_named(
@@ -198,20 +213,12 @@ def test_here_under_a_real_limit(wide: Path, limited: Callable[..., str]) -> Non
 
 
 def test_ranks_of_gpus_that_are_not_here(
-    wide: Path, stretto: Stretto, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    wide: Path, stretto: Stretto, asked: list[dict[str, Any]]
 ) -> None:
-    ask = ("find-batch-size", "run.yaml", "--gpu", "a100")
-    table = stretto(*ask, "--world-size", "2,4", "--maximum", "64")
-    assert table.code == 0, table.err
-    assert [line.split()[:3] for line in table.out.splitlines()[1:]] == [
-        ["2", "64", "128"],
-        ["4", "64", "256"],
-    ]
-    one = stretto(*ask, "--world-size", "4", "--maximum", "64", "--json")
+    ask = ("find-batch-size", "run.yaml", "--gpu", "a100", "--maximum", "64", "--json")
+    one = stretto(*ask, "--world-size", "4", "--method", "halve")
     assert (json.loads(one.out)["size"], json.loads(one.out)["ranks"]) == (64, 4)
-    monkeypatch.setattr(
-        "stretto.cli.finding.find_num_ranks", lambda *about, **_: RanksAnswer(1, FOUND)
-    )
-    fewest = stretto(*ask, "--micro-batch-size", "8", "--json")
-    assert json.loads(fewest.out)["num_ranks"] == 1
+    assert [(how["world_size"], how["method"]) for how in asked] == [(4, "halve")]
+    assert "ranks" not in json.loads(stretto(*ask).out)
     assert stretto(*ask, "--world-size", "many").code != 0
+    assert stretto(*ask, "--method", "guess").code != 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stretto.batching import NoiseScale
+from stretto.batching import AsManyAsFit, NoiseScale
 from stretto.config.run import read_run_file
 from stretto.errors import CheckpointError, cannot
 
@@ -367,15 +367,36 @@ def test_sizes_that_were_found_are_printed_and_kept(stretto: Stretto, in_periods
 
 
 def test_memory_bounds_the_sizes_of_a_run_file(stretto: Stretto) -> None:
-    sizes = "{NoiseScale: {start: 4, maximum: 5x memory}}"
+    sizes = "{NoiseScale: {start: 4, maximum: auto}}"
     said = stretto("train", "run.yaml", f"batch_size={sizes}", "--folder", "a")
     assert said.code == 0, said.err
-    assert "\nmemory, one pass on each rank: 8 samples, " in said.out
+    assert "\nmemory, one pass on each rank: 40 samples, " in said.out
     kept = read_run_file(Path("a", "run.yaml"))
     assert kept.batch_size == NoiseScale(4, 40)
-    said = stretto("train", "run.yaml", f"batch_size={sizes.replace('5x', 'five')}")
-    assert said.code == 2
-    assert "'memory' or '8x memory'" in said.err
+    for old in ("memory", "8x memory"):
+        said = stretto("train", "run.yaml", f"batch_size={sizes.replace('auto', old)}")
+        assert said.code == 2
+        assert "or 'auto'" in said.err
+
+
+@pytest.mark.parametrize("asked", ["batch_size=auto", "use_maximum_batch_size=true"])
+def test_as_many_samples_as_fit_in_a_run_file(stretto: Stretto, asked: str) -> None:
+    lines = Path("run.yaml").read_text().splitlines(keepends=True)
+    text = "".join(line for line in lines if not line.startswith("batch_size"))
+    Path("any.yaml").write_text(text)
+    said = stretto("train", "any.yaml", asked, "--folder", "a")
+    assert said.code == 0, said.err
+    assert "\nmemory, one pass on each rank: 40 samples, " in said.out
+    kept = Path("a", "run.yaml")
+    assert read_run_file(kept).batch_size == AsManyAsFit(40)
+    assert stretto("plan", str(kept)).code == 0
+    more = stretto("train", str(kept), "--resume", "latest", "max_duration=3ep")
+    assert more.code == 0, more.err
+    changed = [line for line in more.out.splitlines() if line.startswith("changed since: ")]
+    assert changed == ["changed since: max_duration: 2ep -> 3ep"]
+    refused = stretto("plan", "any.yaml", "batch_size=auto")
+    assert refused.code == 2
+    assert "write a number of samples" in refused.err
 
 
 def test_a_run_that_has_ended_says_why_and_how_to_train_on(stretto: Stretto) -> None:

@@ -206,7 +206,7 @@ def test_the_keys_of_the_adaptive_batching_of_torchtune_work() -> None:
     assert (config.batch_size.start, config.batch_size.max_batch_size) == (8, "auto")
     with pytest.raises(ConfigError, match="IncreaseFunction"):
         RunConfig.parse(RUN | {"batch_size": "0ep:8 1ep:16", "batch_increase_function": grow})
-    with pytest.raises(ConfigError, match="micro_batch_size: auto"):
+    with pytest.raises(ConfigError, match="batch_size: auto"):
         RunConfig.parse(RUN | {"micro_batch_size": 4, "use_maximum_batch_size": True})
 
 

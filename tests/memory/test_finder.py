@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tests.threaded_ranks import on_threads
 from torch import Tensor, nn
 
-from stretto.errors import ConfigError, FitError
-from stretto.memory import Answer, find_batch_size, phantom
+from stretto.errors import ConfigError, FitError, StrettoError
+from stretto.memory import Answer, UnequalSamples, find_batch_size, phantom
+from stretto.memory.answer import NothingFitsError
 from stretto.memory.limits import MemoryLimit
 from stretto.runtime import Ranks, SupervisedStep
 
@@ -59,7 +60,7 @@ def _limited(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(capacity: int = 1 << 20, *, is_hidden: bool = False, **how: Any) -> Answer:
     model = Capacity(capacity, is_hidden=is_hidden)
     step = SupervisedStep(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).mean())
-    return find_batch_size(step, torch.ones(2, 25), **how)
+    return find_batch_size(step, **{"batch": torch.ones(2, 25), **how})
 
 
 def test_all_there_are_is_tried() -> None:
@@ -102,6 +103,54 @@ def test_ways_of_real_steps(powers: bool, least: int) -> None:
     assert answer.cost.real_steps == len(TRIED)
 
 
+@pytest.mark.parametrize(
+    ("method", "how", "tried"),
+    [
+        ("halve", {}, [100, 50, 25, 37, 43, 40, 38]),
+        ("halve", {"power_of_two": True}, [64, 32]),
+        ("halve", {"maximum": 37}, [37]),
+        ("bisect", {}, [50, 25, 37, 43, 40, 38]),
+        ("bisect", {"power_of_two": True}, [8, 32, 64]),
+        ("bisect", {"minimum": 30, "maximum": 38}, [34, 36, 37, 38]),
+        ("predict", {"power_of_two": True}, [4, 32, 64]),
+    ],
+)
+def test_where_a_search_begins(method: Any, how: dict[str, Any], tried: list[int]) -> None:
+    answer = ask(37, **{"maximum": 100, **how}, method=method)
+    assert answer.size == (32 if "power_of_two" in how else 37)
+    assert [size for size in TRIED if size != 2] == tried  # 2 make the state of the optimizer
+
+
+@given(
+    capacity=st.integers(1, 300),
+    minimum=st.integers(1, 10),
+    span=st.integers(0, 300),
+    power_of_two=st.booleans(),
+)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_method_gives_the_same_answer(
+    capacity: int, minimum: int, span: int, *, power_of_two: bool
+) -> None:
+    how: dict[str, Any] = {"minimum": minimum, "maximum": 2 * minimum + span}
+    found = []
+    for method in ("predict", "bisect", "halve"):
+        try:
+            answer = ask(capacity, **how, power_of_two=power_of_two, method=method)
+            found.append(answer.size)
+        except NothingFitsError:
+            found.append(None)
+    sizes = [size for size in range(minimum, how["maximum"] + 1) if size <= capacity]
+    powers = [size for size in sizes if size & (size - 1) == 0]
+    expected = max(powers if power_of_two else sizes, default=None)
+    near = [expected] if expected is None else range(expected - expected // 100, expected + 1)
+    assert all(one in near for one in found)
+
+
+def test_a_method_that_there_is_not() -> None:
+    with pytest.raises(FitError, match="did you mean 'bisect'"):
+        ask(method="bisects")
+
+
 def test_without_the_phantom_a_gpu_gets_one_line_that_says_how_to_set_it_up() -> None:
     with pytest.raises(FitError) as caught:
         ask(gpu="h100", maximum=64)
@@ -117,11 +166,21 @@ def test_without_the_phantom_a_gpu_gets_one_line_that_says_how_to_set_it_up() ->
         ({"gpu": "h100", "world_size": 2, "shard": "zero"}, "fsdp"),
         ({"device_memory": 0}, "zero"),
         ({"device_memory": "1GiB"}, "gpu='h100'"),
+        ({"gpu": 5}, "no such kind"),
+        ({"accumulation": 0}, "accumulation=0"),
+        ({"accumulation": "2"}, "accumulation='2'"),
+        ({"maximum": "64"}, "maximum='64'"),
+        ({"minimum": 0}, "positive"),
+        ({"ranks": 2}, "leave it out"),
+        ({"margin": "1TiB"}, "nothing would be left"),
+        ({"batch": []}, "no samples"),
+        ({"batch": torch.ones(0, 25)}, "no samples"),
+        ({"batch": UnequalSamples(torch.zeros, [2, 6]), "maximum": "x"}, "maximum='x'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_questions_that_are_refused(how: dict[str, Any], word: str) -> None:
-    with pytest.raises(FitError) as caught:
+    with pytest.raises(StrettoError) as caught:
         ask(**how)
     assert word in str(caught.value)
 

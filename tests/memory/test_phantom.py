@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phantomgpu import standins
 from stretto.memory import find_batch_size, phantom
 from stretto.memory.answer import NothingFitsError
 from stretto.memory.phantom import _Copied
@@ -93,6 +94,32 @@ def test_a_model_larger_than_the_device_fits_on_ranks() -> None:
     with pytest.raises(NothingFitsError):
         find_batch_size(step, torch.ones(2, 4096), **how)
     assert find_batch_size(step, torch.ones(2, 4096), world_size=16, **how).size == 8
+
+
+@pytest.mark.parametrize(
+    ("cuda", "made", "is_ready"),
+    [
+        ("12.8", [], True),
+        ("13.0", [], True),
+        ("11.8", [], False),
+        (None, [], False),
+        (None, ["torch/lib"], False),  # a download that was interrupted
+        (None, ["torch/lib", "torch/lib/libtorch_cuda.so"], True),
+    ],
+)
+def test_whether_the_phantom_is_set_up(
+    cuda: str | None,
+    made: list[str],
+    is_ready: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PHANTOMGPU_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    folder = standins.setup_folder(torch.__version__.partition("+")[0])
+    for name in made:
+        (folder / name).mkdir(parents=True)
+    assert (phantom.setup_problem() is None) == is_ready
 
 
 READ = """

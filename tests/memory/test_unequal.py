@@ -14,7 +14,7 @@ from torch.nn import functional
 from stretto.batching import Tokens
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import FitError
-from stretto.memory import UnequalSamples, find_batch_size, find_num_ranks
+from stretto.memory import UnequalSamples, find_batch_size
 from stretto.memory.examples import unequal_samples
 from stretto.runtime import SupervisedStep
 
@@ -138,9 +138,3 @@ def test_questions_that_are_refused(lengths: Any, how: dict[str, Any], word: str
 def test_a_budget_of_one_sample_that_does_not_fit() -> None:
     with pytest.raises(FitError, match="512tok"):
         find_batch_size(step_of(Attention(300)), UnequalSamples(rows_of, [8, 512]))
-
-
-def test_fewest_ranks_for_a_budget_need_a_gpu_that_is_known() -> None:
-    samples = UnequalSamples(rows_of, [8, 500])
-    with pytest.raises(FitError, match="kind"):
-        find_num_ranks(step_of(Attention(4096)), samples, Tokens(5000), gpu="abacus")

@@ -15,7 +15,17 @@ from phantomgpu import Report, RunFailedError
 from phantomgpu.child import Settings
 from phantomgpu.report import Status
 from phantomgpu.running import Session
-from phantomgpu.searching import Answer, Processes, Range, Trial, _detailed, _Tried, bisect
+from phantomgpu.searching import (
+    Answer,
+    Method,
+    Processes,
+    Range,
+    Trial,
+    _detailed,
+    _Tried,
+    bisect,
+    downwards,
+)
 
 
 @given(
@@ -26,6 +36,7 @@ from phantomgpu.searching import Answer, Processes, Range, Trial, _detailed, _Tr
     available=st.integers(0, 5000),
     first=st.integers(1, 5),
     last=st.integers(5, 3000),
+    method=st.sampled_from(["predict", "bisect", "halve"]),
 )
 def test_the_answer_is_the_largest_that_fits(
     *,
@@ -36,6 +47,7 @@ def test_the_answer_is_the_largest_that_fits(
     available: int,
     first: int,
     last: int,
+    method: Method,
 ) -> None:
     tried: list[int] = []
 
@@ -49,7 +61,8 @@ def test_the_answer_is_the_largest_that_fits(
         tried.append(index)
         return reserved(index) <= available
 
-    found = bisect(fits, used, available, first=first, last=last)
+    how: dict[str, Any] = {"start": downwards(first, last, method), "halves": method == "bisect"}
+    found = bisect(fits, used, available, first=first, last=last, **how)
     expected = [index for index in range(first, last + 1) if reserved(index) <= available]
     assert found == (expected[-1] if expected else None)
     assert all(first <= index <= last for index in tried)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from stretto.memory import Answer
 from stretto.memory.answer import Cost
 from stretto.memory.limits import MemoryLimit
-from stretto.report.tables import answers_table, memory_table
+from stretto.report.tables import memory_table
 
 FOUND = Answer(
     size=100,
@@ -30,15 +30,6 @@ def test_where_all_there_are_fit_that_is_said() -> None:
     found = replace(FOUND, too_large=None, peaks={100: 2000})
     assert "100 samples (phantom), all there are; more would fit" in str(found)
     assert memory_table(found).endswith("  all there are; more would fit")
-
-
-def test_the_table_of_ranks_has_the_whole_batch() -> None:
-    rows = [({"ranks": 8}, replace(FOUND, notes=("a note",))), ({"ranks": 4}, None)]
-    head, eight, four, note = answers_table(rows).splitlines()
-    assert head.split()[:3] == ["ranks", "micro-batch", "batch"]
-    assert eight.split() == ["8", "100", "800", "1.95", "KiB", "phantom"]
-    assert four.split() == ["4", "none", "fits"]
-    assert note == "a note"
 
 
 def test_trials_have_no_table() -> None:

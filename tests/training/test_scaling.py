@@ -13,7 +13,7 @@ from stretto.schedules import Cosine, StepDecay
 from stretto.timing import At, Every, Time
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run
 from stretto.training.algorithms import LayerFreezing
-from stretto.training.settings import scaled
+from stretto.training.settings import scale
 
 Make = Callable[..., Any]
 
@@ -95,7 +95,7 @@ def test_a_pair_stays_a_pair(problem: Make) -> None:
 
 
 def test_flushes_are_scaled_too() -> None:
-    assert scaled(Logging("8ba", flush="1m"), 0.5) == Logging(Every("4ba"), Every("30s"))
+    assert scale(Logging("8ba", flush="1m"), 0.5) == Logging(Every("4ba"), Every("30s"))
 
 
 @pytest.mark.parametrize("ratio", [0, -1])

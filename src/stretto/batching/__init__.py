@@ -1,6 +1,12 @@
 """Batch size policies, how a batch is split, and learning rates that follow its size."""
 
-from stretto.batching.functions import IncreaseFunction, SizeFunction, awaits_maximum, with_maximum
+from stretto.batching.functions import (
+    AsManyAsFit,
+    IncreaseFunction,
+    SizeFunction,
+    awaits_maximum,
+    with_maximum,
+)
 from stretto.batching.noise_scale import NoiseScale, NormTest
 from stretto.batching.pack import pack
 from stretto.batching.periods import PeriodSizes
@@ -38,6 +44,7 @@ from stretto.batching.steps import Fixed, PiecewiseConstant, PolicyLike, as_poli
 from stretto.batching.wrappers import AtLeast, AtMost, Hysteresis, Monotone, MultipleOf, PowerOfTwo
 
 __all__ = [
+    "AsManyAsFit",
     "AtLeast",
     "AtMost",
     "BatchSizePolicy",

@@ -12,8 +12,8 @@ from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
     Decision,
+    FoundSize,
     Hold,
-    Maximum,
     PolicyState,
     Signals,
     Size,
@@ -22,8 +22,8 @@ from stretto.batching.policy import (
     checked_size,
     has_tokens,
     in_unit_of,
-    known_maximum,
-    passes,
+    is_auto,
+    known_size,
 )
 from stretto.errors import BatchSizeError, shown
 from stretto.schedules.fields import Interval, Timed, fill, name_of
@@ -169,6 +169,8 @@ def check_callable(function: object, form: str) -> None:
         raise BatchSizeError.bad("function", function, "it is not a function", f"pass one: {form}")
 
 
+NO_LIMIT = 2**31
+"""Stands for a largest batch size that is not known yet."""
 IncreaseCallable: TypeAlias = Callable[[int, Any], SizeLike | None]
 """`(epoch, current_batch_size) -> increment`; 0 or None for no increase."""
 
@@ -193,9 +195,8 @@ class IncreaseFunction(BatchSizePolicy):
     Args:
         function: returns the increment; 0 or None for none. It must be pure.
         start: the size that the first call gets.
-        max_batch_size: the largest size that an increment may lead to; `"auto"` or `"memory"`: the
-            largest that fits into memory in a single pass on each rank, found by a `Trainer` before
-            the run; `"8x memory"`: eight such passes.
+        max_batch_size: the largest size that an increment may lead to; `"auto"`: the largest that
+            fits into memory in a single pass on each rank, found by a `Trainer` before the run.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, `start` is above
@@ -204,13 +205,13 @@ class IncreaseFunction(BatchSizePolicy):
 
     function: IncreaseCallable
     start: Size
-    max_batch_size: Maximum
+    max_batch_size: FoundSize
 
     def __post_init__(self) -> None:
         check_callable(self.function, "(epoch, current_batch_size) -> increment")
         BatchSizePolicy.__post_init__(self)
         largest = self.max_batch_size
-        if not passes(largest) and self.start > largest:
+        if not is_auto(largest) and self.start > largest:
             why, instead = f"it is above max_batch_size={largest}", "write a smaller start"
             raise BatchSizeError.bad("start", self.start, why, instead)
 
@@ -220,7 +221,7 @@ class IncreaseFunction(BatchSizePolicy):
         Raises:
             BatchSizeError: `max_batch_size` is still `"auto"`.
         """
-        most = known_maximum(self.max_batch_size, "max_batch_size")
+        most = known_size(self.max_batch_size, "max_batch_size")
         epochs = horizon.axis(TimeUnit.EPOCH)
 
         def decide(timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
@@ -262,45 +263,95 @@ class IncreaseFunction(BatchSizePolicy):
         return size + added if size + added <= most else size
 
 
-def _maxima(value: object) -> set[str]:
-    fields = getattr(value, "__dataclass_fields__", ()) if isinstance(value, Timed) else ()
-    return {"maximum", "max_batch_size"}.intersection(fields)
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class AsManyAsFit(BatchSizePolicy):
+    """As many samples as fit into memory in one pass on each rank. `batch_size="auto"` is this.
+
+    A `Trainer` finds the number before the run. It is part of the policy's state, so that a resumed
+    run keeps the number it began with.
+
+    >>> from stretto.batching import as_policy
+    >>> as_policy("auto"), with_maximum(AsManyAsFit(), 96)
+    (AsManyAsFit(), AsManyAsFit(size=96))
+
+    Args:
+        size: samples of one optimizer step, over all ranks; `"auto"` until it is found.
+
+    Raises:
+        BatchSizeError: the size is not an integer of at least 1.
+    """
+
+    size: FoundSize = "auto"
+
+    def bind(self, horizon: Horizon) -> Bound:
+        """Return the constant.
+
+        Raises:
+            BatchSizeError: the size is still `"auto"`.
+        """
+        del horizon
+        return Bound(
+            decide=lambda _, state, __: (state["found"], state),
+            start={"found": known_size(self.size, "batch_size")},
+            holds_until=lambda _, __: Hold(),
+            is_static=True,
+            sizes=lambda state: (state["found"],),
+        )
 
 
-def awaits_maximum(value: object) -> int:
-    """Return of how many passes the largest size of a policy is, or of one inside it.
+_FOUND = ("maximum", "max_batch_size", "size")
 
-    0 if none is to be found.
+
+def awaits_maximum(value: object) -> bool:
+    """Return whether a size of a policy, or of one inside it, is still to be found.
 
     >>> awaits_maximum(IncreaseFunction(lambda epoch, size: 8, 8, "auto"))
-    1
+    True
     """
-    most = 0
     if isinstance(value, Timed):
-        most = max((passes(getattr(value, name)) for name in _maxima(value)), default=0)
+        if any(is_auto(getattr(value, name, None)) for name in _FOUND):
+            return True
         value = tuple(getattr(value, name) for name in getattr(value, "__dataclass_fields__", ()))
-    return max([most, *map(awaits_maximum, value)]) if isinstance(value, tuple) else most
+    return isinstance(value, tuple) and any(map(awaits_maximum, value))
 
 
-def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:
-    """Return a policy with numbers for each largest size that memory decides.
+def with_maximum(policy: BatchSizePolicy, size: int | None) -> BatchSizePolicy:
+    """Return a policy with numbers for the sizes that memory decides.
 
     >>> with_maximum(IncreaseFunction(max, 8, "auto"), 64)
     IncreaseFunction(max, 8, 64)
 
     Args:
         policy: the policy.
-        size: what fits into memory in one pass on each rank, over all ranks.
+        size: what fits into memory in one pass on each rank, over all ranks. None: not known yet;
+            then sizes grow without a limit, and one that is to be found is 1.
 
     Raises:
         BatchSizeError: it starts with a larger size.
     """
 
     def change(value: object) -> object:
-        for name in _maxima(value):
-            if number := passes(getattr(value, name, None)):
-                most = in_unit_of(getattr(value, "start", 1), size * number)
+        for name in _FOUND:
+            if is_auto(getattr(value, name, None)):
+                unknown = 1 if isinstance(value, AsManyAsFit) else NO_LIMIT
+                most = in_unit_of(getattr(value, "start", 1), size or unknown)
                 return replace(value, **{name: most})  # type: ignore[type-var]
+        return value.replaced(change) if isinstance(value, Timed) else value
+
+    return cast(BatchSizePolicy, change(policy))
+
+
+def as_asked(policy: BatchSizePolicy) -> BatchSizePolicy:
+    """Return a policy without the numbers of samples that fitted when the run began.
+
+    >>> as_asked(AsManyAsFit(96))
+    AsManyAsFit()
+    """
+
+    def change(value: object) -> object:
+        if isinstance(value, AsManyAsFit):
+            return AsManyAsFit()
         return value.replaced(change) if isinstance(value, Timed) else value
 
     return cast(BatchSizePolicy, change(policy))

@@ -12,7 +12,7 @@ from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
     Decision,
-    Maximum,
+    FoundSize,
     PolicyState,
     Signals,
     Size,
@@ -21,7 +21,7 @@ from stretto.batching.policy import (
     grain_of,
     has_tokens,
     in_unit_of,
-    known_maximum,
+    known_size,
     rounded_size,
 )
 from stretto.errors import BatchSizeError
@@ -317,8 +317,8 @@ class NoiseScale(BatchSizePolicy):
 
     Args:
         start: the size until the noise is known.
-        maximum: the largest size; `"memory"`: what fits into memory in one pass on each rank, found
-            by a `Trainer`; `"8x memory"`: eight such passes.
+        maximum: the largest size; `"auto"`: what fits into memory in one pass on each rank, found
+            by a `Trainer`.
         c: the factor of the noise scale, or of its `power`; or `"time"`. With sizes in tokens, the
             noise scale is in tokens.
         power: the power of the noise scale that the batch follows, above 0 and at most 1.
@@ -333,7 +333,7 @@ class NoiseScale(BatchSizePolicy):
     """
 
     start: Size
-    maximum: Maximum
+    maximum: FoundSize
     minimum: Size | None = field(default=None, kw_only=True)
     window: Window | None = field(default=None, kw_only=True)
     confidence: Confidence = field(default=0.9, kw_only=True)
@@ -361,7 +361,7 @@ class NoiseScale(BatchSizePolicy):
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size and the averages."""
         least, two = self.minimum or self.start, 2 * grain_of(self, horizon)
-        known_maximum(self.maximum)
+        known_size(self.maximum)
         if least < two:
             raise _single("minimum", least, f"{in_unit_of(least, two)} or more")
         empty = GradientNoise(self.window or WINDOW, self.confidence)

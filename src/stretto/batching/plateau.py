@@ -11,13 +11,13 @@ from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
     Decision,
-    Maximum,
+    FoundSize,
     PolicyState,
     PositiveInt,
     Signals,
     Size,
     check_start,
-    known_maximum,
+    known_size,
     rounded_size,
 )
 from stretto.errors import BatchSizeError
@@ -61,7 +61,7 @@ class Plateau(BatchSizePolicy):
     Args:
         metric: the name of an evaluation and what it measures, such as `validation/loss`.
         start: the first size.
-        maximum: the largest size; `"memory"` or `"8x memory"`, as in `NoiseScale`.
+        maximum: the largest size, or `"auto"`, as in `NoiseScale`.
         factor: what the size is multiplied by, above 1.
         patience: the number of evaluations without improvement before the batch grows.
         threshold: how much better than the best value an improvement is, as a fraction of it.
@@ -74,7 +74,7 @@ class Plateau(BatchSizePolicy):
 
     metric: Metric
     start: Size = field(kw_only=True)
-    maximum: Maximum = field(kw_only=True)
+    maximum: FoundSize = field(kw_only=True)
     factor: Annotated[float, ABOVE_1] = field(default=2.0, kw_only=True)
     patience: PositiveInt = field(default=2, kw_only=True)
     threshold: Threshold = field(default=1e-4, kw_only=True)
@@ -87,7 +87,7 @@ class Plateau(BatchSizePolicy):
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size, the best value and how long ago it was."""
         del horizon
-        known_maximum(self.maximum)
+        known_size(self.maximum)
         return Bound(
             decide=self._decide,
             start={"size": self.start, "best": None, "waited": 0, "of": self._of},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -294,13 +293,7 @@ _SIZE = Check(lambda value, *_: checked_size(value))
 _PART = Check(lambda value, name, _: checked_size(value, name))
 _OR_AUTO = "write a number of samples such as 128, tokens such as '64Ktok', or 'auto'"
 _FOUND = Check(
-    lambda value, name, _: value if value == "auto" else checked_size(value, name, instead=_OR_AUTO)
-)
-PASSES = re.compile(r"auto|(?:([1-9][0-9]*) ?x ?)?memory")
-"""How a largest size is written that memory decides."""
-_OR_MEMORY = "write a number of samples, tokens such as '64Ktok', 'memory' or '8x memory'"
-_MAXIMUM = Check(
-    lambda value, name, _: value if passes(value) else checked_size(value, name, instead=_OR_MEMORY)
+    lambda value, name, _: value if is_auto(value) else checked_size(value, name, instead=_OR_AUTO)
 )
 SizeLike: TypeAlias = int | str | Time
 """A batch size as it is written: a number of samples, or tokens such as `"64Ktok"`."""
@@ -310,10 +303,7 @@ Size: TypeAlias = Annotated[Any, _SIZE]
 SizePart: TypeAlias = Annotated[Any, _PART]
 """A field that sizes grow by or are multiples of; 1 is that of either unit."""
 FoundSize: TypeAlias = Annotated[Any, _FOUND]
-"""A field that is a batch size, or `"auto"`."""
-Maximum: TypeAlias = Annotated[Any, _MAXIMUM]
-"""A field that is the largest size, or `"memory"`: what fits into memory in a pass on each rank, or
-`"8x memory"`: so many of these."""
+"""A field that is a size, or `"auto"`: as many samples as fit into memory."""
 PositiveInt: TypeAlias = Annotated[int, Check(lambda value, name, _: checked_number(value, name))]
 """A field that is an integer of at least 1."""
 ABOVE_1 = number_field("a finite number above 1", lambda value: 1 < value < math.inf)
@@ -448,7 +438,7 @@ def sizes_in(policy: Timed, *, parts: bool = True) -> Iterator[object]:
         checks = checks_of(type(policy)) if values else {}
     for name, value in values.items():
         check = checks[name][0] if name in checks else None
-        is_size = check in (_SIZE, _MAXIMUM) or (parts and check is _PART and value != 1)
+        is_size = check in (_SIZE, _FOUND) or (parts and check is _PART and value != 1)
         if isinstance(value, BatchSizePolicy) or (is_size and isinstance(value, int)):
             yield value
         elif isinstance(value, tuple):  # of sizes, or of pairs of a time and one
@@ -501,31 +491,30 @@ def checked_number(
     return size
 
 
-def passes(maximum: object) -> int:
-    """Return of how many passes of what fits into memory a maximum is; 0 if it is a number.
+def is_auto(size: object) -> bool:
+    """Return whether memory decides a size.
 
-    >>> passes("8x memory"), passes("memory"), passes("auto"), passes(64)
-    (8, 1, 1, 0)
+    >>> is_auto("auto"), is_auto(64)
+    (True, False)
     """
-    found = PASSES.fullmatch(maximum.strip()) if isinstance(maximum, str) else None
-    return int(found[1] or 1) if found else 0
+    return isinstance(size, str) and size == "auto"
 
 
-def known_maximum(maximum: Any, name: str = "maximum") -> Any:
-    """Return a maximum that is a number.
+def known_size(size: Any, name: str = "maximum") -> Any:
+    """Return a size that is a number.
 
     Raises:
         BatchSizeError: memory decides it.
     """
-    if passes(maximum):
+    if is_auto(size):
         why, instead = "a Trainer finds it when it begins", "write a number of samples"
-        raise BatchSizeError.bad(name, maximum, why, instead)
-    return maximum
+        raise BatchSizeError.bad(name, size, why, instead)
+    return size
 
 
 def check_start(start: int, minimum: int, maximum: int) -> None:
     """Refuse a first size that is not within its bounds."""
-    maximum = maximum if not passes(maximum) else max(start, minimum)
+    maximum = max(start, minimum) if is_auto(maximum) else maximum
     if not minimum <= start <= maximum:
         why = f"above maximum={maximum}" if start > maximum else f"below minimum={minimum}"
         raise BatchSizeError.bad("start", start, f"it is {why}", "write a size within its bounds")

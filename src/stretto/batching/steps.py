@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
-from stretto.batching.functions import SizeCallable, SizeFunction
+from stretto.batching.functions import AsManyAsFit, SizeCallable, SizeFunction
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
@@ -259,9 +259,9 @@ PolicyLike: TypeAlias = BatchSizePolicy | int | str | Time | Mapping[Any, SizeLi
 def as_policy(value: object) -> BatchSizePolicy:
     """Return `value` as a batch size policy.
 
-    A number, or an amount such as `"64Ktok"`, is the size of the whole run. Other text is steps. A
-    mapping from times is steps. A function `(timestamp, current) -> size` is called before every
-    batch.
+    A number, or an amount such as `"64Ktok"`, is the size of the whole run; `"auto"` is as many
+    samples as fit into memory. Other text is steps. A mapping from times is steps. A function
+    `(timestamp, current) -> size` is called before every batch.
 
     >>> as_policy(64), as_policy("0ep:32 2ep:64"), as_policy({"0ep": 32, "2ep": 64})
     (Fixed(64), PiecewiseConstant('0ep:32 2ep:64'), PiecewiseConstant('0ep:32 2ep:64'))
@@ -276,9 +276,7 @@ def as_policy(value: object) -> BatchSizePolicy:
         return PiecewiseConstant(value)
     if isinstance(value, str):
         if value == "auto":
-            why = "it decides what is trained; only the micro-batch size can be found by trying"
-            instead = "write a number such as 256, and micro_batch_size='auto'"
-            raise BatchSizeError.bad("batch_size", value, why, instead)
+            return AsManyAsFit()
         if ":" in value or not value.strip():
             return PiecewiseConstant(value)
         steps = (

@@ -116,21 +116,21 @@ def plan(
         planning.print_plan(run_file or [], at or [], to, as_json=as_json)
 
 
-@verb(app, "find-batch-size run.yaml", "find-batch-size run.yaml --gpu h100 --world-size 8,64")
+@verb(app, "find-batch-size run.yaml", "find-batch-size run.yaml --gpu h100 --world-size 8")
 def find_batch_size(
     run_file: list[str] | None = None,
     *,
     gpu: str | None = None,
     device_memory: str | None = None,
     context: str | None = None,
-    world_size: str | None = None,
+    world_size: int | None = None,
     shard: str | None = None,
-    micro_batch_size: str | None = None,
     margin: str | None = None,
     minimum: str = "1",
     maximum: str | None = None,
     multiple_of: int = 1,
     power_of_two: bool = False,
+    method: Literal["predict", "bisect", "halve"] = "predict",
     as_json: bool = False,
 ) -> None:
     """Find the largest micro-batch that a run has memory for, on this device or another.
@@ -141,9 +141,8 @@ def find_batch_size(
         gpu (KIND): The GPU to ask about, such as h100; 'phantomgpu gpus' lists them.
         device_memory (AMOUNT): Memory of that GPU, such as 40GiB; by default that of its kind.
         context (AMOUNT): Memory of the CUDA context; by default as known for the kind.
-        world_size (N[,N...]): Ask about one of so many ranks; several make a table.
+        world_size: Ask about one of so many ranks.
         shard (fsdp|hsdp:N|ddp): How ranks share the model; by default as in the run file.
-        micro_batch_size (N|TOKENS): Find the fewest ranks for micro-batches of this size.
         margin (PERCENT|AMOUNT): Memory to keep free: 3% or 512MiB; by default 1.5%, and 1% with the
             phantom.
         minimum (N|TOKENS): The smallest size.
@@ -151,6 +150,8 @@ def find_batch_size(
             64Ktok, ask for a token budget.
         multiple_of: Only multiples of this.
         power_of_two: Only powers of two.
+        method: How the search begins: small and along the line of the peaks, in the middle, or with
+            the largest, halved until it fits.
         as_json: Print JSON.
     """
     from stretto.cli import finding
@@ -164,12 +165,12 @@ def find_batch_size(
             context=context,
             world_size=world_size,
             shard=shard,
-            micro_batch_size=micro_batch_size,
             margin=margin,
             minimum=minimum,
             maximum=maximum,
             multiple_of=multiple_of,
             power_of_two=power_of_two,
+            method=method,
         )
     if as_json:
         print_json(plain)

@@ -10,24 +10,22 @@ from stretto.batching.policy import has_tokens
 from stretto.config.run import RunConfig
 from stretto.config.training import build_finding
 from stretto.errors import ConfigError
-from stretto.memory import Answer, find_batch_size, find_num_ranks
-from stretto.memory.answer import NothingFitsError
+from stretto.memory import Answer, find_batch_size
 from stretto.memory.finder import MAXIMUM
-from stretto.report.tables import answers_table, memory_table
+from stretto.report.tables import memory_table
 from stretto.settings import DATA_DIMENSIONS
 
 
 def find(
     config: RunConfig,
     *,
-    world_size: str | None,
-    micro_batch_size: str | None,
+    world_size: int | None,
     shard: str | None,
     minimum: str,
     maximum: str | None,
     **asked: Any,
 ) -> tuple[str, Any]:
-    """Return the largest micro-batch of a device, or of each number of ranks; or the fewest ranks.
+    """Return the largest micro-batch of a device.
 
     Sizes in tokens ask for a token budget.
 
@@ -35,21 +33,17 @@ def find(
         The answer as text and as plain values.
 
     Raises:
-        ConfigError: the options contradict each other, or the numbers of ranks cannot be read.
+        ConfigError: the options contradict each other.
     """
-    worlds = numbers("--world-size", world_size or "1")
-    if asked["gpu"] is None and (world_size, micro_batch_size, shard) != (None, None, None):
+    if asked["gpu"] is None and (world_size, shard) != (None, None):
         raise ConfigError.cannot(
             "find a batch size for ranks",
             why="the kind of their GPUs is not known",
             instead="write --gpu h100",
         )
-    given = {"--micro-batch-size": micro_batch_size, "--minimum": minimum, "--maximum": maximum}
-    size, least, most = (
-        None if one is None else checked_size(one, option) for option, one in given.items()
-    )
-    is_budget = has_tokens((size, least, most))
-    amount = Tokens if is_budget else None if (size, most) == (None, None) else int
+    least = checked_size(minimum, "--minimum")
+    most = None if maximum is None else checked_size(maximum, "--maximum")
+    amount = Tokens if has_tokens((least, most)) else None if most is None else int
     found = None
     if asked["gpu"] is not None:
         # The model may be larger than this machine. If it reads values while it is built, or is
@@ -57,28 +51,20 @@ def find(
         with suppress(ConfigError, RuntimeError, NotImplementedError):
             found = build_finding(config, on_meta=True, amount=amount)
     found = build_finding(config, amount=amount) if found is None else found
-    # Of a step with several micro-batches, the second needs the most memory: gradients exist.
-    asked |= {"accumulation": 2, "measures_noise": found.measures_noise}
-    asked["shard"] = shard or _shard_of(config)
-    if size is not None:
-        rest = ("multiple_of", "power_of_two")
-        asked = {name: value for name, value in asked.items() if name not in rest}
-        ranks, answer = find_num_ranks(found.step, found.batch, size, **asked)
-        return _shown(answer, num_ranks=ranks)
-    asked |= {"minimum": least, "maximum": most or found.most or MAXIMUM}
-    if len(worlds) > 1:
-        rows = [(ranks, _answer(found.step, found.batch, ranks, asked)) for ranks in worlds]
-        plain = [
-            {"ranks": ranks, **({"size": None} if answer is None else _to_record(answer))}
-            for ranks, answer in rows
-        ]
-        return answers_table([({"ranks": ranks}, answer) for ranks, answer in rows]), plain
-    answer = find_batch_size(found.step, found.batch, world_size=worlds[0], **asked)
-    return _shown(answer, **({} if world_size is None else {"ranks": worlds[0]}))
-
-
-def _shown(answer: Answer, **more: int) -> tuple[str, dict[str, Any]]:
-    return f"{memory_table(answer)}\n\n{answer}".lstrip(), more | _to_record(answer)
+    answer = find_batch_size(
+        found.step,
+        found.batch,
+        # Of a step with several micro-batches, the second needs the most memory: gradients exist.
+        accumulation=2,
+        measures_noise=found.measures_noise,
+        world_size=1 if world_size is None else world_size,
+        shard=shard or _shard_of(config),
+        minimum=least,
+        maximum=most or found.most or MAXIMUM,
+        **asked,
+    )
+    text = f"{memory_table(answer)}\n\n{answer}".lstrip()
+    return text, ({} if world_size is None else {"ranks": world_size}) | _to_record(answer)
 
 
 def _shard_of(config: RunConfig) -> str:
@@ -94,13 +80,6 @@ def _shard_of(config: RunConfig) -> str:
     shards = [size for name, size in mesh.items() if name in DATA_DIMENSIONS]
     is_hybrid = config.parallel == "fsdp" and len(shards) > 1
     return f"hsdp:{shards[-1]}" if is_hybrid else config.parallel
-
-
-def _answer(step: Any, batch: Any, ranks: int, asked: dict[str, Any]) -> Answer | None:
-    try:
-        return find_batch_size(step, batch, world_size=ranks, **asked)
-    except NothingFitsError:
-        return None
 
 
 def numbers(option: str, text: str) -> list[int]:

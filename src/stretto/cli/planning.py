@@ -53,10 +53,12 @@ def packaged_run_file() -> Path:
 def add_working_folder() -> None:
     """Let targets name modules in the working folder.
 
-    It comes last: the folder may be somebody else's, and hold a `numpy.py`.
+    It comes last: the folder may be somebody else's, and hold a `numpy.py`. It is absolute, so that
+    the phantom's processes find it, too.
     """
-    if "" not in sys.path:
-        sys.path.append("")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def read_arguments(arguments: Sequence[str], *, folder: Path | None = None) -> RunConfig:

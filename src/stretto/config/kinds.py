@@ -31,7 +31,7 @@ from stretto import batching, schedules
 from stretto._foreign import FOREIGN, OLD_WORDS, arguments_of
 from stretto.batching import BatchSizePolicy, Pair, Rule, as_policy, as_rule
 from stretto.batching.noise_scale import NormTest
-from stretto.batching.policy import PASSES, FoundSize, Maximum
+from stretto.batching.policy import FoundSize
 from stretto.batching.rules import RULES
 from stretto.config.targets import Function, Target
 from stretto.config.yaml import Path, Source
@@ -429,7 +429,6 @@ _SIZES: Mapping[str, Callable[..., Any]] = {
 _TEXT = {"type": "string", "pattern": r"^\s*[0-9][0-9_.eE+-]*(([KMBT]|[KMGT]i)?(sp|tok))?\s*$"}
 _SIZE = {"anyOf": [{"type": "integer", "minimum": 1}, _TEXT]}
 _FOUND = {"anyOf": [{"const": "auto"}, _SIZE]}
-_MAXIMUM = {"anyOf": [{"type": "string", "pattern": f"^({PASSES.pattern})$"}, _SIZE]}
 _AMOUNT = Kind(
     "a whole number, or tokens such as 64Ktok",
     lambda value: type(value) in (int, str),
@@ -519,8 +518,7 @@ def _annotated(hint: Any, marks: Sequence[Any]) -> Kind:
     if check is None:
         return kind_of(hint)
     if hint is Any:
-        schemas = ((FoundSize, _FOUND), (Maximum, _MAXIMUM))
-        own = next((one for kind, one in schemas if check in get_args(kind)), _SIZE)
+        own = _FOUND if check in get_args(FoundSize) else _SIZE
         return _checked(replace(_AMOUNT, schema=lambda _: own), check)
     return _time(check) if hint == TimeLike else _checked(kind_of(hint), check)
 

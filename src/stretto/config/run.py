@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, final
 import yaml
 
 from stretto._location import local_path, open_plain, public
-from stretto.batching import Fixed, Pair, PiecewiseConstant, SizeFunction, Tokens
+from stretto.batching import AsManyAsFit, Fixed, Pair, PiecewiseConstant, SizeFunction, Tokens
 from stretto.batching.policy import FoundSize, PositiveInt
 from stretto.batching.rows import as_lengths
 from stretto.batching.rules import Referenced, RuleLike
@@ -301,15 +301,16 @@ def of_seeds(values: Any) -> Any:
 
     >>> of_seeds({"batch_size": 8, "use_maximum_batch_size": True})
     {'batch_size': 8, 'micro_batch_size': 'auto'}
+    >>> of_seeds({"use_maximum_batch_size": True})
+    {'batch_size': 'auto'}
     """
     if not isinstance(values, dict):
         return values
-    found = dict(values)
-    if found.get("use_maximum_batch_size") is False:
+    found, uses = dict(values), values.get("use_maximum_batch_size")
+    size = "micro_batch_size" if "batch_size" in found else "batch_size"
+    if uses is False or (uses is True and size not in found):
         del found["use_maximum_batch_size"]
-    if found.get("use_maximum_batch_size") is True and "micro_batch_size" not in found:
-        del found["use_maximum_batch_size"]
-        found["micro_batch_size"] = "auto"
+        found |= {size: "auto"} if uses else {}
     function = found.get("batch_increase_function")
     if type(found.get("batch_size")) is int and isinstance(function, dict):
         grow = {"function": found.pop("batch_increase_function"), "start": found["batch_size"]}
@@ -374,7 +375,7 @@ def written(value: Any) -> Any:
         return [written(one) for one in value]
     if isinstance(value, dict):
         return {name: written(one) for name, one in value.items()}
-    if isinstance(value, Fixed):
+    if isinstance(value, Fixed) or value == AsManyAsFit():
         return written(value.size)
     if isinstance(value, Product):
         return written(value.schedules)

@@ -61,8 +61,6 @@ _AS_THEY_ARE = (
     *("stepping", "checkpoint", "idle_ranks", "sequence_length", "scale_schedule"),
 )
 """Keys of a run file that are arguments of a `Trainer` with the same name and value."""
-_NO_LIMIT = 2**31
-"""The largest batch size while training has not found one."""
 
 
 def build_trainer(
@@ -132,8 +130,8 @@ def build_trainer(
 
 
 def with_some_maximum(run: TimesAndSizes) -> TimesAndSizes:
-    """Replace a largest batch size that is still to be found, so that the run can be checked."""
-    return replace(run, policy=with_maximum(run.policy, _NO_LIMIT))
+    """Replace a batch size that is still to be found, so that the run can be checked."""
+    return replace(run, policy=with_maximum(run.policy, None))
 
 
 def seed_everything(seed: int) -> None:

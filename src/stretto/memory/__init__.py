@@ -2,7 +2,7 @@
 
 from stretto.memory.answer import Answer, Certainty
 from stretto.memory.examples import UnequalSamples
-from stretto.memory.finder import RanksAnswer, find_batch_size, find_num_ranks
+from stretto.memory.finder import find_batch_size
 from stretto.memory.sandbox import sandbox
 from stretto.memory.seconds import measure_step
 from stretto.memory.trial import Trials, trials
@@ -10,11 +10,9 @@ from stretto.memory.trial import Trials, trials
 __all__ = [
     "Answer",
     "Certainty",
-    "RanksAnswer",
     "Trials",
     "UnequalSamples",
     "find_batch_size",
-    "find_num_ranks",
     "measure_step",
     "sandbox",
     "trials",

@@ -55,15 +55,13 @@ def margin_of(text: str | int, limit: int) -> int:
     (50, 100, 0)
 
     Raises:
-        ConfigError: the text is not a margin, or is 100 percent or more.
+        ConfigError: the text is not a margin, or leaves nothing.
     """
     if text == "0":
         return 0  # in any unit
     match = _PERCENT.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match is None:
-        return parse_bytes(text)
-    part = Fraction(match[1]) / 100
-    if part >= 1:
+    part = parse_bytes(text) if match is None else math.ceil(Fraction(match[1]) / 100 * limit)
+    if part >= limit:
         why, instead = "nothing would be left", "write for example 5%"
         raise ConfigError.cannot(f"leave {shown(text)} of memory free", why=why, instead=instead)
-    return math.ceil(part * limit)
+    return part

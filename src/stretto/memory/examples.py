@@ -163,9 +163,12 @@ def resize_batch(batch: Any, size: int) -> Any:
         size: how many samples the result has.
 
     Raises:
-        DataError: the samples of the batch cannot be counted.
+        DataError: the batch has no samples, or they cannot be counted.
     """
     old = count_samples(batch)
+    if not old:
+        why, instead = "it has no samples to repeat", "pass one of at least one sample"
+        raise DataError.cannot("resize an empty batch", why=why, instead=instead)
 
     def resized(node: Any) -> Any:
         if isinstance(node, Tensor):

@@ -1,4 +1,4 @@
-"""`find_batch_size`: the largest micro-batch that fits; `find_num_ranks`: the fewest ranks.
+"""`find_batch_size`: the largest micro-batch that fits.
 
 There is one question, whether a size fits, and one search over it. It is answered by running the
 step: here, or on the phantom (torch's CUDA build without a GPU).
@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, final
+from types import NoneType
+from typing import Any, final, get_args
 
 import torch
 
 from phantomgpu import Report
-from phantomgpu.searching import Range, bisect
+from phantomgpu.searching import Method, Range, bisect, downwards
 from stretto.batching.policy import size_text
 from stretto.data import move_batch
 from stretto.errors import FitError, shown
@@ -31,6 +32,7 @@ from stretto.memory.trial import trials
 from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import release_memory
 from stretto.runtime.ranks import Ranks
+from stretto.schedules.fields import one_of
 from stretto.timing.grammar import checked_whole
 
 MARGIN = "1.5%"
@@ -59,6 +61,7 @@ def find_batch_size(
     maximum: int = MAXIMUM,
     multiple_of: int = 1,
     power_of_two: bool = False,
+    method: Method = "predict",
     ranks: Ranks | None = None,
 ) -> Answer:
     """Return the largest micro-batch whose training step fits into memory.
@@ -90,6 +93,10 @@ def find_batch_size(
         maximum: the largest candidate.
         multiple_of: sizes are multiples of this; 1 leaves the resolution of a budget open.
         power_of_two: whether sizes are powers of two.
+        method: how the search begins. `"predict"`: with 2 samples, and then where the line of the
+            peaks leads. `"bisect"`: in the middle between `minimum` and `maximum`, and then of what
+            is left. `"halve"`: with `maximum`, halved until it fits. Each ends with the largest
+            that fits.
         ranks: the processes of a run, which all call `find_batch_size` and get the same answer,
             that of the rank with the least memory; None: this process alone.
 
@@ -106,11 +113,17 @@ def find_batch_size(
         FitError: no candidate fits, or an argument is wrong.
         ConfigError: an amount of memory cannot be read.
     """
-    spread = checked_whole(
-        world_size, FitError, f"use world_size={shown(world_size)}", "write a positive number"
+    one_of(method, "method", get_args(Method), FitError)
+    world_size, accumulation = (
+        _number("world_size", world_size),
+        _number("accumulation", accumulation),
     )
-    if spread > 1 and gpu is None:
-        raise FitError.bad("world_size", spread, "it needs a kind of GPU", "add gpu='h100'")
+    minimum, maximum = _number("minimum", minimum), _number("maximum", maximum)
+    multiple_of = _number("multiple_of", multiple_of)
+    if world_size > 1 and gpu is None:
+        raise FitError.bad("world_size", world_size, "it needs a kind of GPU", "add gpu='h100'")
+    if not isinstance(ranks, (Ranks, NoneType)):
+        raise FitError.bad("ranks", ranks, "it is none", "leave it out: it is for a Trainer")
     start, amount = time.perf_counter(), amount_of(batch)
     if isinstance(batch, UnequalSamples):
         if maximum < batch.longest:
@@ -125,10 +138,11 @@ def find_batch_size(
         batch,
         sizes=_candidates(minimum, maximum, multiple_of, powers=power_of_two),
         margin=margin,
+        method=method,
         ranks=Ranks.of(0, 1) if ranks is None else ranks,
     )
     if gpu is not None:
-        answer = finder.for_gpu(Question(gpu, device_memory, context, spread, shard))
+        answer = finder.for_gpu(Question(gpu, device_memory, context, world_size, shard))
     elif device_memory is not None:
         stated(device_memory)
         why = "it is the memory of a GPU that is not here, and its kind is not known"
@@ -144,66 +158,17 @@ def find_batch_size(
     )
 
 
+def _number(name: str, given: int) -> int:
+    what = f"look for a batch size with {name}={shown(given)}"
+    return checked_whole(given, FitError, what, "write a positive number")
+
+
 def _candidates(minimum: int, maximum: int, multiple_of: int, *, powers: bool) -> Range:
-    given = {"minimum": minimum, "maximum": maximum, "multiple_of": multiple_of}
-    for name, value in given.items():
-        what = f"look for a batch size with {name}={shown(value)}"
-        given[name] = checked_whole(value, FitError, what, "write a positive number of samples")
-    first, last, each = given.values()
     try:
-        return Range(first, last, each, powers)
+        return Range(minimum, maximum, multiple_of, powers)
     except ValueError as error:
         why, _, instead = str(error).partition("; ")
         raise FitError.cannot("look for a batch size", why=why, instead=instead) from None
-
-
-class RanksAnswer(NamedTuple):
-    """The fewest ranks over which a model has to be spread."""
-
-    num_ranks: int
-    answer: Answer
-    """The answer for one of so many ranks."""
-
-    def __str__(self) -> str:
-        size = size_text(self.answer.size)
-        return f"fewest ranks for micro-batches of {size}: {self.num_ranks:,}\n{self.answer}"
-
-
-def find_num_ranks(
-    step: TrainStep | WholeStep | Callable[[], TrainStep],
-    batch: Any,
-    size: int,
-    *,
-    gpu: str,
-    most: int = 4096,
-    shard: str | ShardFunction = "fsdp",
-    **how: Any,
-) -> RanksAnswer:
-    """Return the fewest ranks, a power of two, on which micro-batches of a size fit.
-
-    Args:
-        step: the training step, with the model before it is sharded.
-        batch: as in `find_batch_size`.
-        size: samples of the micro-batch of each rank, or its tokens.
-        gpu: the kind of GPU.
-        most: the most ranks.
-        shard: as in `find_batch_size`; with `"hsdp:8"`, at least 8 ranks are asked about.
-        how: other arguments of `find_batch_size`.
-
-    Raises:
-        FitError: it does not fit on any number of ranks up to `most`.
-    """
-    ranks = least_ranks(shard)
-    how |= {"gpu": gpu, "shard": shard, "minimum": size, "maximum": size}
-    while True:
-        try:
-            answer = find_batch_size(step, batch, world_size=ranks, **how)
-        except NothingFitsError:
-            ranks *= 2
-            if ranks > most:
-                raise
-        else:
-            return RanksAnswer(ranks, answer)
 
 
 @final
@@ -215,6 +180,7 @@ class _Finder:
     batch: Any
     sizes: Range
     margin: str | int | None
+    method: Method
     ranks: Ranks
 
     @cached_property
@@ -253,8 +219,14 @@ class _Finder:
         trials: dict[int, Report] = {}
 
         def work() -> int:
-            usable = limit.bytes - reserve
-            largest, reports = phantom.ask(question, self.given, self.batch, self.sizes, usable)
+            largest, reports = phantom.ask(
+                question,
+                self.given,
+                self.batch,
+                self.sizes,
+                usable=limit.bytes - reserve,
+                method=self.method,
+            )
             trials.update(reports)
             return largest
 
@@ -295,6 +267,8 @@ class _Finder:
                 limit.bytes - reserve,
                 first=sizes.first,
                 last=sizes.last,
+                start=downwards(sizes.first, sizes.last, self.method, powers=sizes.powers),
+                halves=self.method == "bisect",
                 farthest=(lambda index: index + 3) if sizes.powers else (lambda index: 8 * index),
                 within=_NEAR,
             )

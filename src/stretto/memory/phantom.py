@@ -14,7 +14,7 @@ from torch import nn
 import phantomgpu
 from phantomgpu import standins
 from phantomgpu.gpus import context_bytes, find_gpu
-from phantomgpu.searching import Range
+from phantomgpu.searching import Method, Range
 from stretto.batching.policy import size_text
 from stretto.data import move_batch
 from stretto.errors import FitError
@@ -48,7 +48,7 @@ class Question:
             FitError: the kind is not known, or the context leaves nothing.
         """
         try:
-            kind = find_gpu(self.gpu)
+            kind = find_gpu(str(self.gpu))
         except phantomgpu.UnknownGPUError as error:
             raise FitError.bad("gpu", self.gpu, "there is no such kind", str(error)) from None
         whole, notes = int(kind.memory * 2**30), []
@@ -72,7 +72,8 @@ def setup_problem() -> str | None:
     version, cuda = torch.__version__.partition("+")[0], torch.version.cuda or ""
     try:
         standins.check_system()
-        if cuda.startswith("13") or standins.setup_folder(version).exists():
+        is_own = cuda.partition(".")[0] in standins.CUDA
+        if is_own or standins.has_cuda(standins.setup_folder(version)):
             return None
     except phantomgpu.PhantomError as error:
         return str(error)
@@ -84,7 +85,9 @@ def ask(
     step: WholeStep | Callable[[], WholeStep],
     batch: Any,
     sizes: Range,
+    *,
     usable: int,
+    method: Method,
 ) -> tuple[int, dict[int, phantomgpu.Report]]:
     """Return the largest size that runs on the phantom, and the reports of all that were run.
 
@@ -95,6 +98,7 @@ def ask(
         batch: a micro-batch of any size, or a function that makes one; it travels as it is.
         sizes: the candidates.
         usable: the bytes that the allocator may reserve.
+        method: how the search begins.
 
     Raises:
         NothingFitsError: the smallest candidate does not fit.
@@ -111,6 +115,7 @@ def ask(
             largest=sizes.largest,
             multiple=sizes.multiple,
             powers=sizes.powers,
+            method=method,
             details=False,
             args=(_Copied(step), cloudpickle.dumps(batch), question.shard, question.ranks),
         )

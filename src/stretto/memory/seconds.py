@@ -16,6 +16,7 @@ from stretto.memory.sandbox import sandbox
 from stretto.memory.step import WholeStep
 from stretto.ordering import evenly
 from stretto.runtime import TrainStep
+from stretto.runtime.modes import train_mode
 from stretto.runtime.out_of_memory import attempt, release_memory
 from stretto.timing.timestamp import NANOSECONDS
 
@@ -93,6 +94,7 @@ def timed(
     transforms, step.transforms = step.transforms, ()  # callbacks would count these batches
     try:
         with sandbox(step.model, vars(step)):
+            train_mode(step.model)
             return measured(seconds_of, sizes)
     finally:
         step.transforms = transforms

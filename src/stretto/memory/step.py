@@ -20,6 +20,7 @@ from stretto.errors import FitError, first_line
 from stretto.runtime import TrainStep
 from stretto.runtime.losses import detached
 from stretto.runtime.micro_gradients import MicroGradients
+from stretto.runtime.modes import train_mode
 
 _NOTHING = contextlib.nullcontext()
 _MOST_BYTES = 4 << 20
@@ -81,8 +82,12 @@ class WholeStep:
         return cls(alone, accumulation, measures_noise)
 
     def run(self, batch: Any) -> None:
-        """Run the step, with `batch`, on the device of the model, as every micro-batch."""
+        """Run the step, with `batch`, on the device of the model, as every micro-batch.
+
+        The model is put into the mode in which a run trains it.
+        """
         step = self.step
+        train_mode(step.model)
         weight = 1.0 if step.loss_reduction == "sum" else 1 / self.accumulation
         losses = []
         gradients = MicroGradients(self.step.parameters)

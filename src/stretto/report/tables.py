@@ -400,27 +400,6 @@ def cost_table(cost: StepCost) -> str:
     return "\n".join(lines)
 
 
-def answers_table(rows: Sequence[tuple[Mapping[str, object], Answer | None]]) -> str:
-    """Return one line for each answer, after what was asked; then the notes of all of them.
-
-    Args:
-        rows: what was asked, such as `{"ranks": 8}`, and the answer; None: nothing fits.
-    """
-    from stretto.memory.amounts import show_bytes
-
-    table = [(*rows[0][0], "micro-batch", "batch", "peak of a rank", "by")]
-    for asked, answer in rows:
-        shown = (f"{one:,}" if isinstance(one, int) else str(one) for one in asked.values())
-        cells = ("none fits", "", "", "")
-        if answer is not None:
-            peak = "" if answer.peak is None else show_bytes(answer.peak)
-            batch = in_unit_of(answer.size, answer.size * int(str(asked.get("ranks", 1))))
-            cells = (f"{answer.size:,}", f"{batch:,}", peak, answer.certainty)
-        table.append((*shown, *cells))
-    notes = dict.fromkeys(note for _, answer in rows if answer for note in answer.notes)
-    return "\n".join([_with_remarks(table), *notes])
-
-
 def _with_remarks(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as lines; the last cell of each is a remark, aligned to the left."""
     lines = aligned(list(zip(*(row[:-1] for row in rows), strict=True)))

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from stretto import __version__
 from stretto._location import public
 from stretto.batching import Tokens
+from stretto.batching.functions import as_asked
 from stretto.checkpoint import UrlStore
 from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
@@ -77,7 +78,7 @@ def describe_run(
     ]
     found: dict[str, Any] = {
         "max_duration": max_duration,
-        "batch_size": prepared.policy,
+        "batch_size": as_asked(prepared.policy),
         **given,
         "idle_ranks": run.idle_ranks,
         "folder": None if run.folder is None else "given",
@@ -213,7 +214,7 @@ class Setup:
             defaults = self._optimizer.defaults
             self._built = [one for one in _values_of(self._optimizer) if one[2] in defaults]
             self.settings |= self._described(run)
-        self.settings["batch_size"] = plain(run.prepared.policy)
+        self.settings["batch_size"] = plain(as_asked(run.prepared.policy))
 
     @cached_property
     def _samples(self) -> str | None:

@@ -25,6 +25,7 @@ from stretto.ordering import evenly
 from stretto.run import Run
 from stretto.runtime import TrainStep
 from stretto.runtime.compiled import plain_naming, plain_state
+from stretto.runtime.modes import kept_modes
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.packing import count, count_or_none, number
 from stretto.runtime.random_state import RandomState
@@ -110,19 +111,16 @@ class Evaluator:
         """
         # Weights are equal on all ranks, but statistics of batch normalisation are not.
         self._ranks.broadcast(self._model.buffers())
-        modes = [(module, module.training) for module in self._model.modules()]
         chance = RandomState.now()
-        self._model.eval()
         try:
-            self._objects.reset()
-            with torch.no_grad(), self._autocast():
-                sums, seen = self._sums()
-            with torch.no_grad():
+            with kept_modes(self._model), torch.no_grad():
+                self._model.eval()
+                self._objects.reset()
+                with self._autocast():
+                    sums, seen = self._sums()
                 values = self._objects.values()
         finally:
             chance.restore()
-            for module, was_training in modes:
-                module.training = was_training
             reshard(self._model)
         loss, units, *metrics, samples, mark, square = self._ranks.agree(
             [*self._ranks.counted(sums), *marks(seen)]

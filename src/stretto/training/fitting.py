@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from stretto.batching.functions import NO_LIMIT
 from stretto.batching.metrics import NOISE
 from stretto.batching.policy import in_unit_of
 from stretto.data import StepLoader
@@ -20,9 +21,6 @@ from stretto.training.callback import Callback
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
-
-NO_LIMIT = 2**31
-"""Stands for a maximum batch size that is not yet known."""
 
 
 def find_micro_batch(step: TrainStep, run: Run, ranks: Ranks, plan: Plan | None) -> Answer:
@@ -57,8 +55,8 @@ class FoundMaximum(NamedTuple):
     """The answer for the share of one rank."""
 
 
-def find_maximum(step: TrainStep, run: Run, ranks: Ranks, passes: int) -> FoundMaximum:
-    """Return the largest batch that ranks can run in one pass each.
+def find_maximum(step: TrainStep, run: Run, ranks: Ranks) -> FoundMaximum:
+    """Return the largest batch that ranks can run in one pass each, at most all samples.
 
     On one rank, measuring the noise cuts a batch of one pass into halves, which have to fit, too.
 
@@ -66,7 +64,6 @@ def find_maximum(step: TrainStep, run: Run, ranks: Ranks, passes: int) -> FoundM
         step: the step; its model is on its device.
         run: the run, without a limit of its sizes.
         ranks: the processes of the run.
-        passes: how many of them a batch has at most; the data have samples enough for as many.
 
     Raises:
         TrainingError: the data are an iterable, or the model is sharded over ranks.
@@ -76,19 +73,9 @@ def find_maximum(step: TrainStep, run: Run, ranks: Ranks, passes: int) -> FoundM
     loader = StepLoader(run.spec, run.prepared, loading=loading, rank=0, world_size=1)
     horizon = run.horizon
     there_are = horizon.dataset_num_tokens if _finds_budget(run) else horizon.dataset_num_samples
-    most = max(1, (there_are or 1) // ranks.world_size // passes)
-    measures = keeps_gradients_apart(loader.reads, map(type, run.callbacks))
-    answer = _largest(
-        step,
-        run,
-        loader,
-        ranks,
-        most,
-        accumulation=min(passes, 2),
-        measures_noise=measures and passes > 1,
-    )
-    size = answer.size
-    if passes == 1 and ranks.world_size == 1 and measures:
+    answer = _largest(step, run, loader, ranks, max(1, (there_are or 1) // ranks.world_size))
+    size, measures = answer.size, keeps_gradients_apart(loader.reads, map(type, run.callbacks))
+    if ranks.world_size == 1 and measures:
         half = (size + 1) // 2
         halves = _largest(step, run, loader, ranks, half, accumulation=2, measures_noise=True)
         if 2 * halves.size < size:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from stretto.batching import checked_size
+from stretto.batching import Pair, as_policy, checked_size
 from stretto.batching.metrics import check_monitored, metrics_of
 from stretto.data import DataSpec
 from stretto.data.spec import is_one_shot
@@ -19,7 +19,7 @@ from stretto.errors import TrainingError
 from stretto.runtime import TrainStep
 from stretto.schedules.fields import stretched
 from stretto.settings import Checkpointing, Computing, Stepping, read_settings
-from stretto.timing import TimeLike, Trigger, parse_trigger
+from stretto.timing import Time, TimeLike, Trigger, parse_trigger
 from stretto.timing.grammar import exact
 from stretto.timing.time import Number
 from stretto.training.callback import Callback, overrides, unique
@@ -119,22 +119,27 @@ class Logging:
                 )
 
 
-def scaled(value: Any, ratio: Number) -> Any:
+def scale(value: Any, ratio: Number) -> Any:
     """Return a time, sizes, schedules, settings or callbacks for a run `ratio` times as long.
 
     Fractions of the run stay, since they stretch by themselves. Batches, samples and tokens come in
     whole numbers and are rounded up.
 
-    >>> scaled([Logging("8ba", flush="1m")], 0.5)[0].flush
+    >>> from stretto import Cosine
+    >>> scale("90ep", 0.5), scale(Cosine(warmup="100ba"), 0.5)
+    (Time('45ep'), Cosine(warmup='50ba'))
+    >>> scale([Logging("8ba", flush="1m")], 0.5)[0].flush
     Every('30s')
 
     Raises:
-        TimeError: the ratio is not a finite number.
+        TimeError: the ratio is not a finite number, or a text is not a time.
     """
+    if isinstance(value, str):
+        value = Time(value)
     if isinstance(value, Mapping):
-        return {name: scaled(each, ratio) for name, each in value.items()}
+        return {name: scale(each, ratio) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [scaled(each, ratio) for each in value]
+        return [scale(each, ratio) for each in value]
     if isinstance(value, (Evaluation, Checkpointing, Logging)):
         names = [name for name in ("every", "flush") if hasattr(value, name)]
         triggers = {name: parse_trigger(getattr(value, name)).scaled(ratio) for name in names}
@@ -221,18 +226,28 @@ def check_listeners(
             check_monitored(callback.monitor, metrics_of(evaluations))
 
 
-def given_size(batch_size: Any, data: Any) -> Any:
-    """Return the batch size that was given.
+def given_sizes(
+    batch_size: Any, micro_batch_size: Any, data: Any, *, uses_maximum: bool
+) -> tuple[Any, Any]:
+    """Return the policy of batch sizes, and the micro-batch size, that were given.
 
     Raises:
-        TrainingError: none was.
+        TrainingError: no batch size was, or a micro-batch size that is to be found.
     """
+    if uses_maximum and batch_size is None:
+        batch_size = "auto"
+    elif uses_maximum:
+        if micro_batch_size not in (None, "auto"):
+            why, instead = "use_maximum_batch_size finds it", "leave one of them out"
+            raise TrainingError.bad("micro_batch_size", micro_batch_size, why, instead)
+        micro_batch_size = "auto"
     if batch_size is None:
         inner = data.data if isinstance(data, DataSpec) else data
         own = getattr(inner, "batch_size", None) if isinstance(inner, DataLoader) else None
         why = "that of the DataLoader is for one rank" if own else "it is missing"
         raise TrainingError.bad("batch_size", None, why, f"write batch_size={own or 32}")
-    return batch_size
+    is_pair = isinstance(batch_size, Pair)
+    return batch_size if is_pair else as_policy(batch_size), micro_batch_size
 
 
 def check_ratio(ratio: Number) -> Number:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
-from stretto.batching import PolicyLike, RuleLike, as_policy, awaits_maximum, with_maximum
+from stretto.batching import PolicyLike, RuleLike, awaits_maximum, with_maximum
 from stretto.batching.metrics import COST, followed_metric, metrics_of
 from stretto.batching.policy import has_tokens
 from stretto.batching.rows import LengthsLike, as_lengths
@@ -38,6 +38,7 @@ from stretto.planning import Plan
 from stretto.planning.bind import check_tokens
 from stretto.run import Run, prepare
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.modes import train_mode
 from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
 from stretto.schedules.fields import one_of
@@ -66,7 +67,7 @@ from stretto.training.checkpointing.state import (
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import Setup, compare_ranks, describe_run, plain
 from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
-from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
+from stretto.training.fitting import FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.loggers import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import RESUMED_FILES, Recorder
 from stretto.training.loop import Loop, Stops, raise_for
@@ -79,11 +80,11 @@ from stretto.training.settings import (
     check_listeners,
     check_parts,
     check_ratio,
-    given_size,
+    given_sizes,
     named_callbacks,
     named_settings,
     read_evaluations,
-    scaled,
+    scale,
 )
 from stretto.training.stepper import Stepper
 
@@ -119,7 +120,8 @@ class Trainer:
 
     Args:
         model: the model; moved to the device and, on several ranks, wrapped. Or a `TrainStep` of
-            your own, without `optimizer` and `loss`.
+            your own, without `optimizer` and `loss`. `fit` puts it into training mode, but for the
+            parts that are in eval mode while the model as a whole is not.
         train_data: a data set, a `DataLoader`, an iterable of batches, or a `DataSpec`.
         optimizer: an optimizer of the model's parameters.
         loss: `loss(model, batch)`, the mean over the batch (see `Stepping.loss_reduction`); or a
@@ -127,11 +129,14 @@ class Trainer:
         max_duration: how long to train, in any unit but `dur`.
         batch_size: samples of one optimizer step over all ranks: a number, a text such as
             `"0tok:768 250Btok:1536"`, a function, a policy, or a pair such as `Seesaw`, which also
-            sets the schedule of the learning rate.
+            sets the schedule of the learning rate; `"auto"`: as many as fit into memory in one pass
+            on each rank, found before the run and kept when it is resumed.
         micro_batch_size: the most samples of one forward pass on one rank, or the most tokens with
             padding, such as `"8Ktok"`; None: the whole share; `"auto"`: as many samples as fit into
             memory, found before the run. With each of them, a step that runs out of memory is
             repeated with smaller micro-batches.
+        use_maximum_batch_size: torchtune's word for `batch_size="auto"`; if `batch_size` is given,
+            for `micro_batch_size="auto"`.
         schedules: by hyper-parameter (`"lr"`, `"weight_decay"`, `"lr@group"`), a schedule or
             several that multiply.
         values: numbers of your own on the clock, such as the weight of a loss: by name, a schedule
@@ -180,6 +185,7 @@ class Trainer:
         max_duration: TimeLike,
         batch_size: PolicyLike | Pair | None = None,
         micro_batch_size: MicroBatchSize = None,
+        use_maximum_batch_size: bool = False,
         schedules: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
         values: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
         rule: RuleLike | None = None,
@@ -212,26 +218,27 @@ class Trainer:
         called = as_loss(loss, stepping.loss_reduction) if callable(loss) else None
         if isinstance(called, CriterionLoss) and called.is_over_targets:
             stepping = stepping.counted(called.count)
-        sizes = given_size(batch_size, train_data)
+        sizes, micro_batch_size = given_sizes(
+            batch_size, micro_batch_size, train_data, uses_maximum=use_maximum_batch_size
+        )
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
             check_texts(callbacks)
         named = named_settings(evaluations, checkpoint, read_settings(Logging, log, "log"))
         if scale_schedule is not None:
-            sizes = sizes if isinstance(sizes, Pair) else as_policy(sizes)
             followed = [
                 {name: as_one_schedule(one) for name, one in each.items()}
                 for each in (check_names(schedules), check_names(values, "values"))
             ]
             lengths = None if sequence_length is None else as_lengths(sequence_length)
             times = Time(max_duration), sizes, *followed, named, callbacks, lengths
-            stretched = scaled(times, check_ratio(scale_schedule))
+            stretched = scale(times, check_ratio(scale_schedule))
             max_duration, sizes, schedules, values, named, callbacks, sequence_length = stretched
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are called."""
         self.found_maximum: FoundMaximum | None = None
-        """The size that was found for `max_batch_size="auto"`, and how; None if it was given."""
+        """The batch size that was found for `"auto"`, and how; None if it was given."""
         self.fitting: Answer | None = None
         """How the micro-batch size was found; None if it was given."""
         self._is_training = self._is_resumed = False
@@ -256,6 +263,7 @@ class Trainer:
         varies = any(one.changes_tokens for one in self.callbacks)
         brought = ChainMap(*(dict(one.scheduled_values) for one in self.callbacks))
         listening = named_callbacks(self.callbacks, named)
+        finds_micro = micro_batch_size is None and awaits_maximum(sizes)
         due: dict[str, Any] = {**named, **listening}
         described = partial(
             describe_run,
@@ -265,7 +273,7 @@ class Trainer:
             settings=(computing, stepping),
             ranks=ranks,
             max_duration=str(max_duration),
-            micro_batch_size=plain(micro_batch_size),
+            micro_batch_size="auto" if finds_micro else plain(micro_batch_size),
             mesh=self._strategy.mesh,
         )
         self._setup = Setup(self.optimizer, described)
@@ -291,16 +299,16 @@ class Trainer:
 
     def _bound(self, prepared: Callable[..., Run], sizes: Any, clock: Callable[[], int]) -> Run:
         """Return the run, bound to its optimizers, with the largest size if that is to be found."""
-        number = awaits_maximum(sizes)
-        run = prepared(with_maximum(sizes, NO_LIMIT) if number else sizes)
+        is_found = awaits_maximum(sizes)
+        run = prepared(with_maximum(sizes, None) if is_found else sizes)
         if self._ranks.world_size > 1:
             self._setup.read(run)
             compare_ranks(self._setup.settings, self.step, self.callbacks, self._ranks)
-        if number:
-            self.found_maximum = find_maximum(self.step, run, self._ranks, number)
+        if is_found:
+            self.found_maximum = find_maximum(self.step, run, self._ranks)
             largest, answer = self.found_maximum
-            # Samples of unequal length may need a second pass for the same memory.
-            cuts = has_tokens(largest) or (number > 1 and run.micro_batch_size is None)
+            # Samples of unequal length, or fewer ranks after a resume, may need a second pass.
+            cuts = has_tokens(largest) or run.micro_batch_size is None
             more = {"micro_batch_size": answer.size} if cuts else {}
             run = prepared(with_maximum(sizes, largest), **more)
         run.bind(self.step.optimizers, strategy=self._strategy).timer.clock = clock
@@ -368,6 +376,8 @@ class Trainer:
             recorder.files.facts["evaluates_with"] = " and ".join(
                 f"{name}.eval()" for name in names
             )
+        if self.found_maximum is not None:
+            recorder.files.facts["found_batch_size"] = plain(self.found_maximum.size)
         if self.fitting is not None and self.fitting.peak is not None:
             recorder.files.facts["predicted_memory_bytes"] = self.fitting.peak
         measuring = Evaluations(
@@ -541,7 +551,7 @@ class Trainer:
             )
             loop.saver.submit()
             held.enter_context(loop.stops)
-            self.model.train()
+            train_mode(self.model)
             loop.stepper.clear()  # a gradient from before is no part of the first batch
             share_random_state(self._strategy)
             self._weights.train()

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from stretto.batching import (
     NO_SIGNALS,
+    AsManyAsFit,
     AtMost,
     IncreaseFunction,
     NoiseScale,
     PeriodSizes,
     Plateau,
+    Signals,
     SizeFunction,
     as_policy,
     awaits_maximum,
@@ -136,24 +138,48 @@ def test_the_largest_size_may_be_found_later() -> None:
         with_maximum(policy, 4)
 
 
-def test_the_largest_size_may_be_several_passes_of_what_fits() -> None:
-    plateau = Plateau("validation/loss", start=8, maximum=" 3x memory")
-    policy = PeriodSizes([("1ep", NoiseScale(8, "memory")), ("rest", plateau)])
-    assert awaits_maximum(policy) == 3
-    for one in (NoiseScale(8, "8xmemory"), plateau):
+def test_every_policy_with_a_largest_size_may_wait_for_it() -> None:
+    plateau = Plateau("validation/loss", start=8, maximum="auto")
+    policy = PeriodSizes([("1ep", NoiseScale(8, "auto")), ("rest", plateau)])
+    assert awaits_maximum(policy)
+    for one in (NoiseScale(8, "auto"), plateau):
         with pytest.raises(BatchSizeError, match="Trainer"):
             one.bind(Horizon("9ep", dataset_num_samples=10))
     found = with_maximum(policy, 64)
-    grown = Plateau("validation/loss", start=8, maximum=192)
+    grown = Plateau("validation/loss", start=8, maximum=64)
     assert found == PeriodSizes([("1ep", NoiseScale(8, 64)), ("rest", grown)])
-    tokens: Any = with_maximum(NoiseScale("8tok", "2x memory"), 64)
-    assert tokens == NoiseScale("8tok", "128tok")
+    tokens: Any = with_maximum(NoiseScale("8tok", "auto"), 64)
+    assert tokens == NoiseScale("8tok", "64tok")
 
 
-@pytest.mark.parametrize("maximum", ["0x memory", "-1x memory", "memory x 8", "1.5x memory", "all"])
-def test_what_is_no_largest_size_is_refused(maximum: str) -> None:
-    with pytest.raises(BatchSizeError, match="'memory' or '8x memory'"):
-        NoiseScale(8, maximum)
+@pytest.mark.parametrize("maximum", ["memory", "8x memory", "8xmemory", " auto", "all", None, [8]])
+def test_what_is_no_largest_size_is_refused(maximum: Any) -> None:
+    for make in (
+        lambda: NoiseScale(8, maximum),
+        lambda: Plateau("validation/loss", start=8, maximum=maximum),
+        lambda: IncreaseFunction(by_epoch, 8, maximum),
+        lambda: AsManyAsFit(maximum),
+    ):
+        with pytest.raises(BatchSizeError, match="or 'auto'"):
+            make()
+
+
+def test_as_many_as_fit_may_stand_wherever_a_size_may() -> None:
+    policy = PeriodSizes([("1ep", 8), ("rest", AtMost(AsManyAsFit(), 50))])
+    assert awaits_maximum(policy)
+    assert policy == PeriodSizes([("1ep", 8), ("rest", AtMost("auto", 50))])
+    found = with_maximum(policy, 64)
+    horizon = Horizon("3ep", dataset_num_samples=100)
+    assert {step.size for step in walk(horizon, found.bind(horizon))} == {8, 4, 50}
+    with pytest.raises(BatchSizeError, match="Trainer"):
+        policy.bind(horizon)
+
+
+def test_as_many_as_fit_is_as_many_as_fitted_when_the_run_began() -> None:
+    bound = AsManyAsFit(64).bind(Horizon("3ep"))
+    size, state = bound.decide(Timestamp(), {"found": 48}, Signals())
+    assert (size, state) == (48, {"found": 48})
+    assert bound.accepts(state)
 
 
 def test_a_function_is_asked_before_every_batch() -> None:

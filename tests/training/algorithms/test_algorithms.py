@@ -19,6 +19,11 @@ from stretto.training.algorithms import (
     SelectiveBackprop,
     SequenceLengthWarmup,
     StochasticDepth,
+    drop_layers,
+    freeze,
+    scale,
+    select,
+    truncate,
 )
 from stretto.training.callback import passed_between
 
@@ -115,16 +120,72 @@ def test_stochastic_depth_leaves_blocks_out_as_often_as_it_says(
 
 
 def test_stochastic_depth_is_unbiased_in_its_mean(problem: Callable[..., Any]) -> None:
-    block = Residual()
-    callback = StochasticDepth(["block"], rate=0.5)
+    del problem
+    model = nn.Sequential(Residual())
+    block = model[0]
     hidden = torch.randn(3, 5, dtype=torch.float64)
     expected = block(hidden)
-    restore = callback._lottery(block, 1.0)
+    restore = drop_layers(model, ["0"], 0.5)
     torch.manual_seed(0)
     mean = torch.stack([block(hidden) for _ in range(4000)]).mean(0)
     restore()
     assert torch.allclose(mean, expected, atol=0.1)
     assert torch.equal(block(hidden), expected)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_dropped_layers_come_back_as_they_were(own: bool) -> None:
+    model = nn.Sequential(Residual(), Residual())
+    forward = model[1].forward
+    if own:
+        model[1].forward = forward
+    before = [dict(vars(one)) for one in model]
+    restore = drop_layers(model, ["0", "1"], lambda: 0.9)
+    assert "forward" in vars(model[0])
+    restore()
+    restore()
+    assert [dict(vars(one)) for one in model] == before
+
+
+def test_functions_do_what_the_callbacks_do(problem: Callable[..., Any]) -> None:
+    run = problem()
+    run.trainer(max_duration="1ba", callbacks=[LayerFreezing(["0", "2"], start="0ba", end="1ba")])
+    stopped = freeze(run.model, ["0", "2"], 0.5)
+    assert stopped == list(run.model[0].parameters())
+    assert freeze(run.model, ["0", "2"]) == []  # the last that learns
+    for parameter in stopped:
+        parameter.requires_grad = True
+    batch = {"input_ids": IDS, "labels": IDS}
+    assert truncate(batch, 10) is batch
+    assert {name: one.tolist() for name, one in truncate(batch, 3).items()} == {
+        "input_ids": IDS[:, :3].tolist(),
+        "labels": IDS[:, :3].tolist(),
+    }
+    torch.manual_seed(0)
+    kept = torch.cat([select((IDS, "a"), torch.arange(4.0), 0.5)[0][:, 0] // 10 for _ in range(99)])
+    counts = torch.bincount(kept, minlength=4)
+    assert counts.sum() == 198
+    assert counts[3] > counts[1] > counts[0]
+    assert scale("90ep", 0.5) == Time("45ep")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: freeze(model, ["0"], 1.5),
+        lambda model: freeze(model, ["nowhere"]),
+        lambda model: drop_layers(model, ["nowhere"], 0.5),
+        lambda model: drop_layers(model, ["0"], 1.0),
+        lambda model: select(IDS, torch.arange(4.0), 0.0),
+        lambda model: select(IDS, torch.arange(3.0), 0.5),
+        lambda model: truncate({"input_ids": IDS, "labels": IDS[:, 1:]}, 3),
+        lambda model: truncate(IDS, 0),
+        lambda model: truncate(IDS, 3, count=lambda batch: 7),
+    ],
+)
+def test_functions_refuse_what_would_be_wrong(call: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(TrainingError):
+        call(nn.Sequential(nn.Linear(2, 2)))
 
 
 def test_sequences_grow_in_tokens_and_the_clock_counts_what_is_left() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from stretto.batching import IncreaseFunction, NoiseScale, NormTest, PeriodSizes
 from stretto.errors import TrainingError
+from stretto.schedules import Cosine, Linear
 from stretto.training import Callback, Checkpointing
 from stretto.training.algorithms import NoiseReport
 
@@ -167,16 +168,71 @@ def test_a_pass_that_is_cut_in_two_to_measure_it_fits_in_halves(
 @pytest.mark.parametrize(
     ("given", "micro"), [({}, 5), ({"micro_batch_size": 3}, 3)], ids=["found", "given"]
 )
-def test_several_passes_of_what_fits_bound_the_sizes(
-    problem: Make, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], micro: int
+@pytest.mark.parametrize("asks", [{"batch_size": "auto"}, {"use_maximum_batch_size": True}])
+def test_as_many_samples_as_fit(
+    problem: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    asks: dict[str, Any],
+    given: dict[str, Any],
+    micro: int,
 ) -> None:
     asked = Asked(5)
     monkeypatch.setattr("stretto.memory.find_batch_size", asked)
-    trainer = problem().trainer(batch_size=NoiseScale(4, "3x memory"), **given)
-    assert trainer.run.loader.prepared.policy == NoiseScale(4, 15)
+    trainer = problem().trainer(**{"batch_size": None, **asks}, **given)
+    assert trainer.plan.stages[0].size == trainer.found_maximum.size == 5
     assert trainer.run.loader.micro_batch_size == micro
-    assert [step[:2] for step in asked.steps] == [(2, True)]
+    assert asked.steps == [(1, False, 60)]  # in one pass, at most all samples
     trainer.fit()
+    assert (trainer.timer.batch, trainer.timer.sample) == (24, 120)
+
+
+def test_a_resumed_run_keeps_the_number_that_was_found(
+    problem: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("stretto.memory.find_batch_size", Asked(12, 5, 20))
+    settings = {"batch_size": "auto", "checkpoint": "1ep", "max_duration": "3ep"}
+    first = problem().trainer(folder=tmp_path / "a", **settings)
+    first.fit()
+    for folder, path in (("b", tmp_path / "a"), ("c", tmp_path / "a")):
+        again = problem().trainer(folder=tmp_path / folder, **{**settings, "max_duration": "4ep"})
+        again.resume(path)
+        assert not [one for one in again.changes if "batch_size" in one]
+        assert [(one.size, one.batches) for one in again.plan.stages] == [(12, 20)]
+        again.fit()
+        assert (again.timer.batch, again.timer.sample) == (20, 240)
+        assert again.run.loader.micro_batch_size == again.found_maximum.size in (5, 20)
+
+
+def test_a_number_takes_the_place_of_one_that_was_found(
+    problem: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("stretto.memory.find_batch_size", Asked(12, 5))
+    settings = {"checkpoint": "1ep", "max_duration": "1ep"}
+    problem().trainer(folder=tmp_path, batch_size="auto", **settings).fit()
+    again = problem().trainer(folder=tmp_path, batch_size=6, **{**settings, "max_duration": "2ep"})
+    again.fit(resume="latest")
+    assert [one for one in again.changes if "batch_size: AsManyAsFit() -> Fixed(6)" in one]
+    assert again.timer.batch == 15
+
+
+@pytest.mark.parametrize("schedules", [{"lr": Cosine(warmup="4ba")}, {"lr": Linear(1, 0)}])
+def test_times_in_batches_of_a_size_that_is_found(
+    problem: Make, monkeypatch: pytest.MonkeyPatch, schedules: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("stretto.memory.find_batch_size", Asked(12))
+    trainer = problem().trainer(batch_size="auto", max_duration="8ba", schedules=schedules)
+    trainer.fit()
+    assert trainer.timer.sample == 96
+
+
+def test_torchtunes_word_finds_the_micro_batch_of_a_size(
+    problem: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.memory.find_batch_size", Asked(3))
+    trainer = problem().trainer(batch_size=8, use_maximum_batch_size=True)
+    assert (trainer.plan.stages[0].size, trainer.run.loader.micro_batch_size) == (8, 3)
+    with pytest.raises(TrainingError, match="leave one of them out"):
+        problem().trainer(batch_size=8, micro_batch_size=4, use_maximum_batch_size=True)
 
 
 def test_finding_leaves_no_trace() -> None:

@@ -13,15 +13,20 @@ from torch import Tensor, nn
 
 from stretto.batching.policy import PositiveInt
 from stretto.batching.rows import LENGTH, as_lengths
-from stretto.data import Step, count_samples
-from stretto.data.containers import mapped
-from stretto.data.tokens import longest_sequence, not_cut_alike
-from stretto.errors import TrainingError, shown
+from stretto.data import Step
+from stretto.errors import TrainingError
 from stretto.run import Run
-from stretto.runtime.compiled import plain_naming
 from stretto.schedules import BoundSchedule, Periods, Schedule, ScheduleLike, as_schedule
 from stretto.schedules.scope import Scope
 from stretto.timing import Time, TimeLike
+from stretto.training.algorithms.functions import (
+    drop_layers,
+    find_modules,
+    freeze,
+    num_of,
+    select,
+    truncate,
+)
 from stretto.training.callback import Callback, passed_between
 
 
@@ -75,15 +80,7 @@ class SelectiveBackprop(Callback):
             return batch
         with torch.no_grad():
             losses = self._losses(run.model, batch)
-        count = len(losses)
-        percentile = (losses.argsort().argsort() + 1) / count
-        kept = max(1, round(self._keep * count))
-        chosen = torch.multinomial(percentile ** (1 / self._keep), kept).sort().values
-
-        def selected(tensor: Tensor) -> Tensor:
-            return tensor[chosen] if tensor.dim() and len(tensor) == count else tensor
-
-        return mapped(selected, batch)
+        return select(batch, losses, self._keep)
 
     def __repr__(self) -> str:
         return f"SelectiveBackprop(start='{self._start}', end='{self._end}', keep={self._keep})"
@@ -175,48 +172,15 @@ class SequenceLengthWarmup(Callback):
         Raises:
             TrainingError: the loss would mean something else.
         """
-        if (longest_sequence(batch) or 0) <= self.length:
-            return batch
-        wrong = not_cut_alike(batch, self.length, looks_at_values=not self._is_checked)
-        count = run.spec.get_num_samples_in_batch
-        if count is not None and count(batch) not in (None, count_samples(batch)):
-            wrong = "it is packed, so whole samples would be cut off"
-        if wrong is not None:
-            raise TrainingError.cannot(
-                f"cut the sequences of a batch to {self.length} tokens",
-                why=wrong,
-                instead="cut them in the data set or in collate_fn",
-            )
-        self._is_checked = True
-        return mapped(lambda one: one[:, : self.length] if one.dim() > 1 else one, batch)
+        count, looks = run.spec.get_num_samples_in_batch, not self._is_checked
+        cut = truncate(batch, self.length, count=count, looks_at_values=looks)
+        self._is_checked = self._is_checked or cut is not batch
+        return cut
 
     def __repr__(self) -> str:
         rounded = self._length
         more = f", multiple_of={rounded.multiple_of}" if rounded.multiple_of not in (1, 8) else ""
         return f"SequenceLengthWarmup({rounded.inside!r}{more})"
-
-
-def find_modules(model: nn.Module, names: Sequence[str], what: str) -> list[nn.Module]:
-    """Return the modules of `model` that have these names; `what` says what for.
-
-    >>> find_modules(nn.Sequential(nn.Identity()), ["0"], "freeze")
-    [Identity()]
-
-    Raises:
-        TrainingError: the model has no module of a name.
-    """
-    modules, plain = dict(model.named_modules()), plain_naming(model)
-    for name, module in tuple(modules.items()):
-        modules.setdefault(plain(name), module)
-    known = list(modules)[1:]
-    for name in names:
-        if name not in modules:
-            raise TrainingError.cannot(
-                f"{what} {name!r}",
-                why="the model has no such module",
-                instead=f"write one of {shown(known)}" if known else "leave it out: it has none",
-            )
-    return [modules[name] for name in names]
 
 
 @final
@@ -253,16 +217,14 @@ class StochasticDepth(Callback):
         self._rate = rate
         self._warmup = None if warmup is None else Time(warmup)
         self._now = rate
-        self._restore: list[Callable[[], None]] = []
+        self._restore: Callable[[], None] = lambda: None
 
     def on_fit_start(self, run: Run) -> None:
         """Put chance in front of each block."""
-        blocks = find_modules(run.model, self._blocks, "leave out")
         self._grown = (
             passed_between(run.horizon, self._warmup * 0, self._warmup) if self._warmup else None
         )
-        for depth, block in enumerate(blocks, start=1):
-            self._restore.append(self._lottery(block, depth / len(blocks)))
+        self._restore = drop_layers(run.model, self._blocks, lambda: self._now)
 
     def on_batch_start(self, run: Run, step: Step) -> None:
         """Set the rate of this batch."""
@@ -272,30 +234,7 @@ class StochasticDepth(Callback):
     def on_fit_end(self, run: Run) -> None:
         """Give every block its own forward pass back."""
         del run
-        while self._restore:
-            self._restore.pop()()
-
-    def _lottery(self, module: nn.Module, depth: float) -> Callable[[], None]:
-        own, forward = vars(module).get("forward"), module.forward
-
-        def sometimes(hidden: Any, *args: Any, **kwargs: Any) -> Any:
-            rate = self._now * depth
-            if not module.training or rate == 0:
-                return forward(hidden, *args, **kwargs)
-            if torch.rand(()) < rate:
-                # Keeps its parameters in the graph, as averaging over ranks expects.
-                return hidden + 0 * sum(parameter.sum() for parameter in module.parameters())
-            return hidden + (forward(hidden, *args, **kwargs) - hidden) / (1 - rate)
-
-        module.forward = sometimes
-
-        def restore() -> None:
-            if own is None:
-                del module.forward  # its class has one
-            else:
-                module.forward = own
-
-        return restore
+        self._restore()
 
     def __repr__(self) -> str:
         shown = f", warmup='{self._warmup}'" if self._warmup else ""
@@ -353,13 +292,10 @@ class LayerFreezing(Callback):
 
     def on_batch_start(self, run: Run, step: Step) -> None:
         """Freeze the layers that are due."""
-        passed = self._progress(step.timestamp)
-        # A hair of tolerance: 0.3 * 10 is 2.9999999999999996.
-        due = math.floor(passed * self._level * len(self._modules) + 1e-9)
-        for module in self._modules[self.num_frozen : due]:
-            if self._alone and _learns_without(run.model, module):
-                self._stopped += [p for p in module.parameters() if p.requires_grad]
-                module.requires_grad_(requires_grad=False)
+        part = self._progress(step.timestamp) * self._level
+        due = num_of(part, self._layers)
+        if due > self.num_frozen and self._alone:
+            self._stopped += freeze(run.model, self._layers, part)
         self.num_frozen = max(due, self.num_frozen)
 
     def on_gradient(self, run: Run, step: Step) -> None:
@@ -382,9 +318,3 @@ class LayerFreezing(Callback):
             f"LayerFreezing({list(self._layers)}, start='{self._start}', end='{self._end}', "
             f"level={self._level})"
         )
-
-
-def _learns_without(model: nn.Module, module: nn.Module) -> bool:
-    """Whether anything is left for a backward pass to reach."""
-    own = {id(parameter) for parameter in module.parameters()}
-    return any(p.requires_grad and id(p) not in own for p in model.parameters())
