@@ -23,7 +23,15 @@ from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
 
-from stretto._location import NotPlainError, local_path, open_plain, public, read_plain
+from stretto._location import (
+    NotPlainError,
+    has_locked,
+    local_path,
+    open_plain,
+    public,
+    read_plain,
+    replacing,
+)
 from stretto.errors import CheckpointError, DataError, TrainingError
 from stretto.timing.grammar import as_float
 
@@ -129,21 +137,17 @@ def _watch_forks() -> None:
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    import fcntl  # POSIX only
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    is_locked = has_locked(file)
+    if is_locked is False:
         file.seek(0)
         holder = file.read(200).decode(errors="replace").strip()
         why = f"another run is writing there ({holder or 'unknown'})"
         instead = "wait until it ends, or choose another folder"
-        raise TrainingError.cannot(f"train in {folder}", why=why, instead=instead) from None
-    except OSError:
-        return
-    with suppress(OSError):  # a full disk: the content is only for the message
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        raise TrainingError.cannot(f"train in {folder}", why=why, instead=instead)
+    if is_locked:
+        with suppress(OSError):  # a full disk: the content is only for the message
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
 def unwritable(folder: Path, error: OSError) -> TrainingError:
@@ -212,22 +216,19 @@ class Appender:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file; a full disk or a kill leaves the old one.
+    """Write a file of a run; a full disk or a kill leaves the old one.
 
     Raises:
         OSError: it cannot be written.
     """
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.unlink(missing_ok=True)  # what a kill has left, or a link that somebody has made
-    with open_plain(unfinished, "xb") as file:
+    with replacing(path) as file:
         file.write(text.encode())
-    unfinished.replace(path)
 
 
 def set_aside(path: Path) -> Path:
     """Rename a path that will be replaced; it ends in `.old1`, or the next free number."""
     number = 1
-    while (target := path.with_name(f"{path.name}.old{number}")).exists():
+    while os.path.lexists(target := path.with_name(f"{path.name}.old{number}")):
         number += 1
     return path.rename(target)
 
