@@ -14,6 +14,7 @@ import errno
 import json
 import math
 import os
+import re
 import shlex
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from stretto._location import (
     read_plain,
     replacing,
 )
-from stretto.errors import CheckpointError, DataError, TrainingError
+from stretto.errors import CheckpointError, ConfigError, DataError, TrainingError, first_line
 from stretto.timing.grammar import as_float
 
 if TYPE_CHECKING:
@@ -225,6 +226,28 @@ def replace_file(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def write_named(path: Path, text: str, is_own: str) -> None:
+    """Write a file that the user has named.
+
+    Args:
+        path: the file.
+        text: what it will hold.
+        is_own: the pattern of what it may hold now: what the same command has written.
+
+    Raises:
+        ConfigError: it holds something else, or cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = read_plain(path) if os.path.lexists(path) else b""
+        if before and not re.fullmatch(is_own.encode(), before, re.DOTALL):
+            raise FileExistsError(errno.EEXIST, "It is there already, and holds something else")
+        replace_file(path, text)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError.cannot(f"write {path}", why=why, instead="name a new file") from error
+
+
 def set_aside(path: Path) -> Path:
     """Rename a path that will be replaced; it ends in `.old1`, or the next free number."""
     number = 1
@@ -353,6 +376,25 @@ def unreadable(path: Path, why: str) -> DataError:
     )
 
 
+UNFIT = (TypeError, LookupError, ValueError, AttributeError, ArithmeticError, MemoryError)
+"""What the content of a foreign file raises."""
+
+
+@contextmanager
+def reading_run(folder: Path) -> Iterator[None]:
+    """Turn what the content of a run folder raises into an error that names the folder.
+
+    Raises:
+        DataError: in place of any of `UNFIT`, or an `OSError`.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except (*UNFIT, OSError) as error:
+        raise unreadable(folder, getattr(error, "strerror", None) or first_line(error)) from error
+
+
 def _whole_lines(path: Path) -> list[str]:
     """Return the lines of a file, without half a last one, which a killed or running run leaves.
 
@@ -468,6 +510,17 @@ def complete_text(path: Path) -> str:
             raise
         return ""
     return block[: block.rfind(b"\n") + 1].decode("utf-8", "replace")
+
+
+def whole_ledger(folder: Path) -> dict[str, npt.NDArray[np.float64]]:
+    """Return the columns of a ledger, as far as it is one; none if it is none.
+
+    Raises:
+        OSError: there is more than a run writes, as in a file with a hole.
+    """
+    header, _, rows = complete_text(folder / LEDGER).partition("\n")
+    columns = header.strip().split(",")
+    return parsed_ledger(columns, rows) if set(LEDGER_COLUMNS) <= set(columns) else {}
 
 
 def parsed_ledger(columns: Sequence[str], block: str) -> dict[str, npt.NDArray[np.float64]]:

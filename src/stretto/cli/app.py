@@ -16,7 +16,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from stretto.cli.terminal import print_json, progress, verb
+from stretto.cli.terminal import (
+    of_system,
+    open_standard_files,
+    print_json,
+    progress,
+    verb,
+)
 from stretto.errors import StrettoError
 
 app = typer.Typer(
@@ -221,23 +227,45 @@ def report(paths: list[Path], *, html: Path | None = None, as_json: bool = False
         html: Write a page for a browser.
         as_json: Print JSON.
     """
-    from stretto.report import page, read_advice, read_metrics, run_table
+    from stretto.errors import DataError
+    from stretto.report import page, read_metrics, run_table
+    from stretto.report.advice import advice_lines
+    from stretto.run_folder import reading_run
 
+    problems, texts, records = list[str](), list[str](), list[dict[str, Any]]()
     if html is not None:
         if len(paths) == 1 and paths[0].is_file():
             shown = page.memory_payload(paths[0])
         else:
-            shown = page.payload(map(page.read if len(paths) == 1 else page.read_or_problem, paths))
+            runs = [*map(page.read if len(paths) == 1 else page.read_or_problem, paths)]
+            pairs = zip(paths, runs, strict=True)
+            problems = [
+                f"cannot read {folder}: {run.problem}" for folder, run in pairs if run.problem
+            ]
+            shown = page.payload(runs)
         page.write(html, shown)
         typer.echo(f"wrote {html}", err=True)
-        return
-    found = {folder: read_metrics(folder) for folder in paths}
-    if as_json:
-        records = [{"folder": str(folder), **asdict(read)} for folder, read in found.items()]
+    for folder in paths if html is None else ():
+        try:
+            with reading_run(folder):
+                read = read_metrics(folder)
+                texts.append(
+                    "\n".join([run_table(read, folder), "", *advice_lines(folder)]).rstrip()
+                )
+            records.append({"folder": str(folder), **asdict(read)})
+        except DataError as error:  # it does not hide the others
+            if len(paths) == 1:
+                raise
+            problems.append(str(error))
+            records.append({"folder": str(folder), "problem": str(error)})
+    if as_json and records:
         print_json(records if len(paths) > 1 else records[0])
-    else:
-        texts = [(run_table(read, folder), read_advice(folder)) for folder, read in found.items()]
-        typer.echo("\n\n".join(f"{text}\n\n{one}" if one.is_known else text for text, one in texts))
+    elif texts:
+        typer.echo("\n\n".join(texts))
+    for line in problems:
+        typer.secho(f"Error: {line}", err=True, fg=typer.colors.RED)
+    if problems:
+        raise typer.Exit(1 if len(problems) < len(paths) else MISUSE)
 
 
 @verb(app, "watch", "watch runs/a --port 8400")
@@ -431,6 +459,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: what follows the program's name; by default, those of this process.
     """
     warnings.formatwarning = _one_line
+    open_standard_files()
     given = list(sys.argv[1:] if arguments is None else arguments)
     kept = [text for text in given if text not in {TRACEBACK, QUIET}]
     try:
@@ -439,9 +468,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 nothing = stack.enter_context(Path(os.devnull).open("w"))
                 stack.enter_context(redirect_stdout(nothing))
             app(kept, prog_name="stretto")
-    except StrettoError as error:
+    except (StrettoError, OSError) as error:
         if TRACEBACK in given:
             raise
+        if isinstance(error, OSError):
+            error = of_system(error)
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         typer.secho(f"Error [{error.code}]: {text}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None

@@ -133,12 +133,13 @@ def test_the_newest_of_both_places_is_resumed(problem: Make, tmp_path: Path) -> 
 def test_of_one_position_the_last_written_is_resumed(problem: Make, tmp_path: Path) -> None:
     url = str(tmp_path / "bucket")
     run(problem, tmp_path / "a", url=url).fit()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
     later = run(problem, tmp_path / "b", url=url, every="7ba")
-    later.resume(sorted((tmp_path / "a" / "checkpoints").iterdir())[0])
+    later.resume(sorted((tmp_path / "b" / "checkpoints").iterdir())[0])
     file = tmp_path / "b" / "checkpoints"
     time.sleep(1.1)  # a checkpoint keeps the second in which it was written
     later.fit()
-    newest = sorted(file.glob("checkpoint-*"))[-1]
+    newest = sorted(file.glob("checkpoint-????????????"))[-1]
     again = run(problem, tmp_path / "a", url=url)
     found = again.resume("auto")
     assert found is not None
@@ -230,7 +231,7 @@ def test_a_run_that_resumes_does_not_end_if_its_copies_cannot_be_reached(
     back = run(problem, tmp_path / "a", url=store, to="18ba")
     back.resume(sorted((tmp_path / "a" / "checkpoints").iterdir())[0])
     store.may_delete = False
-    with pytest.warns(RuntimeWarning, match="delete"):
+    with pytest.warns(RuntimeWarning, match="stay in"):
         back.fit()
 
 
