@@ -212,7 +212,7 @@ def test_a_disk_that_cannot_be_written_to_leaves_the_run_file_as_it_was(
     Path("a/run.tmp").mkdir()
     said = stretto("train", "a/run.yaml", "--resume", "latest", "max_duration=2ep")
     assert said.code == 2
-    assert "cannot keep a run in a: run.yaml.tmp: is a directory" in said.err
+    assert "cannot keep a run in a: run.tmp: file exists" in said.err
     assert Path("a/run.yaml").read_text() == kept
 
 

@@ -70,7 +70,7 @@ def open_standard_files() -> None:
     """Open what the shell has closed (`>&-`), or else a file of the run would get its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  to the end
 
 
 def of_system(error: OSError) -> StrettoError:
