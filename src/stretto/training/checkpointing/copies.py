@@ -94,8 +94,8 @@ def newest_copy(
     """
     with reading(store):
         names = store.list()
-        if than is None and not only:
-            _check_one_run(store, names)
+        if not only:
+            _check_one_run(store, names, begins_anew=than is None)
         for name in reversed(names):
             if name in damaged or only not in ("", name):
                 continue
@@ -111,10 +111,10 @@ def newest_copy(
     return None
 
 
-def _check_one_run(store: Store, names: Sequence[str]) -> None:
+def _check_one_run(store: Store, names: Sequence[str], *, begins_anew: bool) -> None:
     """Refuse to choose between runs, or to begin anew where there were copies."""
     lost = store.without_manifest() if isinstance(store, UrlStore) and not names else []
-    if lost:
+    if lost and begins_anew:
         raise CheckpointError.cannot(
             f"resume from {store!r}",
             why=f"the {MANIFEST} of {', '.join(lost)} is gone",

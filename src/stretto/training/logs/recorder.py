@@ -137,10 +137,10 @@ class RunFiles:
     def _open(self, folder: Path, at: Timestamp, plan: Plan | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         done = ledger_end(folder)
-        sizes = {one.name: one.stat().st_size for one in self.paths if one.exists()}
         for name in () if self.are_own else (METRICS, EVENTS, PLAN):
             if os.path.lexists(folder / name):
                 set_aside(folder / name)
+        sizes = {one.name: one.stat().st_size for one in self.paths if one.exists()}
         lengths = self.lengths or {}
         self._resumed_at = at.batch
         self._write_plan(folder, plan)
