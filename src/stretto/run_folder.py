@@ -498,16 +498,14 @@ def read_json(path: Path) -> Any:
 
 
 def complete_text(path: Path) -> str:
-    """Return the complete lines of a file that may be growing; none if there is no plain file.
+    """Return the complete lines of a file that may be growing; none if there is no file yet.
 
     Raises:
-        OSError: there is more than a run writes, as in a file with a hole.
+        OSError: it is no plain file, or has more than a run writes, as with a hole.
     """
     try:
         block = read_plain(path, _MOST_BYTES)
-    except OSError as error:
-        if error.errno == errno.EFBIG:
-            raise
+    except FileNotFoundError:
         return ""
     return block[: block.rfind(b"\n") + 1].decode("utf-8", "replace")
 
