@@ -149,7 +149,7 @@ def test_of_one_position_the_last_written_is_resumed(problem: Make, tmp_path: Pa
 
 def test_another_run_resumes_from_an_address(problem: Make, tmp_path: Path) -> None:
     url = str(tmp_path / "bucket")
-    first = run(problem, tmp_path / "a", url=url)
+    first = run(problem, tmp_path / "a", url=tmp_path / "bucket")  # a path is an address
     first.fit()
     for folder in (None, tmp_path / "b"):
         settings = {} if folder is None else {"folder": folder, "checkpoint": "6ba"}
