@@ -96,8 +96,8 @@ def _write_hf(reader: CheckpointReader, folder: Path, shard_bytes: int) -> None:
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         text = json.dumps(index, indent=2) + "\n"
-        with open_plain(folder / "model.safetensors.index.json", "xb") as file:
-            file.write(text.encode())
+        with open_plain(folder / "model.safetensors.index.json", "xb") as opened:
+            opened.write(text.encode())
 
 
 def _cut(sizes: dict[str, int], most: int) -> Iterator[list[str]]:

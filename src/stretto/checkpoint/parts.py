@@ -142,7 +142,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor | Shard]) -> Entry:
         raise OSError(number, os.strerror(number) if code else str(error)) from error
     with open_plain(file, buffering=0) as opened:
         os.fsync(opened.fileno())
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()  # type: ignore[arg-type]
     return Entry(file.stat().st_size, digest)
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from stretto.cli.terminal import (
-    of_system,
-    open_standard_files,
-    print_json,
-    progress,
-    verb,
-)
+from stretto.cli.terminal import of_system, open_standard_files, print_json, progress, verb
 from stretto.errors import StrettoError
 
 app = typer.Typer(
@@ -228,43 +222,39 @@ def report(paths: list[Path], *, html: Path | None = None, as_json: bool = False
         as_json: Print JSON.
     """
     from stretto.errors import DataError
-    from stretto.report import page, read_metrics, run_table
-    from stretto.report.advice import advice_lines
+    from stretto.report import page, read_metrics
+    from stretto.report.tables import run_report
     from stretto.run_folder import reading_run
 
-    problems, texts, records = list[str](), list[str](), list[dict[str, Any]]()
-    if html is not None:
-        if len(paths) == 1 and paths[0].is_file():
-            shown = page.memory_payload(paths[0])
-        else:
-            runs = [*map(page.read if len(paths) == 1 else page.read_or_problem, paths)]
-            pairs = zip(paths, runs, strict=True)
-            problems = [
-                f"cannot read {folder}: {run.problem}" for folder, run in pairs if run.problem
-            ]
-            shown = page.payload(runs)
-        page.write(html, shown)
+    def as_record(folder: Path) -> dict[str, Any]:
+        return {"folder": str(folder), **asdict(read_metrics(folder))}
+
+    if html is not None and len(paths) == 1 and paths[0].is_file():
+        page.write(html, page.memory_payload(paths[0]))
         typer.echo(f"wrote {html}", err=True)
-    for folder in paths if html is None else ():
+        return
+    read: Callable[[Path], Any] = as_record if as_json else run_report
+    read = read if html is None else page.read
+    shown, problems = list[Any](), list[str]()
+    for folder in paths:
         try:
             with reading_run(folder):
-                read = read_metrics(folder)
-                texts.append(
-                    "\n".join([run_table(read, folder), "", *advice_lines(folder)]).rstrip()
-                )
-            records.append({"folder": str(folder), **asdict(read)})
+                shown.append(read(folder))
         except DataError as error:  # it does not hide the others
             if len(paths) == 1:
                 raise
-            problems.append(str(error))
-            records.append({"folder": str(folder), "problem": str(error)})
-    if as_json and records:
-        print_json(records if len(paths) > 1 else records[0])
-    elif texts:
-        typer.echo("\n\n".join(texts))
-    for line in problems:
-        typer.secho(f"Error: {line}", err=True, fg=typer.colors.RED)
+            problems.append(f"Error: {error}")
+            record = {"folder": str(folder), "problem": str(error)}
+            shown += [page.read_or_problem(folder)] if html else [record] if as_json else []
+    if html is not None:
+        page.write(html, page.payload(shown))
+        typer.echo(f"wrote {html}", err=True)
+    elif as_json:
+        print_json(shown if len(paths) > 1 else shown[0])
+    else:
+        typer.echo("\n\n".join(shown))
     if problems:
+        typer.secho("\n".join(problems), err=True, fg=typer.colors.RED)
         raise typer.Exit(1 if len(problems) < len(paths) else MISUSE)
 
 

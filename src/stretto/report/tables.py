@@ -15,7 +15,8 @@ from stretto.batching.step_cost import StepCost, shown_seconds
 from stretto.planning import Event, Plan, Stage, bound_of
 from stretto.planning.borders import value_text
 from stretto.planning.stages import FIRST
-from stretto.report.run import RunMetrics
+from stretto.report.advice import advice_lines
+from stretto.report.run import RunMetrics, read_metrics
 from stretto.run_folder import PLAN, read_json, whole_ledger
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 
@@ -306,6 +307,16 @@ def run_table(metrics: RunMetrics, folder: Path) -> str:
     lines = aligned(list(zip(*table, strict=True)))
     notes = [f"{name}: {value:.4f} throughout" for name, value in metrics.references.items()]
     return "\n".join([f"{folder}:", "", *lines, *([""] if notes else []), *notes])
+
+
+def run_report(folder: Path) -> str:
+    """Return a run as text, and what its log says of batch sizes.
+
+    Raises:
+        DataError: there are no metrics, or a line is not valid.
+    """
+    table = run_table(read_metrics(folder), folder)
+    return "\n".join([table, "", *advice_lines(folder)]).rstrip()
 
 
 def _size_head(folder: Path) -> str:

@@ -153,7 +153,7 @@ def set_others_aside(run_folder: Path, sample: int, run_id: str | None) -> None:
 
 def _run_of(path: Path) -> str | None:
     """Return of which run a checkpoint is; None: it does not say."""
-    with suppress(CheckpointError, KeyError):
+    with suppress(CheckpointError, LookupError, TypeError):
         return str(open_checkpoint(path, verify=False).records["setup"]["run"])
     return None
 
