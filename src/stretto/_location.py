@@ -1,7 +1,8 @@
 """Where a run is kept or read from: folders, which are no URLs, and how their files are opened.
 
 A folder may be somebody else's, and an archive keeps links and pipes. What is read must be a plain
-file, so that nothing waits for ever; what is written must not lead elsewhere.
+file, so that nothing waits for ever; what is written must not lead elsewhere. No other module
+opens a path that it is given.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -157,3 +161,70 @@ def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
             raise NotPlainError(errno.EFBIG, f"It has more than {most:,} bytes", str(path))
         content: bytes = file.read(most)
         return content
+
+
+def own_name(path: Path) -> Path:
+    """Return a name beside `path` that no other process uses, for what is not complete yet."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file; an error, a full disk or a kill leaves the old one.
+
+    Other processes may write the same path: the last one that is complete stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    unfinished = own_name(path)
+    file = open_plain(unfinished, "xb")
+    try:
+        with file:
+            yield file
+            file.flush()
+            check_same(file, unfinished, file.seek(0, os.SEEK_END))
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def is_at(file: IO[bytes], path: Path) -> bool:
+    """Return whether a path leads to an open file."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    return False
+
+
+def check_same(file: IO[bytes], path: Path, size: int) -> None:
+    """Check, before a file is renamed, that its name leads to it and all was written.
+
+    Args:
+        file: the file, still open.
+        path: its name.
+        size: the bytes that it must have.
+
+    Raises:
+        OSError: another process has changed or replaced it.
+    """
+    if not is_at(file, path) or os.fstat(file.fileno()).st_size != size:
+        raise OSError(errno.EBUSY, "Another process has written to it", str(path))
+
+
+def has_locked(file: IO[bytes]) -> bool | None:
+    """Lock an open file, until it is closed; return whether this process has the lock now.
+
+    None: there are no locks, as on Windows and some network file systems.
+    """
+    if os.name != "posix":
+        return None
+    import fcntl  # POSIX only
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

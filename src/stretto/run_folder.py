@@ -14,6 +14,7 @@ import errno
 import json
 import math
 import os
+import re
 import shlex
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +24,16 @@ from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
 
-from stretto._location import NotPlainError, local_path, open_plain, public, read_plain
-from stretto.errors import CheckpointError, DataError, TrainingError
+from stretto._location import (
+    NotPlainError,
+    has_locked,
+    local_path,
+    open_plain,
+    public,
+    read_plain,
+    replacing,
+)
+from stretto.errors import CheckpointError, ConfigError, DataError, TrainingError, first_line
 from stretto.timing.grammar import as_float
 
 if TYPE_CHECKING:
@@ -130,21 +139,17 @@ def _watch_forks() -> None:
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    import fcntl  # POSIX only
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    is_locked = has_locked(file)
+    if is_locked is False:
         file.seek(0)
         holder = file.read(200).decode(errors="replace").strip()
         why = f"another run is writing there ({holder or 'unknown'})"
         instead = "wait until it ends, or choose another folder"
-        raise TrainingError.cannot(f"train in {folder}", why=why, instead=instead) from None
-    except OSError:
-        return
-    with suppress(OSError):  # a full disk: the content is only for the message
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        raise TrainingError.cannot(f"train in {folder}", why=why, instead=instead)
+    if is_locked:
+        with suppress(OSError):  # a full disk: the content is only for the message
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
 def unwritable(folder: Path, error: OSError) -> TrainingError:
@@ -213,22 +218,41 @@ class Appender:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file; a full disk or a kill leaves the old one.
+    """Write a file of a run; a full disk or a kill leaves the old one.
 
     Raises:
         OSError: it cannot be written.
     """
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.unlink(missing_ok=True)  # what a kill has left, or a link that somebody has made
-    with open_plain(unfinished, "xb") as file:
+    with replacing(path) as file:
         file.write(text.encode())
-    unfinished.replace(path)
+
+
+def write_named(path: Path, text: str, is_own: str) -> None:
+    """Write a file that the user has named.
+
+    Args:
+        path: the file.
+        text: what it will hold.
+        is_own: the pattern of what it may hold now: what the same command has written.
+
+    Raises:
+        ConfigError: it holds something else, or cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = read_plain(path) if os.path.lexists(path) else b""
+        if before and not re.fullmatch(is_own.encode(), before, re.DOTALL):
+            raise FileExistsError(errno.EEXIST, "It is there already, and holds something else")
+        replace_file(path, text)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError.cannot(f"write {path}", why=why, instead="name a new file") from error
 
 
 def set_aside(path: Path) -> Path:
     """Rename a path that will be replaced; it ends in `.old1`, or the next free number."""
     number = 1
-    while (target := path.with_name(f"{path.name}.old{number}")).exists():
+    while os.path.lexists(target := path.with_name(f"{path.name}.old{number}")):
         number += 1
     return path.rename(target)
 
@@ -353,6 +377,25 @@ def unreadable(path: Path, why: str) -> DataError:
     )
 
 
+UNFIT = (TypeError, LookupError, ValueError, AttributeError, ArithmeticError, MemoryError)
+"""What the content of a foreign file raises."""
+
+
+@contextmanager
+def reading_run(folder: Path) -> Iterator[None]:
+    """Turn what the content of a run folder raises into an error that names the folder.
+
+    Raises:
+        DataError: in place of any of `UNFIT`, or an `OSError`.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except (*UNFIT, OSError) as error:
+        raise unreadable(folder, getattr(error, "strerror", None) or first_line(error)) from error
+
+
 def _whole_lines(path: Path) -> list[str]:
     """Return the lines of a file, without half a last one, which a killed or running run leaves.
 
@@ -456,18 +499,27 @@ def read_json(path: Path) -> Any:
 
 
 def complete_text(path: Path) -> str:
-    """Return the complete lines of a file that may be growing; none if there is no plain file.
+    """Return the complete lines of a file that may be growing; none if there is no file yet.
+
+    Raises:
+        OSError: it is no plain file, or has more than a run writes, as with a hole.
+    """
+    try:
+        block = read_plain(path, _MOST_BYTES)
+    except FileNotFoundError:
+        return ""
+    return block[: block.rfind(b"\n") + 1].decode("utf-8", "replace")
+
+
+def whole_ledger(folder: Path) -> dict[str, npt.NDArray[np.float64]]:
+    """Return the columns of a ledger, as far as it is one; none if it is none.
 
     Raises:
         OSError: there is more than a run writes, as in a file with a hole.
     """
-    try:
-        block = read_plain(path, _MOST_BYTES)
-    except OSError as error:
-        if error.errno == errno.EFBIG:
-            raise
-        return ""
-    return block[: block.rfind(b"\n") + 1].decode("utf-8", "replace")
+    header, _, rows = complete_text(folder / LEDGER).partition("\n")
+    columns = header.strip().split(",")
+    return parsed_ledger(columns, rows) if set(LEDGER_COLUMNS) <= set(columns) else {}
 
 
 def parsed_ledger(columns: Sequence[str], block: str) -> dict[str, npt.NDArray[np.float64]]:

@@ -124,7 +124,8 @@ def results(folder: str = "runs/a-branches") -> dict[str, dict[str, float]]:
 
 
 def losses(folder: str = "runs/a-branches") -> dict[str, float]:
-    return {name: one["loss"] for name, one in results(folder).items()}
+    """The losses by the names, without what stands for the question."""
+    return {name.rpartition("-")[0]: one["loss"] for name, one in results(folder).items()}
 
 
 def seen() -> list[int]:
@@ -231,13 +232,14 @@ def test_a_budget_stops_it_and_it_says_what_is_missing(stretto: Stretto) -> None
     assert stretto(*BRANCH, "--seeds", 1, "--most", "1h").code == 0
 
 
-def test_results_of_other_settings_do_not_count(stretto: Stretto) -> None:
+def test_results_of_other_settings_are_kept_and_do_not_count(stretto: Stretto) -> None:
     stretto(*BRANCH, "--seeds", 1)
     before = results()
     stretto(*BRANCH, "--seeds", 1, "optimizer.lr=0.03")
     after = results()
-    assert before.keys() == after.keys()
-    assert all(after[name]["key"] != before[name]["key"] for name in before)
+    assert before.items() < after.items()
+    assert len(after) == 2 * len(before)
+    assert "0 branches to train" in stretto(*BRANCH, "--seeds", 1).out
 
 
 def test_a_size_that_diverges_is_beyond(stretto: Stretto) -> None:
@@ -372,3 +374,32 @@ def test_a_ramp_where_the_critical_size_grows_and_a_constant_where_it_does_not(
     assert "batch_size: {0%: 8, 50%: 32}" in grows
     same = stretto(*branches, "--at", "50%,75%").out
     assert "constant, " in same, same
+
+
+def test_nothing_is_written_into_a_run_or_over_a_file_of_the_user(stretto: Stretto) -> None:
+    before = digests(Path("runs/a"))
+    said = stretto(*BRANCH, "--seeds", 1, "--folder", "runs/a")
+    assert (said.code, "runs/a is a run" in said.err) == (2, True)
+    assert digests(Path("runs/a")) == before
+    Path("mine").mkdir()
+    Path("mine/run.yaml").write_text("seed: 1\n")
+    said = stretto(*BRANCH, "--seeds", 1, "--folder", "mine")
+    assert (said.code, "name a new file" in said.err) == (2, True)
+    assert Path("mine/run.yaml").read_text() == "seed: 1\n"
+
+
+@pytest.mark.parametrize("kind", ["lock", "result"])
+def test_a_branch_that_cannot_be_kept_says_why_in_one_line(kind: str, stretto: Stretto) -> None:
+    """A lock that cannot be opened is not that of another process."""
+    stretto(*BRANCH, "--seeds", 1)
+    place = next(Path("runs/a-branches").glob("*-0-*"))
+    (place / "branch.json").unlink()
+    if kind == "lock":
+        (place / "run.lock").unlink()
+        (place / "run.lock").symlink_to("/nowhere/else")
+    else:
+        (place / "branch.json").mkdir()
+    said = stretto(*BRANCH, "--seeds", 1)
+    assert said.code == 2
+    assert said.err.count("\n") == 1
+    assert ("link" if kind == "lock" else "directory") in said.err

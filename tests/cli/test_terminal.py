@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import sleep
@@ -85,3 +87,41 @@ def test_completes_verbs(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main([])
     assert capsys.readouterr().out.split() == ["plan"]
+
+
+OUTPUTS = {
+    "full": ">/dev/full",
+    "full, errors too": ">/dev/full 2>/dev/full",
+    "closed": ">&-",
+    "all closed": "<&- >&- 2>&-",
+    "read in part": "| head -1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_run_outlives_its_output(output: str, project: Path) -> None:
+    code = "from stretto.cli import main; main(['train', 'run.yaml', '--folder', 'a'])"
+    command = f'set -o pipefail; {sys.executable} -c "{code}" {OUTPUTS[output]}'
+    done = subprocess.run(["bash", "-c", command], cwd=project, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    events = (project / "a" / "events.jsonl").read_text().splitlines()
+    assert json.loads(events[-1])["text"] == "the end"
+    ledger = (project / "a" / "ledger.csv").read_text().splitlines()
+    assert len(ledger) == 1 + 11
+    assert len(list((project / "a" / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ConnectionError("gone")])
+def test_an_error_of_the_system_is_one_line(
+    error: OSError, stretto: Stretto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("stretto.timing.convert", fail)
+    said = stretto("convert", "1ep", "--to", "ba")
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert (error.strerror or "gone").lower() in said.err
+    with pytest.raises(type(error)):
+        main(["convert", "1ep", "--to", "ba", "--traceback"])

@@ -203,13 +203,16 @@ def test_a_run_that_is_refused_leaves_what_describes_the_other_one(stretto: Stre
     assert [Path("b", name).read_text() for name in ("run.yaml", "plan.json")] == kept
 
 
-def test_a_disk_that_cannot_be_written_to_leaves_the_run_file_as_it_was(stretto: Stretto) -> None:
+def test_a_disk_that_cannot_be_written_to_leaves_the_run_file_as_it_was(
+    stretto: Stretto, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stretto("train", "run.yaml", "max_duration=1ep", "--folder", "a")
     kept = Path("a/run.yaml").read_text()
-    Path("a/run.yaml.tmp").mkdir()
+    monkeypatch.setattr("stretto._location.own_name", lambda path: path.with_suffix(".tmp"))
+    Path("a/run.tmp").mkdir()
     said = stretto("train", "a/run.yaml", "--resume", "latest", "max_duration=2ep")
     assert said.code == 2
-    assert "cannot keep a run in a: run.yaml.tmp: is a directory" in said.err
+    assert "cannot keep a run in a: run.tmp: file exists" in said.err
     assert Path("a/run.yaml").read_text() == kept
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -185,6 +188,67 @@ def test_interrupted_counting_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     data.stops_at, data.reads = None, 0
     assert count_lengths(data, tmp_path / "lengths").tolist() == [*range(1, 8)]
     assert data.reads == 4 + 3  # four to compare
+
+
+class Met(Texts):
+    """Texts of which one is read only when another process has read some, too."""
+
+    def __init__(self, barrier: Barrier, *lengths: int) -> None:
+        super().__init__(texts(*lengths))
+        self._barrier, self._has_met = barrier, False
+
+    def __getitem__(self, index: int) -> Any:
+        if not self._has_met:
+            self._has_met = True
+            self._barrier.wait()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("others", [(2, 7, 1, 8), (3, 1, 4, 1)], ids=["other data", "the same"])
+@pytest.mark.parametrize("has_locks", [True, False], ids=["locks", "no locks"])
+def test_of_many_that_count_at_once_each_gets_its_own(
+    others: tuple[int, ...], has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing stays but one whole file; who finds that of other data is told."""
+    if not has_locks:
+        monkeypatch.setattr(module, "has_locked", lambda _: None)
+    monkeypatch.setattr(module, "_CHUNK", 1)
+    path, barrier, first = tmp_path / "lengths", Barrier(4, timeout=30), (3, 1, 4, 1)
+
+    def count(number: int) -> list[int] | str:
+        own = others if number % 2 else first
+        try:
+            return [*own, *count_lengths(Met(barrier, *own), path).tolist()]
+        except DataError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(count, range(4)))
+    right = [[*one, *one] for one in (first, others)]
+    assert all(one in right or "other data" in one for one in found)
+    assert any(one in right for one in found)
+    left = {one.name for one in tmp_path.iterdir()}
+    assert left <= {"lengths", "lengths.part"}
+    own = first if right[0] in found else others
+    assert count_lengths(texts(*own), path).tolist() == [*own]
+    assert "lengths.part" not in left or not has_locks
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link of the part", "device"])
+def test_a_path_that_leads_elsewhere_is_refused(kind: str, tmp_path: Path) -> None:
+    path, precious = tmp_path / "lengths", tmp_path / "precious"
+    precious.write_bytes(b"abc")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        (tmp_path / "lengths.part").symlink_to(precious)
+    with pytest.raises(DataError, match="keep lengths in"):
+        count_lengths(texts(3, 1), path)
+    assert precious.read_bytes() == b"abc"
 
 
 @pytest.mark.parametrize("other", [(3, 1), (3, 1, 5), (3, 1, 4, 1)], ids=str)

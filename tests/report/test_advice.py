@@ -163,3 +163,24 @@ def test_the_command_prints_and_writes_it(
     with pytest.raises(SystemExit, match="2"):
         main(["advise", str(little), "--write", str(tmp_path / "no.yaml")])
     assert not (tmp_path / "no.yaml").exists()
+
+
+@pytest.mark.parametrize("is_page", [False, True], ids=["advise", "report"])
+def test_only_what_the_same_command_has_written_is_replaced(
+    is_page: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(tmp_path / "run", steps(64, {0: 25}))
+    path = tmp_path / ("page.html" if is_page else "run.yaml")
+    verb, option = ("report", "--html") if is_page else ("advise", "--write")
+    for theirs in ("max_duration: 2ep\n", 'batch_size: "8"\nseed: 1\n', "<title>mine</title>"):
+        path.write_text(theirs)
+        with pytest.raises(SystemExit, match="2"):
+            main([verb, str(folder), option, str(path)])
+        assert "name a new file" in capsys.readouterr().err
+        assert path.read_text() == theirs
+    path.write_text("")
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="0"):
+            main([verb, str(folder), option, str(path)])
+    assert path.read_text() != ""
+    assert {one.name for one in tmp_path.iterdir()} == {"run", path.name}

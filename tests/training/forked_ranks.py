@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stretto.distributed import shard_blocks
+from stretto.errors import TrainingError
 from stretto.runtime import TrainStep
 from stretto.schedules import Linear
 from stretto.training import (
@@ -392,6 +394,25 @@ def stuck() -> dict[str, Forked]:
     return {name: Forked(work, number=3, stuck=1) for name, work in works.items()}
 
 
+def one_more() -> dict[str, Forked]:
+    """Two ranks of which one builds a Trainer more, by which one it is."""
+    wait = Stepping(rank_timeout="8s")
+
+    def work_of(alone: int) -> Callable[[int], float]:
+        def work(rank: int) -> float:
+            first, began = make(stepping=wait), time.monotonic()
+            with suppress(TrainingError):
+                if rank == alone:
+                    make(stepping=wait)
+                first.fit()
+                return -1.0
+            return time.monotonic() - began
+
+        return work
+
+    return {str(alone): Forked(work_of(alone), is_first_kept=False) for alone in range(2)}
+
+
 class Break(Callback):
     def on_batch_end(self, run: Run, step: Any) -> None:
         if os.environ["RANK"] == "1" and run.timer.batch == 3:
@@ -433,7 +454,7 @@ def raising(fault: str, parallel: str) -> Callable[[int], None]:
 
 
 def main(out: Path) -> None:
-    waiting = stuck()
+    waiting, more = stuck(), one_more()
     said = {name: unlike(name, out / "unlike") for name in UNLIKE}
     said["no difference"] = Forked(
         lambda rank: make(loading=Loading(num_workers=rank)).fit()
@@ -447,6 +468,7 @@ def main(out: Path) -> None:
     said["stream"] = Forked(ending_apart).said()
     said |= {f"resumed {rank}": resumed_alone(out / "alone", rank) for rank in range(2)}
     said |= {f"stuck {name}": run.said() for name, run in waiting.items()}
+    said |= {f"one more {name}": run.said() for name, run in more.items()}
     print(json.dumps(said))
 
 

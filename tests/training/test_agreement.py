@@ -71,6 +71,10 @@ def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
         assert "rank 1 did not come within 8 s" in first, place
         assert "rank 1 did not come within 8 s" in third, place
 
+    for alone in range(2):
+        seconds = [*map(float, said[f"one more {alone}"])]
+        assert all(0 < one < 12 for one in seconds), "each ends within the limit of 8 s"
+
 
 def test_a_difference_deep_in_a_long_setting_is_shown() -> None:
     long = "PiecewiseConstant('" + " ".join(f"{at}ep:{at + 1}" for at in range(100))

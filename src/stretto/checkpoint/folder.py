@@ -29,6 +29,8 @@ from stretto.errors import CheckpointError, without_credentials
 
 NAME = re.compile(r"checkpoint-\d{12,}-[0-9a-f]{8}")
 """The name of a copy. It ends with random digits, so that nothing is ever overwritten."""
+ASIDE = ".old1"
+"""Ends the manifest of a copy that was set aside."""
 
 
 class Store(Protocol):
@@ -53,8 +55,8 @@ class UrlStore:
     """A folder that fsspec can reach: `s3://bucket/run`, `gs://...`, or a path.
 
     The manifest is the last file that is written and the first that is deleted, so what has one is
-    whole. Objects are only put, never renamed or overwritten. Endpoints and keys come from the
-    configuration of fsspec, such as the environment variable `FSSPEC_S3`.
+    whole. Objects are only put, never overwritten. Endpoints and keys come from the configuration
+    of fsspec, such as the environment variable `FSSPEC_S3`.
 
     >>> import tempfile
     >>> store = UrlStore(tempfile.mkdtemp())
@@ -134,8 +136,15 @@ class UrlStore:
                 for file in sorted(files, key=lambda file: file != MANIFEST):
                     self._files.rm_file(f"{self._root}/{name}/{file}")
 
+    def set_aside(self, names: Iterable[str]) -> None:
+        """Rename the manifests of copies: they are no copies any more, and are never deleted."""
+        for name in names:
+            manifest = f"{self._root}/{name}/{MANIFEST}"
+            self._files.cp_file(manifest, manifest + ASIDE)
+            self._files.rm_file(manifest)
+
     def _found(self) -> dict[str, set[str]]:
-        """Return the files of each copy, whole or not.
+        """Return the files of each copy, whole or not, but not of those that were set aside.
 
         Raises:
             Exception: the folder cannot be reached. `exists` would say that it is not there.
@@ -154,7 +163,7 @@ class UrlStore:
             # Not those of runs in folders below.
             if NAME.fullmatch(name) and parent.strip("/") == self._root.strip("/"):
                 copies.setdefault(name, set()).add(file)
-        return copies
+        return {name: own for name, own in copies.items() if MANIFEST + ASIDE not in own}
 
     def of_one(self) -> tuple[UrlStore, str]:
         """Return the store of a copy and its name, if this is the address of one; or itself.
@@ -217,6 +226,12 @@ def candidates(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     return sorted(found, key=lambda path: position_of(path.name))
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Return what a kill has left of checkpoints that were being written or deleted."""
+    found = folder.glob(f"*{UNFINISHED}")
+    return [path for path in found if CHECKPOINT.fullmatch(path.stem)]
 
 
 def latest_good(folder: Path, *, sleep: Callable[[float], None] = time.sleep) -> Path | None:
@@ -297,10 +312,10 @@ def keep(folder: Path, newest: int = 3, also: Iterable[Path] = ()) -> None:
         with read_errors(folder):
             for name, entry in read_manifest(found[-1]).items() if found else ():
                 check_member(found[-1], name, entry, content=False)
+            left = unfinished(folder) if found else []
     except CheckpointError:
         return  # try again next time
     stay = {path.name for path in (*found[-newest:], *also)}
-    left = [path for path in folder.glob(f"checkpoint-*{UNFINISHED}") if found]
     for act, paths in ((remove, left), (delete_checkpoint, found)):
         for path in paths:
             if path.name not in stay:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
 
+from stretto._location import open_plain, own_name
 from stretto.checkpoint.parts import save_plain
 from stretto.checkpoint.reading import CheckpointReader, open_checkpoint
-from stretto.checkpoint.writing import UNFINISHED, remove
 from stretto.errors import CheckpointError, first_line, shown
 from stretto.runtime.compiled import plain_state
 
@@ -50,9 +51,8 @@ def export_weights(
         raise CheckpointError.cannot(
             f"write {folder}", why="it exists", instead="choose a new folder"
         )
-    unfinished = folder.with_name(folder.name + UNFINISHED)
+    unfinished = own_name(folder)
     try:
-        remove(unfinished)
         unfinished.mkdir(parents=True)
         if to == "hf":
             _write_hf(reader, unfinished, shard_bytes)
@@ -64,6 +64,8 @@ def export_weights(
     except OSError as error:
         instead = "free space or choose another folder"
         raise CheckpointError.cannot(f"write {folder}", why=str(error), instead=instead) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _state(reader: CheckpointReader) -> dict[str, Tensor]:
@@ -94,7 +96,8 @@ def _write_hf(reader: CheckpointReader, folder: Path, shard_bytes: int) -> None:
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         text = json.dumps(index, indent=2) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, "utf-8")
+        with open_plain(folder / "model.safetensors.index.json", "xb") as opened:
+            opened.write(text.encode())
 
 
 def _cut(sizes: dict[str, int], most: int) -> Iterator[list[str]]:

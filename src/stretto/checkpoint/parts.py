@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stretto._location import open_plain
 from stretto.checkpoint.manifest import DamagedError, Entry
 from stretto.checkpoint.sharding import Box, Shard
 from stretto.errors import CheckpointError
@@ -139,9 +140,9 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor | Shard]) -> Entry:
         code = re.search(r"os error (\d+)", str(error))  # it has no other place for it
         number = int(code[1]) if code else errno.EIO
         raise OSError(number, os.strerror(number) if code else str(error)) from error
-    with file.open("rb", buffering=0) as opened:
+    with open_plain(file, buffering=0) as opened:
         os.fsync(opened.fileno())
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()  # type: ignore[arg-type]
     return Entry(file.stat().st_size, digest)
 
 
@@ -154,7 +155,7 @@ def save_plain(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, st
         OSError: the file exists, or cannot be created.
         SafetensorError: it cannot be written.
     """
-    with file.open("xb") as new:
+    with open_plain(file, "xb") as new:
         mode = os.fstat(new.fileno()).st_mode
     save_file(dict(tensors), file, metadata)
     with suppress(PermissionError):  # some mounts have one mode for all files

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stretto._location import local_path
+from stretto._location import local_path, open_plain, read_plain
 from stretto.checkpoint.manifest import (
     MANIFEST,
     RECORDS,
@@ -165,7 +165,7 @@ def finish_checkpoint(
         parts = []
         for rank in range(world_size):
             file = folder / _part_file(rank)
-            parts.append(RankPart(*json.loads(file.read_bytes())))
+            parts.append(RankPart(*json.loads(read_plain(file))))
             file.unlink()
         aliases = _encode(merge(parts))
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(clock()))
@@ -219,7 +219,7 @@ def synchronize(path: Path) -> None:
 def _write(file: Path, text: str) -> Entry:
     """Write a small file with fsync."""
     content = text.encode("ascii")
-    with file.open("xb") as opened:
+    with open_plain(file, "xb") as opened:
         opened.write(content)
         opened.flush()
         os.fsync(opened.fileno())

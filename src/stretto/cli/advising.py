@@ -13,7 +13,7 @@ from stretto.config.training import build_trainer
 from stretto.errors import ConfigError
 from stretto.report import read_advice
 from stretto.report.tables import cost_table
-from stretto.run_folder import replace_file
+from stretto.run_folder import reading_run, write_named
 
 
 def step_cost(arguments: Sequence[str], sizes: str | None) -> tuple[str, dict[str, Any]]:
@@ -40,13 +40,14 @@ def advise(folder: Path, write: Path | None) -> tuple[str, dict[str, Any]]:
     Raises:
         ConfigError: nothing is known that could be written.
     """
-    advice = read_advice(folder)
-    text, policy = str(advice), advice.policy
+    with reading_run(folder):
+        advice = read_advice(folder)
+        text, policy = str(advice), advice.policy
     if write is not None:
         if not policy:
             why, instead = "the log does not tell them", "do what 'stretto advise' without it says"
             raise ConfigError.cannot(f"write sizes to {write}", why=why, instead=instead)
-        replace_file(write, f'batch_size: "{policy}"\n')
+        write_named(write, f'batch_size: "{policy}"\n', r'batch_size: "[^"\n]*"\n')
         text += f'\nwrote batch_size: "{policy}" to {write}'
     plain = {"now": advice.now, "noise": advice.noise, "batch_size": policy or None}
     return text, {**plain, "seconds": advice.prices, "lines": str(advice).splitlines()}

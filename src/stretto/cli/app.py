@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from stretto.cli.terminal import print_json, progress, verb
+from stretto.cli.terminal import of_system, open_standard_files, print_json, progress, verb
 from stretto.errors import StrettoError
 
 app = typer.Typer(
@@ -222,23 +222,41 @@ def report(paths: list[Path], *, html: Path | None = None, as_json: bool = False
         html: Write a page for a browser.
         as_json: Print JSON.
     """
-    from stretto.report import page, read_advice, read_metrics, run_table
+    from stretto.errors import DataError
+    from stretto.report import page, read_metrics
+    from stretto.report.tables import run_report
+    from stretto.run_folder import reading_run
 
-    if html is not None:
-        if len(paths) == 1 and paths[0].is_file():
-            shown = page.memory_payload(paths[0])
-        else:
-            shown = page.payload(map(page.read if len(paths) == 1 else page.read_or_problem, paths))
-        page.write(html, shown)
+    def as_record(folder: Path) -> dict[str, Any]:
+        return {"folder": str(folder), **asdict(read_metrics(folder))}
+
+    if html is not None and len(paths) == 1 and paths[0].is_file():
+        page.write(html, page.memory_payload(paths[0]))
         typer.echo(f"wrote {html}", err=True)
         return
-    found = {folder: read_metrics(folder) for folder in paths}
-    if as_json:
-        records = [{"folder": str(folder), **asdict(read)} for folder, read in found.items()]
-        print_json(records if len(paths) > 1 else records[0])
+    read: Callable[[Path], Any] = as_record if as_json else run_report
+    read = read if html is None else page.read
+    shown, problems = list[Any](), list[str]()
+    for folder in paths:
+        try:
+            with reading_run(folder):
+                shown.append(read(folder))
+        except DataError as error:  # it does not hide the others
+            if len(paths) == 1:
+                raise
+            problems.append(f"Error: {error}")
+            record = {"folder": str(folder), "problem": str(error)}
+            shown += [page.read_or_problem(folder)] if html else [record] if as_json else []
+    if html is not None:
+        page.write(html, page.payload(shown))
+        typer.echo(f"wrote {html}", err=True)
+    elif as_json:
+        print_json(shown if len(paths) > 1 else shown[0])
     else:
-        texts = [(run_table(read, folder), read_advice(folder)) for folder, read in found.items()]
-        typer.echo("\n\n".join(f"{text}\n\n{one}" if one.is_known else text for text, one in texts))
+        typer.echo("\n\n".join(shown))
+    if problems:
+        typer.secho("\n".join(problems), err=True, fg=typer.colors.RED)
+        raise typer.Exit(1 if len(problems) < len(paths) else MISUSE)
 
 
 @verb(app, "watch", "watch runs/a --port 8400")
@@ -432,6 +450,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: what follows the program's name; by default, those of this process.
     """
     warnings.formatwarning = _one_line
+    open_standard_files()
     given = list(sys.argv[1:] if arguments is None else arguments)
     kept = [text for text in given if text not in {TRACEBACK, QUIET}]
     try:
@@ -440,9 +459,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 nothing = stack.enter_context(Path(os.devnull).open("w"))
                 stack.enter_context(redirect_stdout(nothing))
             app(kept, prog_name="stretto")
-    except StrettoError as error:
+    except (StrettoError, OSError) as error:
         if TRACEBACK in given:
             raise
+        if isinstance(error, OSError):
+            error = of_system(error)
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         typer.secho(f"Error [{error.code}]: {text}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, final
 
+from stretto._location import read_plain
 from stretto.batching import Fixed, as_policy
 from stretto.batching.rules import is_learning_rate
 from stretto.checkpoint import open_checkpoint
@@ -28,7 +29,17 @@ from stretto.config.training import build_trainer
 from stretto.errors import ConfigError, DataError, TrainingError
 from stretto.planning import Prepared
 from stretto.report.critical import Critical, compared, critical, static_plan
-from stretto.run_folder import RUN_FILE, locked, metrics_lines, read_json, read_ledger, replace_file
+from stretto.run_folder import (
+    LEDGER,
+    METRICS,
+    RUN_FILE,
+    locked,
+    metrics_lines,
+    read_json,
+    read_ledger,
+    replace_file,
+    write_named,
+)
 from stretto.timing import Time, TimeUnit, read_wall_clock
 from stretto.training import Callback
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
@@ -43,6 +54,7 @@ times the batch, AdamW's loss rose by 0.014 to 0.033 more than without (bench/br
 SHARE, NEAR = 0.25, "5%"
 """By default, all branches take this part of a run; a checkpoint is near a time within this."""
 RESULT = "branch.json"
+FOUND = "# found by stretto branch\n"
 
 
 class Point(NamedTuple):
@@ -87,6 +99,8 @@ class Branches:
         add_working_folder()
         self.run, self.orders, self.tolerance = run, orders, limit
         self.folder = run.with_name(f"{run.name}-branches") if folder is None else folder
+        is_run = any((self.folder / name).exists() for name in (LEDGER, METRICS))
+        self._need(not is_run, f"{self.folder} is a run", "write another --folder")
         self._need((run / RUN_FILE).is_file(), f"it has no {RUN_FILE}", "train it with a run file")
         self._own = read_run_file(run / RUN_FILE)
         self.config = read_run_file(run / RUN_FILE, overrides)
@@ -210,12 +224,13 @@ class Branches:
 
     def place(self, one: Branch) -> Path:
         """Return the folder of a branch."""
-        return self.folder / f"{one.point.sample:012d}-{one.size}-{one.order}"
+        name = f"{one.point.sample:012d}-{one.size}-{one.order}-{self.key(one)[:8]}"
+        return self.folder / name
 
     def key(self, one: Branch) -> str:
         """Return what the result of a branch depends on, as a digest."""
         text = dump_run_file(self.config_of(one.size, one.order)) + f"{one.point.samples}"
-        return hashlib.sha256((one.point.path / MANIFEST).read_bytes() + text.encode()).hexdigest()
+        return hashlib.sha256(read_plain(one.point.path / MANIFEST) + text.encode()).hexdigest()
 
     def result(self, one: Branch) -> Mapping[str, Any] | None:
         """Return what a branch has found with these settings; None: it has not ended."""
@@ -234,8 +249,8 @@ class Branches:
             with ExitStack() as stack:
                 try:
                     stack.enter_context(locked(self.place(one)))
-                except TrainingError:
-                    if self.place(one).is_dir():
+                except TrainingError as error:
+                    if error.__cause__ is None:
                         continue  # another process trains it
                     raise
                 if self.result(one) is None:
@@ -326,8 +341,8 @@ class Branches:
     def _advice(self, plan: Mapping[str, int], each: Mapping[int, float]) -> Iterator[str]:
         """Yield the plan, and what it would save; write it."""
         policy = as_policy(plan if len(plan) > 1 else plan["0%"])
-        text = dump_run_file(replace(self.config, batch_size=policy, folder=None))
-        replace_file(self.folder / RUN_FILE, text)
+        text = FOUND + dump_run_file(replace(self.config, batch_size=policy, folder=None))
+        write_named(self.folder / RUN_FILE, text, f"{FOUND}.*")
         if len(plan) > 1:
             yield f"batch_size: {{{', '.join(f'{at}: {size}' for at, size in plan.items())}}}"
         else:

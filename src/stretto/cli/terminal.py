@@ -6,17 +6,19 @@ import inspect
 import json
 import os
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TextIO, TypeVar, final, get_type_hints
 
 import typer
 
 from stretto._location import local_path
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, StrettoError, first_line, shown
 
 _ARGUMENT = re.compile(r"^ {4}(\w+)(?: \((.+?)\))?: (.+(?:\n {8}.+)*)", re.MULTILINE)
 """A line of a docstring: the name of an argument, how it is written, and what it is for."""
@@ -62,6 +64,56 @@ def _local(given: Path | list[Path] | None) -> Path | list[Path] | None:
     if isinstance(given, list):
         return [local_path(path, "use", ConfigError) for path in given]
     return None if given is None else local_path(given, "use", ConfigError)
+
+
+def open_standard_files() -> None:
+    """Open what the shell has closed (`>&-`), or else a file of the run would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  to the end
+
+
+def of_system(error: OSError) -> StrettoError:
+    """Return an error of the system as one of ours."""
+    drop_output()
+    what = "go on" if error.filename is None else f"use {shown(str(error.filename))}"
+    why = (error.strerror or first_line(error)).lower()
+    instead = "free space, or look at that file; --traceback shows where it was"
+    return StrettoError.cannot(what, why=why, instead=instead)
+
+
+def drop_output() -> None:
+    """If stdout is full, or its reader has gone, send the rest of it nowhere."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@final
+class Lasting:
+    """A stdout that ends no run: from its first failure on, what is printed goes nowhere."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        """Write, and flush, so that nothing fails later."""
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except (OSError, ValueError) as error:
+            drop_output()
+            warnings.warn(
+                f"cannot write to stdout: {first_line(error)}; the run goes on without it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return len(text)
 
 
 def print_json(value: object) -> None:

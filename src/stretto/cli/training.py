@@ -7,7 +7,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -22,13 +22,13 @@ from stretto.cli.planning import (
     packaged_run_file,
     split_arguments,
 )
-from stretto.cli.terminal import print_json, progress
+from stretto.cli.terminal import Lasting, print_json, progress
 from stretto.config.run import RunConfig, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
 from stretto.config.yaml import parse_override
 from stretto.errors import ConfigError, PlanWarning
 from stretto.planning import UnknownSizes, bound_of
-from stretto.run_folder import LEDGER, RUN_FILE, replace_file, unwritable
+from stretto.run_folder import LEDGER, RUN_FILE, replace_file, set_aside, unwritable
 from stretto.timing import TimeUnit
 from stretto.training import Callback
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
@@ -53,7 +53,8 @@ def train(
 ) -> None:
     """Train; print an introduction and a summary, or the results as JSON."""
     given = {"unpickle": unpickle, "even_if_stopped": even_if_stopped}
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+    lasting = Lasting(sys.stderr if as_json else sys.stdout)
+    with redirect_stdout(lasting):
         trainer, notes = _train(arguments, folder, resume, **given)
     if as_json and notes.is_first:
         print_json(results(trainer, notes))
@@ -75,6 +76,7 @@ def _train(
     if config.log.console is None:
         config = replace(config, log=replace(config.log, console=True))
     folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
+    notes.continues = (folder / LEDGER).exists()
     with progress("building the run"), warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)  # notes of the introduction
         trainer = notes.trainer = build_trainer(
@@ -98,6 +100,8 @@ class Notes(Callback):
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self.continues = False
+        """Whether the folder has the run file of an earlier attempt."""
         self.is_first = os.environ.get("RANK", "0") == "0"
         self.trainer: Trainer | None = None
         self.metrics: dict[str, Mapping[str, float]] = {}
@@ -112,8 +116,11 @@ class Notes(Callback):
         if not run.is_first_rank or run.folder is None or self.trainer is None:
             return
         text = dump_run_file(resolved(self._config, self.trainer))
+        path = run.folder / RUN_FILE
         try:
-            replace_file(run.folder / RUN_FILE, text)
+            if not self.continues and path.exists():  # it is the user's
+                set_aside(path)
+            replace_file(path, text)
         except OSError as error:
             raise unwritable(run.folder, error) from None
 

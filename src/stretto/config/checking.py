@@ -17,6 +17,7 @@ from inspect import Signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stretto._location import read_plain
 from stretto._optional import missing
 from stretto.batching import as_rules
 from stretto.config.plans import with_targets
@@ -198,7 +199,7 @@ def _file(module: str) -> Path | None:
 @cache
 def _tree(module: str) -> ast.Module | None:
     path = _file(module)
-    return None if path is None else ast.parse(path.read_bytes())
+    return None if path is None else ast.parse(read_plain(path))
 
 
 def _find(module: str, name: str) -> _Definition | None:

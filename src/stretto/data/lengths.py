@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from stretto._location import check_same, has_locked, is_at, local_path, open_plain, own_name
 from stretto.data.indices import permuted_block
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder
 from stretto.runtime.random_state import kept_generators
 from stretto.timing.grammar import whole
 
+_Count: TypeAlias = Callable[[list[Any]], list[int]]
 _BLOCK = 1 << 15  # read in 2.5 ms; 10 million samples are 306 blocks
 _BYTES, _CHUNK, _LOOKS = 4, 1024, 63
 """Of a file of lengths: bytes of one, samples that are read at once, samples counted again."""
@@ -79,7 +84,7 @@ def count_lengths(
 
     Args:
         dataset: a map-style data set.
-        path: the file. With several ranks, count in one process before they start.
+        path: the file. Of processes that count at once, each does all of it: start one first.
         length: returns the tokens of a sample; None: the ones of its `attention_mask`, else the
             number of its `input_ids`, else `len(sample)`.
         num_workers: processes that read samples.
@@ -87,24 +92,41 @@ def count_lengths(
     Raises:
         DataError: a length is not a whole number of at least 1, or the file is of other data.
     """
-    path, count, num_samples = Path(path), partial(_lengths, length or _length), len(dataset)
-    part = path.with_name(path.name + ".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = path if path.exists() else part
-    size = found.stat().st_size if found.exists() else 0
-    done = size // _BYTES
-    places = sorted({at * max(0, done - 1) // _LOOKS for at in range(_LOOKS + 1)}) if done else []
-    is_whole = found is part or size == num_samples * _BYTES
-    if (
-        not is_whole
-        or done > num_samples
-        or _kept(found, done, places) != count([dataset[place] for place in places])
-    ):
-        why = "it has the lengths of other data, or of other ones of these"
-        raise DataError.cannot(f"use {found}", why=why, instead="delete it, or pass another path")
-    if found is part:
-        with part.open("ab") as file, kept_generators():
-            file.truncate(done * _BYTES)
+    place = local_path(path, "keep lengths in", DataError)
+    counted = partial(_lengths, length or _length)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(place):
+            return _whole(place, dataset, counted)
+        return _counted(place, dataset, counted, num_workers)
+    except OSError as error:
+        why, instead = (error.strerror or str(error)).lower(), "pass the path of another file"
+        raise DataError.cannot(f"keep lengths in {place}", why=why, instead=instead) from error
+
+
+def _whole(path: Path, dataset: Any, count: _Count) -> Tensor:
+    """Return the lengths in a file that is complete.
+
+    Raises:
+        DataError: they are those of other data.
+    """
+    with open_plain(path) as file:
+        return _kept(file, path, dataset, count, len(dataset))
+
+
+def _counted(path: Path, dataset: Any, count: _Count, num_workers: int) -> Tensor:
+    """Count the lengths, and keep them if no other process has done so meanwhile."""
+    part, num_samples = path.with_name(path.name + ".part"), len(dataset)
+    with ExitStack() as opened:
+        file = opened.enter_context(open_plain(part, "a+b"))
+        # Another process may count, too; or it has ended since the file was opened.
+        if not (has_locked(file) and is_at(file, part)):
+            part = own_name(path)
+            file = opened.enter_context(open_plain(part, "a+b"))
+            opened.callback(part.unlink, missing_ok=True)
+        done = len(_kept(file, part, dataset, count))
+        file.truncate(done * _BYTES)
+        with kept_generators():
             rest: Any = range(done, num_samples)
             for some in DataLoader(
                 dataset, _CHUNK, sampler=rest, num_workers=num_workers, collate_fn=count
@@ -113,15 +135,40 @@ def count_lengths(
                 file.flush()
                 done += len(some)
                 _show(done, num_samples)
+        check_same(file, part, num_samples * _BYTES)
+        if os.path.lexists(path):
+            part.unlink()
+            return _whole(path, dataset, count)
         part.replace(path)
-    return torch.from_file(str(path), shared=False, size=num_samples, dtype=torch.int32)
+        return _mapped(file, num_samples)
 
 
-def _kept(path: Path, count: int, places: list[int]) -> list[int]:
-    if not count:
-        return []
-    kept = torch.from_file(str(path), shared=False, size=count, dtype=torch.int32)
-    return kept[torch.tensor(places)].tolist()
+def _kept(
+    file: IO[bytes], path: Path, dataset: Any, count: _Count, whole: int | None = None
+) -> Tensor:
+    """Return the lengths in a file, which they stay, whatever gets its name.
+
+    Raises:
+        DataError: they are those of other data, as some that are counted again show; or there are
+            not so many as a whole file has.
+    """
+    done = os.fstat(file.fileno()).st_size // _BYTES
+    places = sorted({at * (done - 1) // _LOOKS for at in range(_LOOKS + 1)}) if done else []
+    kept = _mapped(file, done)
+    if (
+        done > len(dataset)
+        or whole not in (None, done)
+        or kept[places].tolist() != count([dataset[place] for place in places])
+    ):
+        why = "it has the lengths of other data, or of other ones of these"
+        raise DataError.cannot(f"use {path}", why=why, instead="delete it, or pass another path")
+    return kept
+
+
+def _mapped(file: IO[bytes], count: int) -> Tensor:
+    # An empty file cannot be mapped.
+    memory = mmap(file.fileno(), count * _BYTES, access=ACCESS_COPY) if count else bytearray(_BYTES)
+    return torch.frombuffer(memory, dtype=torch.int32)[:count]
 
 
 def _length(sample: Any) -> Any:

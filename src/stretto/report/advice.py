@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,14 +11,18 @@ from typing import Any, final
 
 from stretto.batching.noise_scale import LEAST_GAIN
 from stretto.batching.step_cost import MOST_ROWS, StepCost, StepSeconds
+from stretto.errors import DataError
 from stretto.report.run import read_metrics
-from stretto.run_folder import EVENTS, complete_text, parsed_event
+from stretto.run_folder import EVENTS, complete_text, parsed_event, reading_run
 
 _FACTS = ("machine", "optimizer", "micro_batch_size")
 """Rows of attempts that differ in one of these are not compared."""
 _NEAR = 1.05
 _PARTS = 5
 """A plan has so many parts of the run, each with a size of its own."""
+_READ = ("step_seconds", "sample_seconds", "noise_scale", "noise_scale_low", "noise_scale_high")
+_MOST = 1e15
+"""No size, noise scale or number of seconds is as large."""
 _BEYOND = 4
 """A size beyond those that were measured is looked at up to this factor."""
 
@@ -132,13 +137,28 @@ class Advice:
         yield f"not known: whether the noise scale is the right one for {self.optimizer}"
 
 
+def advice_lines(folder: Path) -> list[str]:
+    """Return what the logs of a run say of sizes; none if they do not tell, or are damaged."""
+    with suppress(DataError), reading_run(folder):
+        advice = read_advice(folder)
+        return str(advice).splitlines() if advice.is_known else []
+    return []
+
+
 def read_advice(folder: Path) -> Advice:
-    """Return what the logs of a run say.
+    """Return what the logs of a run say; lines without a size or a sound time are left out.
 
     Raises:
         DataError: there are no metrics, or a line is not valid.
     """
-    training = read_metrics(folder).training
+    training = [
+        line
+        for line in read_metrics(folder).training
+        if 1 <= line.get("batch_size", 0) < _MOST
+        and all(not abs(line.get(name, 0)) >= _MOST for name in _READ)
+    ]
+    if not training:
+        return Advice(None, None, 0, {})
     events = [one for one in map(parsed_event, complete_text(folder / EVENTS).splitlines()) if one]
     facts, since = _last_machine(events)
     lines = [line for line in training if line["ba"] > since]

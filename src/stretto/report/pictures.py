@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto._location import replacing
 from stretto._optional import import_optional
 from stretto.errors import ConfigError, PlanError
 from stretto.planning import Plan
@@ -194,7 +195,9 @@ def _save(figure: Figure, path: Path) -> None:
     dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150, metadata=dated.get(path.suffix.lower()))
+        kind = path.suffix.lower()
+        with replacing(path) as file:
+            figure.savefig(file, format=kind[1:], dpi=150, metadata=dated.get(kind))
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise ConfigError.bad("path", str(path), why, "choose another folder") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,8 +15,9 @@ from stretto.batching.step_cost import StepCost, shown_seconds
 from stretto.planning import Event, Plan, Stage, bound_of
 from stretto.planning.borders import value_text
 from stretto.planning.stages import FIRST
-from stretto.report.run import RunMetrics
-from stretto.run_folder import PLAN, read_json
+from stretto.report.advice import advice_lines
+from stretto.report.run import RunMetrics, read_metrics
+from stretto.run_folder import PLAN, read_json, whole_ledger
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
@@ -293,11 +295,13 @@ def run_table(metrics: RunMetrics, folder: Path) -> str:
     followed = [name for name in FOLLOWED if any(name in line for line in metrics.training)]
     heads = [*(_CLOCK[unit] for unit in counts), "time", _size_head(folder)]
     heads += [name.replace("_", " ") for name in followed] + ["loss", *names]
-    table = [heads]
+    table, ledger = [heads], dict[str, Any]()
+    with suppress(OSError):
+        ledger |= whole_ledger(folder)
     for row in shown:
         trained = _line_at(metrics, row)
         cells = [_count(row[unit]) for unit in counts]
-        cells += [_time(row["sec"]), _count(trained.get("batch_size"))]
+        cells += [_time(row["sec"]), _count(_size_at(row, trained, ledger))]
         cells += [_about(trained.get(name)) for name in followed] + [_loss(trained.get("loss"))]
         table.append([*cells, *(_loss(row.get(name)) for name in names)])
     lines = aligned(list(zip(*table, strict=True)))
@@ -305,12 +309,38 @@ def run_table(metrics: RunMetrics, folder: Path) -> str:
     return "\n".join([f"{folder}:", "", *lines, *([""] if notes else []), *notes])
 
 
+def run_report(folder: Path) -> str:
+    """Return a run as text, and what its log says of batch sizes.
+
+    Raises:
+        DataError: there are no metrics, or a line is not valid.
+    """
+    table = run_table(read_metrics(folder), folder)
+    return "\n".join([table, "", *advice_lines(folder)]).rstrip()
+
+
 def _size_head(folder: Path) -> str:
     """Return what the batch sizes of a run are, as far as its plan says it."""
-    plan = read_json(folder / PLAN)
-    stages = plan.get("stages", ()) if isinstance(plan, dict) else ()
-    units = {stage.get("unit") for stage in stages}
-    return "batch tokens" if "tok" in units else "batch size"
+    with suppress(TypeError, LookupError):
+        if read_json(folder / PLAN)["stages"][0]["unit"] == "tok":
+            return "batch tokens"
+    return "batch size"
+
+
+def _size_at(
+    row: Mapping[str, float], line: Mapping[str, float], ledger: Mapping[str, Any]
+) -> float | None:
+    """Return the size of the batch after which a line is; None: it is not known.
+
+    Args:
+        row: the line.
+        line: the last line of training up to it.
+        ledger: the columns of the ledger; none if there is none.
+    """
+    if line.get("ba") == row["ba"]:
+        return line.get("batch_size")
+    places = (ledger["batch"] == row["ba"] - 1).nonzero()[0] if ledger else ()
+    return float(ledger["decided_size"][places[0]]) if len(places) else None
 
 
 def _evenly_spaced(rows: list[Mapping[str, float]]) -> list[Mapping[str, float]]:

@@ -29,10 +29,11 @@ _LOST = (
 _LATE = "timed out waiting"
 """What gloo says if another process does not come in time."""
 _MOST = timedelta(seconds=30)
-"""How long to wait for other ranks that give up: they began to wait at different times."""
+"""How long to wait for other ranks that give up, which began to wait at different times; at most an
+eighth of the time that a rank waits for others."""
 _MOMENT = timedelta(seconds=0.5)
 """How long to wait for the first rank that gives up to write."""
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.02
 _ANSWER_SECONDS = 5.0
 """How much longer the store may take to answer."""
 
@@ -80,7 +81,7 @@ class RankMonitor:
             raise self._explained(error, is_late=_LATE in said) from error
 
     def _explained(self, error: RuntimeError, *, is_late: bool) -> TrainingError:
-        grace = _MOST if self._timeout is None else min(self._timeout, _MOST)
+        grace = _MOST if self._timeout is None else min(self._timeout / 8, _MOST)
         answers: list[list[int] | None] = []
 
         def ask() -> None:
@@ -90,14 +91,10 @@ class RankMonitor:
         # In a thread: if the process that keeps the store is stuck itself, no call returns.
         asking = Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(grace.total_seconds() + _ANSWER_SECONDS)
+        asking.join(grace.total_seconds() + min(_ANSWER_SECONDS, grace.total_seconds()))
         missing = answers[0] if answers else None
         if missing:
-            who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}"
-            wait = self._timeout
-            wait_text = "in time" if wait is None else f"within {wait.total_seconds():g} s"
-            why = f"{who} did not come {wait_text}"
-            instead = "look at it, for example with py-spy; if it needs longer, raise rank_timeout"
+            why, instead = _late(missing, self._timeout)
         elif not is_late and missing is None:
             why, instead = "one of them has ended", "look for its own error, which came first"
         elif missing is None:
@@ -115,23 +112,51 @@ class RankMonitor:
             return None
         if is_late:
             self.store.set("late", "")
-        elif not self._comes(["late"], _MOMENT):
+        elif not _come(self.store, ["late"], _MOMENT):
             return None
         here = [f"here/{rank}" for rank in range(self._world_size)]
         self.store.set(here[self._rank], "")
-        self._comes(here, grace)
+        _come(self.store, here, grace)
         missing = [rank for rank, key in enumerate(here) if not self.store.check([key])]
         # All ranks report the same, a rank that arrives later included.
         found: list[int] = json.loads(self.store.compare_set("missing", "", json.dumps(missing)))
         return found
 
-    def _comes(self, keys: Sequence[str], wait: timedelta) -> bool:
-        """Wait for keys; `Store.wait` would write warnings when the time is over."""
-        assert self.store is not None
-        deadline = time.monotonic() + wait.total_seconds()
-        while not (has_come := self.store.check(list(keys))) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        return has_come
+
+def _late(missing: Sequence[int], limit: timedelta | None) -> tuple[str, str]:
+    """Return why some ranks are waited for in vain, and what to do."""
+    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}"
+    limit_text = "in time" if limit is None else f"within {limit.total_seconds():g} s"
+    instead = "look at it, for example with py-spy; if it needs longer, raise rank_timeout"
+    return f"{who} did not come {limit_text}", instead
+
+
+def _come(store: Store, keys: Sequence[str], limit: timedelta) -> bool:
+    """Wait for keys; `Store.wait` would write warnings when the time is over."""
+    deadline = time.monotonic() + limit.total_seconds()
+    while not (has_come := store.check(list(keys))) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return has_come
+
+
+def meet(store: Store, own: str, limit: timedelta) -> list[bytes]:
+    """Return what each rank says, once all have said something; every rank must call it.
+
+    Args:
+        store: where they meet, under a name that is used once.
+        own: what this rank says.
+        limit: how long it waits for the others.
+
+    Raises:
+        TrainingError: some did not come.
+    """
+    keys = [f"meet/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], own)
+    if not _come(store, keys, limit):
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        why, instead = _late(missing, limit)
+        raise TrainingError.cannot("go on with the other ranks", why=why, instead=instead)
+    return [store.get(key) for key in keys]
 
 
 def own_store(name: str) -> Store:

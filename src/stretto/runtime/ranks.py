@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stretto.batching import checked_size
 from stretto.errors import DataError, TrainingError, first_line
-from stretto.runtime.rank_monitor import RankMonitor, own_store
+from stretto.runtime.rank_monitor import RankMonitor, meet, own_store
 from stretto.runtime.rendezvous import join_group
 from stretto.runtime.sharded import is_dtensor
 from stretto.timing.grammar import whole
@@ -56,21 +56,24 @@ class _GlooGroup:
 
     @classmethod
     def join(cls, timeout: timedelta | None) -> _GlooGroup:
-        """Return the group; every rank must call it."""
-        found = cls._shared
-        if found is None or found.world is not dist.group.WORLD or not found._is_idle():
+        """Return the group; every rank must call it.
+
+        Raises:
+            TrainingError: some ranks did not come in time.
+        """
+        found, world = cls._shared, dist.group.WORLD
+        if found is not None and found.world is not world:
+            found = None
+        name, own = "first", 0.0
+        if found is not None:
+            name, own = f"{found.group.group_name}/{found.num_runs}", found.calls
+        limit = timeout or dist.distributed_c10d.default_pg_timeout
+        calls = meet(own_store(name), str(own), limit)
+        if found is None or len(set(calls)) > 1 or isnan(own):
             group = dist.new_group(backend="gloo", timeout=timeout)
-            cls._shared = found = cls(dist.group.WORLD, group)
+            cls._shared = found = cls(world, group)
         found.num_runs += 1
         return found
-
-    def _is_idle(self) -> bool:
-        """Return whether all ranks have made equally many calls."""
-        store = own_store(f"{self.group.group_name}/{self.num_runs}")
-        keys = [f"calls/{rank}" for rank in range(dist.get_world_size())]
-        store.set(keys[dist.get_rank()], str(self.calls))
-        calls = [store.get(key) for key in keys]  # waits for those that come later
-        return len(set(calls)) == 1 and not isnan(self.calls)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -159,7 +162,7 @@ class Ranks:
             torch.cuda.set_device(found)
         launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if launched and not dist.is_initialized():
-            join_group("nccl" if found.type == "cuda" else "gloo")
+            join_group("nccl" if found.type == "cuda" else "gloo", timeout)
             # To the end of the process: evaluations and other runs may follow the first one.
             atexit.register(_leave_group)
         return cls(found, timeout).join()
@@ -171,7 +174,8 @@ class Ranks:
         """
         if self.world_size > 1 and self._gloo is None:
             self.limit_waiting(dist.group.WORLD)
-            self._gloo = _GlooGroup.join(self._timeout)
+            with self.monitor.watch():
+                self._gloo = _GlooGroup.join(self._timeout)
             group = self._gloo.group
             _set_timeout(group, self._timeout or dist.distributed_c10d.default_pg_timeout)
             self.monitor.store = own_store(f"{group.group_name}/run/{self._gloo.num_runs}")

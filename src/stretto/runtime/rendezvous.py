@@ -13,32 +13,42 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from stretto.errors import TrainingError
+from stretto.errors import TrainingError, first_line
 
 _KEY = "stretto"
 _WAIT_SECONDS = 0.01
 _PATIENCE_SECONDS = 300
 
 
-def join_group(backend: str) -> None:
+def join_group(backend: str, timeout: timedelta | None = None) -> None:
     """Make the default process group of all that `torchrun` has started.
+
+    Args:
+        backend: of torch.distributed.
+        timeout: how long a process waits for the others; None: as torch sets it.
 
     Raises:
         TrainingError: some of them did not come.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend)
-        return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, world_size, is_master=False)
-    name = agree_on_name(store, rank, world_size)
-    own = PrefixStore(name, store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size)
+    own: dict[str, Any] = {}
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = TCPStore(address, port, world_size, is_master=False)
+            patience = _PATIENCE_SECONDS if timeout is None else timeout.total_seconds()
+            name = agree_on_name(store, rank, world_size, patience=patience)
+            own = {"store": PrefixStore(name, store), "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=timeout, **own)
+    except dist.DistError as error:
+        what, instead = f"begin on {world_size} ranks", "look for the error of one that is missing"
+        raise TrainingError.cannot(what, why=first_line(error), instead=instead) from error
 
 
 def agree_on_name(
@@ -46,6 +56,7 @@ def agree_on_name(
     rank: int,
     world_size: int,
     *,
+    patience: float = _PATIENCE_SECONDS,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> str:
@@ -59,7 +70,7 @@ def agree_on_name(
     """
     own, others = uuid.uuid4().hex, range(1, world_size)
     store.set(f"{_KEY}/here/{rank}", own)
-    deadline = clock() + _PATIENCE_SECONDS
+    deadline = clock() + patience
     proposed: list[str] = []
     name = ""
     while True:
@@ -78,6 +89,7 @@ def agree_on_name(
                 if store.check([f"{name}/agreed"]):
                     return name
         if clock() > deadline:
-            what, why = f"begin on {world_size} ranks", f"one is late by {_PATIENCE_SECONDS} s"
-            raise TrainingError.cannot(what, why=why, instead="look for its error")
+            what, why = f"begin on {world_size} ranks", f"one is late by {patience:g} s"
+            instead = "look for its error; if it needs longer, raise rank_timeout"
+            raise TrainingError.cannot(what, why=why, instead=instead)
         sleep(_WAIT_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 import warnings
 from collections import ChainMap
@@ -673,6 +674,8 @@ class Trainer:
         self.run.ended, self._is_resumed = None, True
         self._weights.train()  # a checkpoint has the state of that
         dropped = self._loop.saver.restore(found)
+        if self._loop.saver.saved_at is None:  # of another folder, so this is another run
+            self._setup.run_id = secrets.token_hex(8)
         self._loop.stepper.resumed_from = found
         self.changes = (*self._setup.changes, *dropped)
         self._loop.recorder.files.resumed = found, self.changes

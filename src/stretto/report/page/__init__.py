@@ -23,7 +23,7 @@ from stretto.report.page.reading import (
     runs_in,
 )
 from stretto.report.page.series import RunData, base64_of, encoded
-from stretto.run_folder import replace_file
+from stretto.run_folder import write_named
 
 __all__ = [
     "RunData",
@@ -138,10 +138,4 @@ def write(path: Path, payload: Mapping[str, Any]) -> None:
         raise ConfigError.bad(
             "--html", str(path), "it is not the name of a page", "end it in .html"
         )
-    text = build(payload)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text)
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise ConfigError.bad("--html", str(path), why, "choose another folder") from None
+    write_named(path, build(payload), ".*<title>stretto</title>.*")

@@ -14,8 +14,8 @@ import numpy as np
 
 from stretto._location import local_path
 from stretto.batching import Tokens
-from stretto.errors import DataError, first_line
-from stretto.report.advice import read_advice
+from stretto.errors import DataError
+from stretto.report.advice import advice_lines
 from stretto.report.page.series import UNITS, Numbers, RunData, Series
 from stretto.run_folder import (
     CLOCK,
@@ -25,12 +25,14 @@ from stretto.run_folder import (
     METRICS,
     PLAN,
     RUN_FILE,
+    UNFIT,
     complete_text,
     parsed_event,
-    parsed_ledger,
     parsed_metrics,
     read_json,
+    reading_run,
     unreadable,
+    whole_ledger,
 )
 
 KNOWN = {
@@ -47,8 +49,6 @@ PANELS = {
     "accumulation": "micro-batches of a rank",
     "lr": "learning rate",
 }
-UNFIT = (TypeError, LookupError, ValueError, AttributeError, ArithmeticError)
-"""What a `plan.json` that is not one raises."""
 FILES = (METRICS, LEDGER, EVENTS)
 """A folder with one of these is a run."""
 MOST_STAGES = 200
@@ -64,14 +64,8 @@ def read(folder: str | Path) -> RunData:
         DataError: the folder has no file of a run.
     """
     path = local_path(folder, "read the run in", DataError)
-    try:
-        with np.errstate(all="ignore"):
-            return _read(path)
-    except DataError:
-        raise
-    except (*UNFIT, OSError, MemoryError) as error:  # the content of a foreign file
-        why = getattr(error, "strerror", None) or first_line(error)
-        raise unreadable(path, why) from error
+    with reading_run(path), np.errstate(all="ignore"):
+        return _read(path)
 
 
 def read_or_problem(folder: Path) -> RunData:
@@ -97,22 +91,17 @@ def _read(folder: Path) -> RunData:
     if not _is_run(folder):
         raise unreadable(folder, f"it has none of {', '.join(FILES)}")
     plan = read_json(folder / PLAN)
-    metrics, text, noted = (complete_text(folder / name) for name in FILES)
+    metrics, noted = (complete_text(folder / name) for name in (METRICS, EVENTS))
     events = [one for one in map(parsed_event, noted.splitlines()) if one]
     lines = [one for one in map(parsed_metrics, metrics.splitlines()) if one]
     begun = [one for one in events if one["event"] in ("start", "resume")]
     starts = np.array([(one["sp"], one["sec"], one["utc"]) for one in begun], np.float64)
-    header, _, rows = text.partition("\n")
-    columns = header.strip().split(",")
-    is_ledger = set(LEDGER_COLUMNS) <= set(columns)
-    ledger = parsed_ledger(columns, rows) if is_ledger else {}
+    ledger = whole_ledger(folder)
     if (metrics or noted) and not (lines or events or ledger):
         raise unreadable(folder, "no line of its files is of a run of stretto")
     clock = _timed(_rows(lines), starts, is_after=True)
     run = RunData(name_of(folder), "run", _of_ledger(ledger, clock, starts, plan))
-    run.series += _of_lines(
-        lines, clock, without={*columns, *(["batch_size"] if is_ledger else [])}
-    )
+    run.series += _of_lines(lines, clock, without={*ledger, *(["batch_size"] if ledger else [])})
     given = [one["facts"] for one in events if isinstance(one.get("facts"), dict)]
     run.events = [
         {**one, "clock": np.array([float(one[unit]) for unit in UNITS])} for one in _fewer(events)
@@ -121,9 +110,7 @@ def _read(folder: Path) -> RunData:
     run.series = [*planned_series(plan, is_main=False), *run.series]
     known = {name: value for name, value in facts.items() if value is not None}
     run.facts = [[str(name).replace("_", " "), str(value)] for name, value in known.items()]
-    with suppress(DataError, *UNFIT):
-        advice = read_advice(folder)
-        run.facts += [["advice", line] for line in str(advice).splitlines() if advice.is_known]
+    run.facts += [["advice", line] for line in advice_lines(folder)]
     run.columns, run.stages = stages_of(plan, run)
     run.settings = settings_of(complete_text(folder / RUN_FILE))
     return run

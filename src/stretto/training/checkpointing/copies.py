@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from threading import Lock, Thread
 from typing import Any, final
 
-from stretto._location import MOST_BYTES, NotPlainError, read_plain
+from stretto._location import MOST_BYTES, NotPlainError, open_plain, read_plain
 from stretto.checkpoint import open_checkpoint
 from stretto.checkpoint.folder import Store, UrlStore, position_of
 from stretto.checkpoint.manifest import (
@@ -56,7 +56,8 @@ def open_store(address: Any, ranks: Ranks, *, call: str) -> Store:
 
     def reach() -> None:
         try:
-            stores.append(UrlStore(address) if isinstance(address, str) else address)
+            is_path = isinstance(address, (str, Path))
+            stores.append(UrlStore(str(address)) if is_path else address)
             if ranks.is_first:
                 stores[0].list()
         except Exception as error:
@@ -93,8 +94,8 @@ def newest_copy(
     """
     with reading(store):
         names = store.list()
-        if than is None and not only:
-            _check_one_run(store, names)
+        if not only:
+            _check_one_run(store, names, begins_anew=than is None)
         for name in reversed(names):
             if name in damaged or only not in ("", name):
                 continue
@@ -110,10 +111,10 @@ def newest_copy(
     return None
 
 
-def _check_one_run(store: Store, names: Sequence[str]) -> None:
+def _check_one_run(store: Store, names: Sequence[str], *, begins_anew: bool) -> None:
     """Refuse to choose between runs, or to begin anew where there were copies."""
     lost = store.without_manifest() if isinstance(store, UrlStore) and not names else []
-    if lost:
+    if lost and begins_anew:
         raise CheckpointError.cannot(
             f"resume from {store!r}",
             why=f"the {MANIFEST} of {', '.join(lost)} is gone",
@@ -261,7 +262,8 @@ def fetch(
         if members[:1] == [ranks.rank]:
             for mark in unfinished.glob("rank*"):
                 mark.unlink()
-            (unfinished / MANIFEST).write_text(manifest, "utf-8")
+            with open_plain(unfinished / MANIFEST, "xb") as file:
+                file.write(manifest.encode())
             open_or_damage(unfinished, verify=False)
             if path.exists():
                 set_aside(path)
@@ -319,8 +321,8 @@ def _get(store: Store, copy: str, files: Mapping[str, Entry], folder: Path) -> N
 # -------------------------------------------------------------------------------------- writing
 
 
-def claim(store: Store, at: Timestamp, run_id: str) -> None:
-    """Refuse copies of another run; delete those after this position, of an earlier attempt.
+def newer_copies(store: Store, at: Timestamp, run_id: str) -> list[str]:
+    """Return the copies after this position, of an earlier attempt; refuse those of another run.
 
     If a run that resumes does not reach its copies, that is a warning.
 
@@ -330,27 +332,43 @@ def claim(store: Store, at: Timestamp, run_id: str) -> None:
     """
     try:
         names = store.list()
-        if names and not at.batch:
+        lost = store.without_manifest() if isinstance(store, UrlStore) else ()
+        if (names or lost) and not at.batch:
             raise TrainingError.cannot(
                 f"begin a run that copies checkpoints to {store!r}",
                 why="another run has checkpoints there",
                 instead="continue it with resume='auto', or choose another address",
             )
-        _check_run(store, {*run_ids(store, names).values()}, run_id)
-        older = [name for name in names if position_of(name) <= at.sample]
-        if len(older) < len(names):
-            store.keep(older)
+        runs = run_ids(store, [*names, *lost])
+        _check_run(store, {*runs.values()}, run_id)
+        return [name for name in names if name in runs and position_of(name) > at.sample]
     except StrettoError:
         raise
     except Exception as error:
         if not at.batch:
             raise _unreadable(store, error) from error
-        warnings.warn(
-            f"cannot delete copies of an earlier attempt in {store!r}: {first_line(error)}; until "
-            "this run has copied a newer checkpoint, resume='auto' may use one of those",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _warn_of_newer(store, first_line(error))
+    return []
+
+
+def set_copies_aside(store: Store, names: Sequence[str]) -> None:
+    """Set copies of an earlier attempt aside; what cannot be done is a warning."""
+    try:
+        if isinstance(store, UrlStore):
+            store.set_aside(names)
+        elif names:
+            raise TypeError(f"a {type(store).__name__} cannot set them aside")
+    except Exception as error:  # noqa: BLE001  a store may raise anything
+        _warn_of_newer(store, first_line(error))
+
+
+def _warn_of_newer(store: Store, why: str) -> None:
+    warnings.warn(
+        f"copies of an earlier attempt stay in {store!r} ({why}); until this run has copied a "
+        "newer checkpoint, resume='auto' may use one of those",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def copied(store: Store, path: Path) -> str:
@@ -382,7 +400,7 @@ def copied(store: Store, path: Path) -> str:
 def _is_there(store: Store, copy: str, file: Path) -> bool:
     """Return whether a file of a copy can be seen; of a large one, its size."""
     if file.name in (MANIFEST, RECORDS):
-        return text_of(store, copy, file.name).encode() == file.read_bytes()
+        return text_of(store, copy, file.name).encode() == read_plain(file)
     return not isinstance(store, UrlStore) or store.size_of(copy, file.name) == file.stat().st_size
 
 
@@ -434,7 +452,7 @@ class Uploader:
             stay: older ones, such as the best, whose copies stay beside the newest.
         """
         if self._thread is None:  # what a killed process has left
-            for left in path.parent.glob(f"*{UNFINISHED_COPY}"):
+            for left in path.parent.glob(f"checkpoint-*{UNFINISHED_COPY}"):
                 shutil.rmtree(left, ignore_errors=True)
         best = {other.name for other in stay}
         with self._lock:
@@ -489,15 +507,16 @@ class Uploader:
         self._written = [other for other in self._written if other != copy] + [copy]
 
     def _clean(self, newest: int, stay: frozenset[int]) -> None:
-        """Delete old copies, and later ones, which an attempt before this one has left."""
+        """Delete old copies; later ones, which an attempt before this one has left, stay."""
         names = [*self._store.list(), *self._written]
         self._runs |= run_ids(self._store, (name for name in names if name not in self._runs))
         unread = [name for name in names if name not in self._runs]  # it may be another run's
         if len({self._runs[name] for name in names if name in self._runs}) > 1:
             raise RuntimeError("another run has copies there; give each run an address of its own")
-        own = [name for name in dict.fromkeys(names) if position_of(name) <= newest]
+        later = {name for name in names if position_of(name) > newest}
+        own = [name for name in dict.fromkeys(names) if name not in later]
         own.sort(key=position_of)  # stable: of one position, the last written stays last
         best = [name for name in own if position_of(name) in stay]
-        kept = {*own[-self._keep :], *best, *unread, self._written[-1]}
+        kept = {*own[-self._keep :], *best, *later, *unread, self._written[-1]}
         self._store.keep(kept)
         self._written = [name for name in self._written if name in kept]

@@ -5,27 +5,36 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
 from stretto._location import local_path, read_plain, url_of
 from stretto.checkpoint import UrlStore, latest_good, open_checkpoint
-from stretto.checkpoint.folder import Store, candidates, chosen, newest_whole, position_of
+from stretto.checkpoint.folder import (
+    Store,
+    candidates,
+    chosen,
+    newest_whole,
+    position_of,
+    unfinished,
+)
 from stretto.checkpoint.formats import is_dcp
 from stretto.checkpoint.manifest import MANIFEST, DamagedError
+from stretto.checkpoint.writing import remove
 from stretto.errors import CheckpointError, TrainingError
 from stretto.run_folder import locked, set_aside, unwritable
 from stretto.runtime.ranks import Ranks
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.copies import (
-    claim,
     copied,
     fetch,
+    newer_copies,
     newest_copy,
     open_store,
     reading,
+    set_copies_aside,
     writing,
 )
 from stretto.training.describe import check_agreement
@@ -120,18 +129,33 @@ def _fetched_folder(run_folder: Path | None, ranks: Ranks, resources: ExitStack)
     return folder
 
 
-def set_newer_aside(run_folder: Path, sample: int) -> list[Path]:
-    """Rename checkpoints after position `sample`, which an earlier attempt has left.
+def set_others_aside(run_folder: Path, sample: int, run_id: str | None) -> None:
+    """Rename checkpoints that are not of the past of a run; the names end in `.old1` and so on.
 
-    Returns:
-        Their new paths, which end in `.old1` and so on.
+    What a kill has left of a checkpoint of the run is deleted.
+
+    Args:
+        run_folder: the folder of the run.
+        sample: where the run is: those after it are of an earlier attempt.
+        run_id: which run it is; None: it begins here, and all that is there is another's.
     """
     folder = run_folder / FOLDER
     try:
-        newer = [path for path in candidates(folder) if position_of(path.name) > sample]
-        return list(map(set_aside, newer))
+        for path in candidates(folder):
+            is_newer = run_id is None or position_of(path.name) > sample
+            if is_newer or _run_of(path) not in (None, run_id):
+                set_aside(path)
+        for left in unfinished(folder):
+            set_aside(left) if run_id is None else remove(left)
     except OSError as error:
         raise unwritable(folder, error) from error
+
+
+def _run_of(path: Path) -> str | None:
+    """Return of which run a checkpoint is; None: it does not say."""
+    with suppress(CheckpointError, LookupError, TypeError):
+        return str(open_checkpoint(path, verify=False).records["setup"]["run"])
+    return None
 
 
 def open_run(
@@ -146,10 +170,11 @@ def open_run(
 ) -> None:
     """Lock the run folder on the first rank and open the log files; all ranks fail together.
 
-    First, check that all ranks are at the same position: one may have resumed alone.
+    First, check that all ranks are at the same position: one may have resumed alone. Nothing is
+    renamed, cut or deleted before everything is checked.
 
     Raises:
-        CheckpointError: another run has copies in the store, which this one would delete.
+        CheckpointError: another run has copies in the store.
     """
     place = {unit: str(at.get(unit)) for unit in ("ep", "ba", "sp", "tok")}
     settings = {f"position in {unit}": text for unit, text in place.items()}
@@ -158,11 +183,13 @@ def open_run(
     def open_folder() -> None:
         if folder is not None:
             resources.enter_context(locked(folder))
-        if store is not None:
-            claim(store, at, run_id)
-        recorder.open(at)
+        newer = [] if store is None else newer_copies(store, at, run_id)
+        recorder.files.check()
         if folder is not None:
-            set_newer_aside(folder, at.sample)
+            set_others_aside(folder, at.sample, run_id if recorder.files.are_own else None)
+        recorder.open(at)
+        if store is not None:
+            set_copies_aside(store, newer)
 
     ranks.from_first(open_folder)
     if not ranks.is_first:

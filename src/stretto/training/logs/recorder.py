@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, final
 
 import torch
 
+from stretto._location import open_plain
 from stretto.data import Step
 from stretto.distributed.logged import Sums
 from stretto.errors import CheckpointError, PlanError, TrainingError, first_line
@@ -84,11 +86,42 @@ class RunFiles:
         """The files that a resume cuts back."""
         return [] if self.folder is None else [self.folder / name for name in RESUMED_FILES]
 
-    def open(self, at: Timestamp) -> None:
-        """Open the files, cut back to where the checkpoint left them.
+    @property
+    def are_own(self) -> bool:
+        """Whether an earlier attempt of this run has written what is in the folder."""
+        lengths, folder = self.lengths, self.folder
+        if lengths is None or folder is None:
+            return False
+        return any(lengths.values()) or (folder / LEDGER).exists()
+
+    def check(self) -> None:
+        """Check that the files can be opened, and change nothing.
 
         Raises:
             TrainingError: the folder holds another run, or cannot be written to.
+        """
+        if self.folder is None:
+            return
+        try:
+            for name in (METRICS, LEDGER, EVENTS):
+                if os.path.lexists(path := self.folder / name):
+                    with open_plain(path, "r+b") as file:
+                        has_lines = bool(file.seek(0, os.SEEK_END))
+                    if name == LEDGER and self.lengths is None and has_lines:
+                        raise TrainingError.cannot(
+                            f"begin a run in {self.folder}",
+                            why="it has one already",
+                            instead="choose another folder, or call trainer.resume() first to "
+                            "continue it",
+                        )
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+
+    def open(self, at: Timestamp) -> None:
+        """Open the files, cut back to where the checkpoint left them; see `check`.
+
+        Raises:
+            TrainingError: the folder cannot be written to.
         """
         if self.folder is None:
             return
@@ -105,14 +138,13 @@ class RunFiles:
     def _open(self, folder: Path, at: Timestamp, plan: Plan | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         done = ledger_end(folder)
+        for name in () if self.are_own else (METRICS, EVENTS, PLAN):
+            if os.path.lexists(folder / name):
+                set_aside(folder / name)
         sizes = {one.name: one.stat().st_size for one in self.paths if one.exists()}
-        if self.lengths is None and sizes.get(LEDGER):
-            raise TrainingError.cannot(
-                f"begin a run in {folder}",
-                why="it has one already",
-                instead="choose another folder, or call trainer.resume() first to continue it",
-            )
         lengths = self.lengths or {}
+        self._resumed_at = at.batch
+        self._write_plan(folder, plan)
         for path in self.paths:
             length = lengths.get(path.name)
             if length == 0 and sizes.get(path.name):
@@ -127,8 +159,6 @@ class RunFiles:
         else:
             self._order = _order(columns, ledger_names(folder))
         self.lengths = {}
-        self._resumed_at = at.batch
-        self._write_plan(folder, plan)
         self._files[EVENTS], self._attempt = open_events(folder / EVENTS)
         self._begin_attempt(at, done)
 
