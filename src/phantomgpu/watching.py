@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib.util
 import os
 import sys
 import threading
 import time
+import weakref
+from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import optimizer as optimizers
@@ -22,6 +27,19 @@ from phantomgpu.child import DOES_NOT_FIT, Settings, end_with_parent, leave, sav
 
 WATCHDOG_SECONDS = 0.25
 """NCCL's watchdog frees tensors of collectives every 0.1 seconds; steps here are shorter."""
+PRESENT = "requested_bytes.all.current"
+LAUNCH = 64
+"""What a launch adds to the clock of the stand-ins; a question whether it is done adds 1."""
+PATIENCE = 10
+"""So many times as many steps are waited for optimizers that step more rarely."""
+RESETS = (
+    "_cuda_resetPeakMemoryStats _accelerator_resetPeakStats "
+    "_cuda_resetAccumulatedMemoryStats _accelerator_resetAccumulatedStats"
+)
+"""Functions of torch with which scripts reset its peaks and counts."""
+NOISE = 1024
+"""Bytes that a step may keep, as of a loss in a list."""
+CHOOSE = "choose the GPU, as by the script's option --device cuda, or write --whole to go on"
 
 
 class Run:
@@ -33,6 +51,15 @@ class Run:
         self.settings, self.library = settings, library
         self.name = ""
         self.steps: dict[int, int] = {}
+        self.idle = 0
+        """Steps of optimizers since whose last one nothing was launched on the device."""
+        self.launched = 0
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.most: dict[int, Counter[str]] = defaultdict(Counter)
+        """The peaks of each device, which scripts may reset."""
+        self.kept: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        """After each step of an optimizer, the most bytes so far, and those that are there."""
+        self.doubts: dict[str, Any] = {}
         self.seen = History()
         self.problem: dict[str, Any] = {}
         self.finished = False
@@ -57,7 +84,11 @@ class Run:
             timer = threading.Timer(self.settings.seconds, self.interrupt)
             timer.daemon = True
             timer.start()
+        for name in RESETS.split():
+            if reset := getattr(torch._C, name, None):
+                setattr(torch._C, name, partial(self.reset, reset))
         sys.excepthook = self.failed
+        sys.exit = self.left
         atexit.register(self.ended)
 
     def join(self) -> None:
@@ -69,9 +100,12 @@ class Run:
 
     def begin(self) -> None:
         """Record allocations, once CUDA starts."""
+        save({"status": "lost"}, self.settings, self.name)  # until there is a report
         native = torch.cuda.memory.get_allocator_backend() == "native"
         if self.settings.details and native:  # cudaMallocAsync has no history
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
+            # The script's own would end it, or make it shorter.
+            torch._C._cuda_record_memory_history = lambda *_, **__: None
         self.compute()
         self.seen.phases.append((_now(), "step", 1))
 
@@ -99,6 +133,15 @@ class Run:
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """Count the step; the last one ends the run."""
+        most = self.settings.steps
+        is_main = threading.current_thread() is threading.main_thread()
+        if not self.has_launched():
+            self.idle += 1
+            counted = max(self.steps.values(), default=0)
+            if most is not None and is_main and self.idle >= most + PATIENCE * counted:
+                problem = f"{self.idle} optimizer steps ended without using CUDA; {CHOOSE}"
+                leave(0, {"status": "unused", "problem": problem}, self.settings, self.name)
+            return
         done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         self.seen.phases.append((_now(), "step", done + 1))
         first, *others = sorted(self.steps.values(), reverse=True)
@@ -107,11 +150,57 @@ class Run:
             self.work.end()
         if is_distributed():
             time.sleep(WATCHDOG_SECONDS)
-        most = self.settings.steps
-        is_main = threading.current_thread() is threading.main_thread()
+        now = self.peaks(torch.cuda.current_device())
+        self.kept[id(optimizer)].append((now["requested_bytes.all.peak"], now[PRESENT]))
         if most is not None and done >= most and is_main:
+            waiting = self.waiting(most)
+            if waiting and done < PATIENCE * most:
+                return
+            self.doubts = {"waiting": waiting, "grew": growth(self.kept[id(optimizer)])}
             self.stopped = line_of(sys._getframe())[0]
             self.finish("fits", 0)
+
+    def has_launched(self) -> bool:
+        """Return whether something was launched on the device since the last step."""
+        before, now = self.launched, ctypes.c_size_t.in_dll(self.library, "phantom_now").value
+        self.launched = now
+        return torch.cuda.is_initialized() and now - before >= LAUNCH
+
+    def waiting(self, most: int) -> list[str]:
+        """Return the kinds of optimizers with weights of their own that have done fewer steps."""
+        is_optimizer = optimizers.Optimizer
+        self.optimizers = self.optimizers or [
+            weakref.ref(one) for one in gc.get_objects() if is_optimizer in type(one).__mro__
+        ]
+        there = [one for one in (reference() for reference in self.optimizers) if one is not None]
+        weights = {id(one): weights_of(one) for one in there}
+        done = {number for one in self.steps for number in weights.get(one, ())}
+        return sorted(
+            type(one).__name__
+            for one in there
+            if self.steps.get(id(one), 0) < most
+            and (id(one) in self.steps or weights[id(one)] - done)
+        )
+
+    def peaks(self, device: int) -> Counter[str]:
+        """Return the most bytes of a device until now, and those that are there now."""
+        stats = torch.cuda.memory_stats(device)
+        ends = ("bytes.all.peak", "num_ooms")
+        now = {name: size for name, size in stats.items() if name.endswith(ends)}
+        self.most[device] |= Counter(now)
+        self.most[device][PRESENT] = stats.get(PRESENT, 0)
+        return self.most[device]
+
+    def reset(self, real: Any, device: int) -> None:
+        """Let the script reset its peaks; ours stay."""
+        self.peaks(device)
+        real(device)
+
+    def left(self, *code: Any) -> NoReturn:
+        """Leave as `sys.exit` does, and note whether that is because memory ran out."""
+        if ran_out(sys.exc_info()[1]):
+            self.problem = {"left_out_of_memory": True}
+        raise SystemExit(*code)
 
     def interrupt(self) -> None:
         """End a run that takes longer than it may."""
@@ -129,11 +218,8 @@ class Run:
         if "triton" in problem.lower() and importlib.util.find_spec("triton") is None:
             problem = f"Triton is not here; run `phantomgpu setup --triton` once ({problem})"
         self.problem = {"problem": problem}
-        cause: BaseException | None = error
-        while cause is not None:  # frameworks wrap it
-            if isinstance(cause, torch.OutOfMemoryError) or "no room for NCCL" in str(cause):
-                self.finish("does not fit", DOES_NOT_FIT)
-            cause = cause.__cause__ or cause.__context__
+        if ran_out(error):
+            self.finish("does not fit", DOES_NOT_FIT)
         self.finish("failed", 1)
 
     def ended(self) -> None:
@@ -163,7 +249,12 @@ class Run:
         ranks = sys.modules.get("phantomgpu.ranks")
         host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
         return {
-            **analyse(self.seen, snapshot["device_traces"]),
+            **analyse(self.seen, snapshot["device_traces"], self.peaks),
+            **self.doubts,
+            "idle": self.idle,
+            "caught": [*values.CAUGHT] if values else [],
+            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "until": time.time(),
             "steps": max(self.steps.values(), default=0),
             "host_pinned": host.get("allocated_bytes.peak", 0),
             "host_managed": ctypes.c_size_t.in_dll(self.library, "phantom_most_managed").value,
@@ -183,6 +274,34 @@ class Run:
             "work": self.work.last if self.work else {},
             "nccl": ctypes.c_size_t.in_dll(self.library, "phantom_nccl").value,
         }
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Return whether memory ran out; frameworks wrap the error."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "no room for NCCL" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def weights_of(optimizer: Any) -> set[int]:
+    """Return the weights on the device that an optimizer trains."""
+    groups = getattr(optimizer, "param_groups", ())  # wrappers of optimizers may have none
+    weights = (one for group in groups for one in group["params"])
+    return {id(one) for one in weights if one.is_cuda and one.requires_grad}
+
+
+def growth(kept: list[tuple[int, int]]) -> int:
+    """Return by how many bytes the last step took more than the one before, if it did.
+
+    The peak may be that of an early moment: what stays after the steps must not grow, either. The
+    first one makes the state of the optimizer.
+    """
+    peaks, present = zip((0, 0), *kept, strict=True)
+    rises = [after - before for before, after in pairwise(present[-3:])]
+    leak = min(rises) if len(rises) > 1 else 0
+    return next((grew for grew in (peaks[-1] - peaks[-2], leak) if grew > NOISE), 0)
 
 
 def start_trial(name: str, *, details: bool) -> None:

@@ -200,7 +200,7 @@ def test_here_under_a_real_limit(wide: Path, limited: Callable[..., str]) -> Non
 def test_ranks_of_gpus_that_are_not_here(
     wide: Path, stretto: Stretto, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = ("find-batch-size", "run.yaml", "--gpu", "a100")
+    ask = ("find-batch-size", "run.yaml", "--gpu", "a100-80")
     table = stretto(*ask, "--world-size", "2,4", "--maximum", "64")
     assert table.code == 0, table.err
     assert [line.split()[:3] for line in table.out.splitlines()[1:]] == [
