@@ -57,7 +57,7 @@ _OURS = "phantomgpu/values.py", "torch/_dynamo/eval_frame.py"
 def analyse(
     seen: History, traces: list[list[Event]], peaks: Callable[[int], dict[str, int]]
 ) -> dict[str, Any]:
-    """Return what the report says of memory as plain values, from traces of all devices and peaks."""
+    """Return what the report says of memory as plain values, from traces and peaks of devices."""
     for trace in traces:
         follow(trace)
     device = max(range(len(traces)), key=lambda one: most(traces[one], "used"), default=0)
