@@ -61,29 +61,40 @@ def read_json(file: Path, what: str, **needed: type) -> dict[str, Any]:
         raise PhantomError(f"{file} is no {what}: {str(error)[:200]}") from None
     if not isinstance(found, dict):
         raise PhantomError(f"{file} is no {what}: it is no JSON object")
+    return require(found, f"{file} is no {what}", **needed)
+
+
+def require(found: dict[str, Any], why: str, **needed: type) -> dict[str, Any]:
+    """Return an object that has these names, with values of these types.
+
+    Raises:
+        PhantomError: It has not; `why` is how the message begins.
+    """
     for name, kind in needed.items():
         if type(found.get(name)) is not kind:  # True is an int
-            raise PhantomError(f"{file} is no {what}: its {name!r} is no {kind.__name__}")
+            raise PhantomError(f"{why}: its {name!r} is no {kind.__name__}")
     return found
 
 
-def write(file: Path, text: str) -> None:
+def write(file: Path, data: str | bytes) -> None:
     """Write a whole file, which until then has a name of its own; a pipe or a device as it is.
 
     Raises:
         PhantomError: It cannot be written.
     """
+    data = data.encode() if isinstance(data, str) else data
     try:
         if file.exists() and not file.is_file():
-            with open(file, "w", opener=_at_once) as opened:
+            with open(file, "wb", opener=_at_once) as opened:
                 os.set_blocking(opened.fileno(), True)
-                opened.write(text)
+                opened.write(data)
             return
-        new = file.resolve().with_name(f".{uuid4().hex}.new")
+        whole = Path(os.path.realpath(file))  # of links in a circle, `resolve` raises
+        new = whole.with_name(f".{uuid4().hex}.new")
         try:
-            with new.open("x") as whole:
-                whole.write(text)
-            new.replace(file.resolve())
+            with new.open("xb") as opened:
+                opened.write(data)
+            new.replace(whole)
         finally:
             new.unlink(missing_ok=True)
     except OSError as error:

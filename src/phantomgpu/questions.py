@@ -24,11 +24,7 @@ ALLOCATOR = {
     "roundup_power2_divisions:8": "sizes are rounded, so that blocks are used again",
 }
 """Settings of torch's allocator that need no change of a script, and why they help."""
-AGAIN: dict[str, Any] = {
-    "script": list, "folder": str, "gpu": str, "memory": int | str | None,
-    "ranks": int, "rank": int, "steps": int | None, "devices": int | None,
-    "cudnn": bool, "longest": bool, "timeout_seconds": float | None,
-}
+AGAIN = "script folder gpu memory ranks rank steps devices cudnn longest timeout_seconds"
 """What a report has of the command that was run."""
 
 COMPUTED = (
@@ -131,10 +127,11 @@ def why(report: dict[str, Any], *, rerun: bool = False) -> list[Advice]:
     Raises:
         PhantomError: It is no report with the bytes of a peak.
     """
-    has = report.get("categories")
+    has = files.require(report, "no report", categories=dict)["categories"]
     if not has or not all(type(size) is int for size in has.values()):
         raise PhantomError("the report has no bytes at a peak; write it by phantomgpu run --json")
-    notes = tuple(map(files.printable, report.get("notes") or ()))
+    notes = report.get("notes")
+    notes = tuple(map(files.printable, notes)) if isinstance(notes, list | tuple) else ()
     advice = list(_tried(report)) if rerun else []
     for text, parts, share in COMPUTED:
         if not text.startswith("FSDP2") or report.get("ranks") == 1:
@@ -149,17 +146,14 @@ def command_line(report: dict[str, Any]) -> str:
     Raises:
         PhantomError: It is not as `run` writes it.
     """
-    again = report.get("again") or {}
-    words = again.get("script", []) if isinstance(again, dict) else [None]
-    sizes = isinstance(report.get("peak_reserved"), int) and isinstance(report.get("fits"), bool)
-    if again and not (words and sizes and all(isinstance(one, str) for one in words)):
-        raise PhantomError("the report names no command to run again, or not how it went")
-    for name, value in again.items():
-        if name not in AGAIN or not isinstance(value, AGAIN[name]):
-            said = files.printable(f"{name}: {value!r}"[:80])
-            raise PhantomError(f"cannot run the command of the report again, with {said}")
-    folder = shlex.quote(again.get("folder", "."))
-    return files.printable(f"cd {folder} && {shlex.join(words)}") if again else ""
+    if not (again := report.get("again")):
+        return ""
+    why = "the report cannot be run again"
+    files.require(report, why, again=dict, peak_reserved=int, fits=bool)
+    files.require(again, why, script=list, folder=str, gpu=str)
+    if not {*again} <= {*AGAIN.split()} or not all(isinstance(one, str) for one in again["script"]):
+        raise PhantomError(f"{why}: it has settings that `run` does not write")
+    return files.printable(f"cd {shlex.quote(again['folder'])} && {shlex.join(again['script'])}")
 
 
 def _tried(report: dict[str, Any]) -> Iterator[Advice]:
@@ -168,7 +162,10 @@ def _tried(report: dict[str, Any]) -> Iterator[Advice]:
     if line and how.pop("folder", None) != str(Path.cwd()):
         raise PhantomError(f"the report is of a command in another folder: {line}")
     for setting, text in ALLOCATOR.items() if line else ():  # none of a function
-        now = run(**how, variables={"PYTORCH_CUDA_ALLOC_CONF": setting})
+        try:
+            now = run(**how, variables={"PYTORCH_CUDA_ALLOC_CONF": setting})
+        except TypeError as error:
+            raise PhantomError(f"the report cannot be run again: {error}") from None
         fits = "; it fits" if now.fits and not report["fits"] else ""
         if now.status in ("fits", "does not fit"):
             saves = report["peak_reserved"] - now.peak_reserved

@@ -145,7 +145,7 @@ def command_of(
 
         with scratch() as folder:
             file = Path(folder, "function.pickle")
-            file.write_bytes(cloudpickle.dumps((script, tuple(args), kwargs or {})))
+            files.write(file, cloudpickle.dumps((script, tuple(args), kwargs or {})))
             yield [sys.executable, str(BOOT / "call.py"), str(file)]
 
 

@@ -14,7 +14,6 @@ import weakref
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -27,7 +26,6 @@ from phantomgpu.child import DOES_NOT_FIT, Settings, end_with_parent, leave, sav
 
 WATCHDOG_SECONDS = 0.25
 """NCCL's watchdog frees tensors of collectives every 0.1 seconds; steps here are shorter."""
-PRESENT = "requested_bytes.all.current"
 LAUNCH = 64
 """What a launch adds to the clock of the stand-ins; a question whether it is done adds 1."""
 PATIENCE = 10
@@ -57,8 +55,8 @@ class Run:
         self.optimizers: list[weakref.ref[Any]] = []
         self.most: dict[int, Counter[str]] = defaultdict(Counter)
         """The peaks of each device, which scripts may reset."""
-        self.kept: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        """After each step of an optimizer, the most bytes so far, and those that are there."""
+        self.highest: dict[int, list[int]] = defaultdict(list)
+        """The most bytes until the end of each step of an optimizer."""
         self.doubts: dict[str, Any] = {}
         self.seen = History()
         self.problem: dict[str, Any] = {}
@@ -151,12 +149,12 @@ class Run:
         if is_distributed():
             time.sleep(WATCHDOG_SECONDS)
         now = self.peaks(torch.cuda.current_device())
-        self.kept[id(optimizer)].append((now["requested_bytes.all.peak"], now[PRESENT]))
+        self.highest[id(optimizer)].append(now["requested_bytes.all.peak"])
         if most is not None and done >= most and is_main:
             waiting = self.waiting(most)
             if waiting and done < PATIENCE * most:
                 return
-            self.doubts = {"waiting": waiting, "grew": growth(self.kept[id(optimizer)])}
+            self.doubts = {"waiting": waiting, "grew": growth(self.highest[id(optimizer)])}
             self.stopped = line_of(sys._getframe())[0]
             self.finish("fits", 0)
 
@@ -183,12 +181,11 @@ class Run:
         )
 
     def peaks(self, device: int) -> Counter[str]:
-        """Return the most bytes of a device until now, and those that are there now."""
+        """Return the most bytes of a device until now, whatever the script has reset."""
         stats = torch.cuda.memory_stats(device)
         ends = ("bytes.all.peak", "num_ooms")
         now = {name: size for name, size in stats.items() if name.endswith(ends)}
         self.most[device] |= Counter(now)
-        self.most[device][PRESENT] = stats.get(PRESENT, 0)
         return self.most[device]
 
     def reset(self, real: Any, device: int) -> None:
@@ -292,16 +289,10 @@ def weights_of(optimizer: Any) -> set[int]:
     return {id(one) for one in weights if one.is_cuda and one.requires_grad}
 
 
-def growth(kept: list[tuple[int, int]]) -> int:
-    """Return by how many bytes the last step took more than the one before, if it did.
-
-    The peak may be that of an early moment: what stays after the steps must not grow, either. The
-    first one makes the state of the optimizer.
-    """
-    peaks, present = zip((0, 0), *kept, strict=True)
-    rises = [after - before for before, after in pairwise(present[-3:])]
-    leak = min(rises) if len(rises) > 1 else 0
-    return next((grew for grew in (peaks[-1] - peaks[-2], leak) if grew > NOISE), 0)
+def growth(peaks: list[int]) -> int:
+    """Return by how many bytes the last step raised the peak; the first always does."""
+    before, last = [0, *peaks][-2:]
+    return last - before if last - before > NOISE else 0
 
 
 def start_trial(name: str, *, details: bool) -> None:
