@@ -364,7 +364,7 @@ def trouble(folder: Path, names: set[str]) -> str | None:
     """Import what is installed in a folder; return what fails."""
     from phantomgpu.running import run as run_script
 
-    lines = [f"import sys; sys.path.insert(0, {str(folder)!r})", "import torch; torch.cuda.init()"]
+    lines = [f"import sys; sys.path.insert(0, {str(folder)!r})", "import torch; torch.ones(1).cuda()"]
     code = "\n".join([*lines, *(f"import {name}" for name in sorted(names))])
     try:
         report = run_script([sys.executable, "-c", code], gpu="h100", steps=None)

@@ -180,8 +180,6 @@ def build_report(result: dict[str, Any], kind: GPU, **known: Any) -> Report:
 def _doubts(result: dict[str, Any]) -> dict[str, str]:
     """Return why a run that fits may not be what a whole one would be, each with its note."""
     found: dict[str, str] = {}
-    if not result.get("peak_allocated", 1):
-        found["no memory"] = NOTHING
     if result.get("out_of_memory"):
         found["out of memory once"] = "the script ran out of memory, caught the error and continued"
     if (idle := result.get("idle", 0)) > result.get("steps", 0):

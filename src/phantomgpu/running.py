@@ -23,7 +23,7 @@ from phantomgpu import files, standins
 from phantomgpu.child import Settings
 from phantomgpu.errors import RunFailedError, SetupNeededError
 from phantomgpu.gpus import GIB, context_bytes, driver_facts, find_gpu, parse_memory
-from phantomgpu.report import Report, build_report
+from phantomgpu.report import NOTHING, Report, build_report
 
 scratch = partial(tempfile.TemporaryDirectory, prefix="phantomgpu-")
 Process: TypeAlias = "subprocess.Popen[Any]"
@@ -256,7 +256,8 @@ class Session:
         nodes = NODES.search(launcher[1]) if launcher else None
         if nodes and self.settings.messages:
             instead = "leave it and its options out: --ranks 16 -- python train.py"
-            why = f"cannot run {nodes[0].split()!r}: the launcher waits for other machines"
+            given = nodes[0].replace("\n", " ")
+            why = f"cannot run {given!r}: the launcher waits for other machines"
             raise RunFailedError(f"{why}; {instead}")
         # With a time limit of its own, the script ends itself, with a report.
         more = 0 if self.settings.seconds is None else REPORT_SECONDS
@@ -319,6 +320,8 @@ class Session:
         results = [files.read_json(file, "report", status=str) for file in found]
         results.sort(key=lambda one: (WORST.index(one["status"]), -one.get("peak_allocated", 0)))
         result = results[0] if results else {"status": "lost"}
+        if result["status"] == "fits" and not code and result.get("peak_reserved") == 0:
+            result = {"status": "unused", "problem": NOTHING}
         if result["status"] in ("unused", "lost"):
             text = files.read(log, last=2000).decode(errors="replace") if log else ""
             why = result.get("problem") or _ended(code, used=bool(results))
