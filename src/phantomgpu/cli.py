@@ -352,8 +352,8 @@ def install(folder: Path, packages: list[str], *, beside: bool = False) -> None:
         done = subprocess.run(pip, check=False, env={**os.environ, "TMPDIR": scratch})  # noqa: S603
         if done.returncode or not standins.has_cuda(new):
             where = "pip's configuration decides where packages come from (pip config list)"
-            what = f"pip found no CUDA build of {packages[0]}"
-            raise SetupNeededError(f"cannot set up: {what}; {where}")
+            said = f"cannot set up: pip found no CUDA build of {packages[0]}"
+            raise SetupNeededError(f"{said}; {where}")
         with suppress(FileNotFoundError):
             folder.rename(old)
         with suppress(OSError):  # another process was faster
@@ -364,7 +364,10 @@ def trouble(folder: Path, names: set[str]) -> str | None:
     """Import what is installed in a folder; return what fails."""
     from phantomgpu.running import run as run_script
 
-    lines = [f"import sys; sys.path.insert(0, {str(folder)!r})", "import torch; torch.ones(1).cuda()"]
+    lines = [
+        f"import sys; sys.path.insert(0, {str(folder)!r})",
+        "import torch; torch.nn.Linear(1, 1).cuda()",
+    ]
     code = "\n".join([*lines, *(f"import {name}" for name in sorted(names))])
     try:
         report = run_script([sys.executable, "-c", code], gpu="h100", steps=None)

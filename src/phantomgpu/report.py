@@ -12,7 +12,7 @@ from phantomgpu.gpus import GIB, GPU, OLDEST
 UNTRAINED = {"evaluation", "generation", "save", "no_grad"}
 """Phases that belong to no step of an optimizer."""
 Status = Literal["fits", "does not fit", "failed"]
-NOTHING = "the script allocated no memory of the GPU; choose it, as by its option --device cuda"
+NOTHING = "the script used no memory of the GPU; choose it, as by its option --device cuda"
 
 
 @final
@@ -192,7 +192,8 @@ def _doubts(result: dict[str, Any]) -> dict[str, str]:
     if waiting := result.get("waiting"):
         few = f"few steps of {', '.join(waiting)}"
         found[few] = f"{few} were seen, which has weights of its own; --whole runs to the end"
-    return found | result.get("others", {})
+    found |= result.get("others", {})
+    return found
 
 
 def _notes(result: dict[str, Any], known: dict[str, Any], *, has_code: bool) -> list[str]:

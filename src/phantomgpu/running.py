@@ -302,11 +302,14 @@ class Session:
         if lost := sum(one["status"] == "lost" for one in rest):
             tag = f"{lost} without a report"
             found[tag] = f"processes that used the GPU, {tag}: what they took was not seen"
-        if same := [one for one in rest if "until" in one and _now_with(one, result)]:
+        place = result.get("place")
+        if same := [one for one in rest if one.get("peak_reserved") and one["place"] == place]:
             total = sum(one["peak_reserved"] + self.context for one in [result, *same])
-            sizes = f"{total / GIB:.2f} GiB of {self.memory / GIB:.2f}"
-            tag = f"{1 + len(same)} processes"
-            found[tag] = f"{tag} used this GPU: their peaks and contexts take {sizes} together"
+            tag, sizes = (
+                f"{1 + len(same)} processes",
+                f"{total / GIB:.2f} of {self.memory / GIB:.2f}",
+            )
+            found[tag] = f"{tag} used this GPU: if at a time, with {sizes} GiB, contexts included"
         return found
 
     def report(self, folder: Path, name: str, code: int, log: Path | None = None) -> Report:
@@ -334,17 +337,9 @@ class Session:
             if result.get("out_of_memory") and not ran_out:
                 problem += "; it had run out of memory before, and caught the error"
             result |= {"status": "does not fit" if ran_out else "failed", "problem": problem}
-        result["others"] = self.beside(result, results[1:])
+        others = {"others": self.beside(result, results[1:])}
         how = {"memory": self.memory, "context": self.context, "ranks": self.settings.ranks}
-        return build_report(result, self.kind, gpu=self.name, exit_code=code, **how)
-
-
-def _now_with(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two processes used the same device at a time."""
-    keys = ("device", "visible")
-    is_same = one["peak_reserved"] and [one[key] for key in keys] == [other[key] for key in keys]
-    (end, seconds), (until, others) = ((it["until"], it["seconds"]) for it in (one, other))
-    return bool(is_same and end - seconds < until and until - others < end)
+        return build_report(result | others, self.kind, gpu=self.name, exit_code=code, **how)
 
 
 def _ended(code: int, *, used: bool) -> str:
@@ -352,8 +347,8 @@ def _ended(code: int, *, used: bool) -> str:
     if code < 0:
         killed = ", perhaps because this machine has too little memory" * (code == -signal.SIGKILL)
         return f"{signal.Signals(-code).name} ended it{killed}"
-    if code:
-        return f"it failed with exit code {code}{' before it used CUDA' * (not used)}"
     if used:
-        return "it used CUDA, and ended at once, as by os._exit"
+        return f"it used CUDA, and ended at once with exit code {code}, as by os._exit"
+    if code:
+        return f"it failed with exit code {code} before it used CUDA"
     return "it ended without using CUDA; choose the GPU, as by its option --device cuda"

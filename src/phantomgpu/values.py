@@ -41,7 +41,7 @@ DECIDES: Counter[str] = Counter()
 """Those of them where the numbers are whole, or the size of a tensor or a branch hangs on them."""
 CAUGHT: dict[str, None] = {}
 """Errors of CUDA that came to the script, and where: a GPU may not have them."""
-_OF_CUDA = re.compile("phantomgpu|cuda error|cu(solver|fft|sparse|blas|dnn)", re.I)
+_OF_CUDA = re.compile("phantomgpu|cuda error|cusolver|cufft|cusparse|cublas|cudnn", re.I)
 _SIZED = (
     "equal nonzero masked_select _unique2 unique_consecutive unique_dim repeat_interleave bincount"
 )

@@ -23,6 +23,7 @@ from torch.optim import optimizer as optimizers
 from phantomgpu import bound, longest
 from phantomgpu.analysis import History, addresses, analyse, is_distributed, line_of
 from phantomgpu.child import DOES_NOT_FIT, Settings, end_with_parent, leave, save
+from phantomgpu.report import NOTHING
 
 WATCHDOG_SECONDS = 0.25
 """NCCL's watchdog frees tensors of collectives every 0.1 seconds; steps here are shorter."""
@@ -30,14 +31,10 @@ LAUNCH = 64
 """What a launch adds to the clock of the stand-ins; a question whether it is done adds 1."""
 PATIENCE = 10
 """So many times as many steps are waited for optimizers that step more rarely."""
-RESETS = (
-    "_cuda_resetPeakMemoryStats _accelerator_resetPeakStats "
-    "_cuda_resetAccumulatedMemoryStats _accelerator_resetAccumulatedStats"
-)
+RESETS = ("cuda_resetPeakMemory", "cuda_resetAccumulatedMemory", "accelerator_resetPeak")
 """Functions of torch with which scripts reset its peaks and counts."""
 NOISE = 1024
 """Bytes that a step may keep, as of a loss in a list."""
-CHOOSE = "choose the GPU, as by the script's option --device cuda, or write --whole to go on"
 
 
 class Run:
@@ -82,9 +79,8 @@ class Run:
             timer = threading.Timer(self.settings.seconds, self.interrupt)
             timer.daemon = True
             timer.start()
-        for name in RESETS.split():
-            if reset := getattr(torch._C, name, None):
-                setattr(torch._C, name, partial(self.reset, reset))
+        for name in (f"_{one}Stats" for one in RESETS if hasattr(torch._C, f"_{one}Stats")):
+            setattr(torch._C, name, partial(self.reset, getattr(torch._C, name)))
         sys.excepthook = self.failed
         sys.exit = self.left
         atexit.register(self.ended)
@@ -137,7 +133,7 @@ class Run:
             self.idle += 1
             counted = max(self.steps.values(), default=0)
             if most is not None and is_main and self.idle >= most + PATIENCE * counted:
-                problem = f"{self.idle} optimizer steps ended without using CUDA; {CHOOSE}"
+                problem = f"{self.idle} optimizer steps without it: {NOTHING}, or write --whole"
                 leave(0, {"status": "unused", "problem": problem}, self.settings, self.name)
             return
         done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
@@ -245,13 +241,13 @@ class Run:
         values = sys.modules.get("phantomgpu.values")
         ranks = sys.modules.get("phantomgpu.ranks")
         host: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
+        found = analyse(self.seen, snapshot["device_traces"], self.peaks)
         return {
-            **analyse(self.seen, snapshot["device_traces"], self.peaks),
+            **found,
             **self.doubts,
+            "place": [os.environ.get("CUDA_VISIBLE_DEVICES"), found["device"]],
             "idle": self.idle,
             "caught": [*values.CAUGHT] if values else [],
-            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-            "until": time.time(),
             "steps": max(self.steps.values(), default=0),
             "host_pinned": host.get("allocated_bytes.peak", 0),
             "host_managed": ctypes.c_size_t.in_dll(self.library, "phantom_most_managed").value,

@@ -148,7 +148,10 @@ def test_a_peak_is_held_against_its_baseline(
     assert "depends on values" in check(["train.py"], gpu="h100").line()
 
 
-NOTED = {"notes": ("the script ran out of memory",), "doubts": ("out of memory once",)}
+NOTED: dict[str, Any] = {
+    "notes": ("the script ran out of memory",),
+    "doubts": ("out of memory once",),
+}
 
 
 @pytest.fixture
@@ -223,7 +226,7 @@ def test_a_run_that_allocated_nothing_is_no_baseline(
     monkeypatch.setattr("phantomgpu.questions.run", lambda *_, **__: made(peak=0))
     file = tmp_path / "peak.json"
     for update in (False, True):
-        with pytest.raises(PhantomError, match="allocated no memory"):
+        with pytest.raises(PhantomError, match="used no memory"):
             check(["train.py"], gpu="h100", baseline=file, update=update)
     assert not file.exists()
     file.write_text(json.dumps({"peak_allocated": 0, "torch": "2.13"}))
