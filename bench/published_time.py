@@ -162,10 +162,10 @@ ROWS = (
     Row("the same, compiled", "a100-40", "nanoGPT README", 0.135, gpt2, (12, 12), fused=True),
     Row("Llama 3.2 3B, LoRA", "l40s", PEFT, 29.0046 / 250, llama32, (212, 32)),
     Row("Llama 3.2 3B, whole", "l40s", PEFT, 90.9493 / 250, llama32, (212, None)),
-    Row("ResNet-50, mixed precision", "a100", NVIDIA, 128 / 2470, resnet50, (128, "amp")),
-    Row("ResNet-50, TF32", "a100", NVIDIA, 128 / 938, resnet50, (128, "tf32")),
-    Row("ResNet-50, mixed precision, V100", "v100", NVIDIA, 128 / 1156, resnet50, (128, "amp")),
-    Row("ResNet-50, FP32, V100", "v100", NVIDIA, 128 / 356, resnet50, (128, "fp32")),
+    Row("ResNet-50, mixed precision", "a100-80", NVIDIA, 128 / 2470, resnet50, (128, "amp")),
+    Row("ResNet-50, TF32", "a100-80", NVIDIA, 128 / 938, resnet50, (128, "tf32")),
+    Row("ResNet-50, mixed precision, V100", "v100-32", NVIDIA, 128 / 1156, resnet50, (128, "amp")),
+    Row("ResNet-50, FP32, V100", "v100-32", NVIDIA, 128 / 356, resnet50, (128, "fp32")),
 )
 
 

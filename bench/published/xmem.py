@@ -10,7 +10,7 @@ from published.packages import first, installed
 from published.rows import Family, Row
 
 REQUIREMENTS = ("transformers==4.51.3",)
-CARDS = {"RTX 3060": ("rtx3060", 12622168064), "RTX 4060": ("rtx4060", 8318222336)}
+CARDS = {"RTX 3060": ("rtx3060-12", 12622168064), "RTX 4060": ("rtx4060", 8318222336)}
 """The kinds, and the memory that torch saw on them."""
 LENGTH = 128
 

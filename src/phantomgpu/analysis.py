@@ -8,6 +8,7 @@ import re
 import time
 from bisect import bisect
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -53,8 +54,10 @@ _OURS = "phantomgpu/values.py", "torch/_dynamo/eval_frame.py"
 """Files of frames between an operation and torch's own kernel."""
 
 
-def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
-    """Return what the report says of memory as plain values, from the traces of all devices."""
+def analyse(
+    seen: History, traces: list[list[Event]], peaks: Callable[[int], dict[str, int]]
+) -> dict[str, Any]:
+    """Return what the report says of memory as plain values, from traces and peaks of devices."""
     for trace in traces:
         follow(trace)
     device = max(range(len(traces)), key=lambda one: most(traces[one], "used"), default=0)
@@ -69,18 +72,18 @@ def analyse(seen: History, traces: list[list[Event]]) -> dict[str, Any]:
         categories[block["category"]] += block["size"]
         if block["category"] not in _OWNED:
             places[place(block)] += block["size"]
-    stats = torch.cuda.memory_stats(device)
+    highest = peaks(device)
     return {
         "device": device,
-        "peak_allocated": max(most(trace, "used"), stats.get("allocated_bytes.all.peak", 0)),
-        "peak_reserved": max(most(trace, "held"), stats.get("reserved_bytes.all.peak", 0)),
+        "peak_allocated": max(most(trace, "used"), highest["allocated_bytes.all.peak"]),
+        "peak_reserved": max(most(trace, "held"), highest["reserved_bytes.all.peak"]),
         "phase": trace[at]["phase"] if trace else "start",
         "step": trace[at]["step"] if trace else 0,
         "categories": dict(categories.most_common()),
         "places": dict(places.most_common(12)),
         "peaks_by_phase": peaks_by_phase(trace),
         "peaks_by_step": peaks_by_step(seen, trace) if trace else [],
-        "out_of_memory": stats.get("num_ooms", 0),
+        "out_of_memory": highest["num_ooms"],
         "timeline": timeline(trace, at) if trace else {},
     }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from phantomgpu import standins
+from phantomgpu import files, standins
 from phantomgpu.errors import PhantomError, SetupNeededError
 from phantomgpu.kernels import set_hook
 
@@ -44,7 +44,7 @@ class Settings:
     seconds: float | None = None
     """After how many seconds the script ends, with a report of what was seen until then."""
     longest: bool = False
-    """Let loaders give their longest samples first."""
+    """Let loaders give their longest samples in each batch."""
     path: list[str] = field(default_factory=list)
 
 
@@ -124,7 +124,7 @@ def _find_cuda_torch() -> importlib.machinery.ModuleSpec | None:
 
 def _versions(folder: Path) -> tuple[str, str]:
     """Return the version of the torch in a folder, and of the CUDA that it was built for."""
-    text = (folder / "version.py").read_text()
+    text = files.read(folder / "version.py").decode()
     found = dict(re.findall(r"^(__version__|cuda)\b.*= '(.*)'", text, re.MULTILINE))
     return found["__version__"].partition("+")[0], found.get("cuda", "")
 
@@ -180,7 +180,7 @@ def save(result: dict[str, Any], settings: Settings, name: str = "") -> None:
     """Write what is known for the process that started this one."""
     rank = os.environ.get("RANK", "0")
     file = Path(settings.folder) / f"{name or 'run'}-{int(rank):06d}-{os.getpid()}.json"
-    file.write_text(json.dumps(result))
+    files.write(file, json.dumps(result))
 
 
 def leave(code: int, result: dict[str, Any], settings: Settings, name: str = "") -> NoReturn:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from itertools import chain, product
 from json import dumps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import typer
 
-from phantomgpu import standins
+from phantomgpu import files, standins
 from phantomgpu.child import CANNOT_RUN, DOES_NOT_FIT
 from phantomgpu.errors import PhantomError, SetupNeededError
 from phantomgpu.gpus import GIB, GPUS, UNMEASURED_CONTEXT, find_gpu, parse_memory
-from phantomgpu.report import Report, write
+from phantomgpu.report import Report
 from phantomgpu.searching import TRIAL_SECONDS
 
 app = typer.Typer(
@@ -35,7 +38,7 @@ AsJSON = Annotated[bool, option("--json", help="Print JSON.")]
 Whole = Annotated[bool, option("--whole", help="Run the script to its end, or to --timeout.")]
 Timeout = Annotated[float | None, option(min=1, help="Seconds that the script may take.")]
 Stages = Annotated[bool, option("--every-stage", help="Run a rank of each pipeline stage.")]
-Longest = Annotated[bool, option("--longest", help="Let loaders give their longest samples first.")]
+Longest = Annotated[bool, option("--longest", help="Let loaders give their longest samples only.")]
 Argument = Annotated[str, option(help="The option of the command to vary.")]
 Largest = Annotated[int, option(min=1, help="The last number to try.")]
 Multiple = Annotated[int, option(min=1, help="Try only multiples of this.")]
@@ -81,7 +84,7 @@ def run(
     report = run_script(command, quiet=quiet or prints, **how)
     typer.echo(report.to_json() if prints else f"\n{report}")  # progress bars leave a line open
     if json is not None and not prints:
-        write(json, report.to_json())
+        files.write(json, report.to_json())
     raise typer.Exit(exit_code(report))
 
 
@@ -107,7 +110,8 @@ def search(
 
     def show(number: int, report: Report) -> None:
         reserved = report.peak_reserved / GIB
-        said = "no optimizer step" if report.fits and not (report.steps or whole) else report.status
+        idle = report.fits and not (report.steps or whole)
+        said = "no optimizer step" if idle else f"{report.status}{report.in_doubt}"
         typer.echo(f"  {argument} {number}: {said}, reserved {reserved:.2f} GiB", err=True)
 
     how: dict[str, Any] = {"gpu": gpu, "memory": memory, "ranks": ranks, "argument": argument}
@@ -146,7 +150,7 @@ def model(
     ways = [bool(checkpointing)] if generate or checkpointing is not None else ways
     asked = models.Model(config, optimizer, weights or ("bf16" if generate else "fp32"))
     longest = max(filter(None, lengths), default=0) + (generate or 0)
-    what, read = asked.checked(longest, learns=not generate), asked.read()[2]
+    what = asked.checked(longest, learns=not generate)
     if generate and (checkpointing or numbers != [1] or lengths == [None]):
         raise ValueError("--generate needs --length, and no option of training, on one GPU")
     warn(gpu, memory)
@@ -158,22 +162,31 @@ def model(
             args = (asked, tokens, *((generate, cache) if generate else (shared, again)))
             work = models.generate if generate else models.train
             answer = search_script(work, args=args, ranks=shared, processes=processes, **how)
-            size, peak = answer.largest, answer.report.peak_reserved
-            values = (tokens, again, shared, size, (size or 0) * shared, peak)
-            rows.append(dict(zip(models.COLUMNS, values, strict=True)))
-            if generate and not as_json:
-                what += "\n" + models.vllm_room(read, answer.report, (tokens or 0) + generate)
+            size = answer.largest
+            values = (tokens, again, shared, size, (size or 0) * shared)
+            rows.append(answer.report.row(**dict(zip(models.COLUMNS, values, strict=True))))
     text = dumps({"model": what, "rows": rows}, indent=2) if as_json else columns(rows)
     typer.echo(text if as_json else f"{what}\n\n{text}")
 
 
 def columns(rows: list[dict[str, Any]]) -> str:
-    """Return a table: a line of names, and one for each row."""
-    lines = [[name.removesuffix("_bytes").replace("_", "-") for name in rows[0]]]
-    lines += [[_cell(name, value) for name, value in row.items()] for row in rows]
+    """Return a table: a line of names, one for each row, and the notes."""
+    names = [name for name in rows[0] if name != "notes"]
+    lines = [[name.removesuffix("_bytes").replace("_", "-") for name in names]]
+    lines += [[_cell(name, row[name]) for name in names] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = [map(str.rjust, line, widths) for line in lines]
-    return "\n".join("  ".join(line).rstrip() for line in padded)
+    return "\n".join(["  ".join(line).rstrip() for line in padded] + footnotes(rows))
+
+
+def footnotes(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the notes of rows, each once, with the numbers of the rows unless all have it."""
+    found: dict[str, list[str]] = {}
+    for number, row in enumerate(rows, 1):
+        for note in row["notes"]:
+            found.setdefault(note, []).append(str(number))
+    of = {note: f" of row {', '.join(which)}" for note, which in found.items()}
+    return [f"  note{of[one] * (len(found[one]) < len(rows))}: {one}" for one in found]
 
 
 def _cell(name: str, value: Any) -> str:
@@ -225,16 +238,21 @@ def cheapest(
 def why(
     report: Annotated[Path, typer.Argument(help="What `phantomgpu run --json FILE` wrote.")],
     *,
+    rerun: Annotated[bool, option("--rerun", help="Run the command that FILE names.")] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Say what would save memory: tried where the script need not change, else computed."""
+    """Say what would save memory, computed; with --rerun, tried if no script need change."""
     from phantomgpu import questions
 
-    read = questions.read(report, "categories", dict, "report (write it by run --json)")
-    advice = questions.why(read)
+    read = files.read_json(report, "report (write it by run --json)", categories=dict)
+    if line := questions.command_line(read):
+        says = "running" if rerun else "add --rerun to try settings of the allocator, which runs"
+        typer.echo(f"{says}: {line}", err=True)
+    advice = questions.why(read, rerun=rerun)
+    rows = [one._asdict() for one in advice]
     first = "tried: fewer reserved bytes, by running it again; computed: at most, of the peak"
-    lines = "\n".join([first, *map(str, advice)])
-    typer.echo(dumps([one._asdict() for one in advice], indent=2) if as_json else lines)
+    lines = [first, *map(str, advice), *footnotes(rows)]
+    typer.echo(dumps(rows, indent=2) if as_json else "\n".join(lines))
 
 
 @app.command(context_settings=OPEN)
@@ -251,15 +269,16 @@ def check(
     update: Annotated[bool, option("--update", help="Write the baseline again.")] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Check a command in CI, in one line. Exit code 3: does not fit; 5: its peak grew."""
+    """Check a command in CI: a line, and notes. Exit code 3: does not fit; 5: its peak grew."""
     from phantomgpu import questions
 
     allowed = parse_memory(tolerance)
     how = {"gpu": gpu, "memory": memory, "ranks": ranks, "timeout_seconds": timeout}
     found = questions.check(command, baseline=baseline, update=update, steps=steps, **how)
     report = {"fits": found.report.fits, "peak_allocated": found.report.peak_allocated}
-    more = {**report, "grew": found.grew, "notes": found.notes, "line": found.line()}
-    typer.echo(dumps(more) if as_json else found.line())
+    more = {**report, "grew": found.grew, "notes": found.all_notes(), "line": found.line()}
+    said = "\n".join([found.line(), *(f"  note: {one}" for one in found.report.notes)])
+    typer.echo(dumps(more) if as_json else said)
     grew = questions.GREW if found.grew is not None and found.grew > allowed else 0
     raise typer.Exit(exit_code(found.report) or grew)
 
@@ -303,32 +322,52 @@ def setup(
     if not standins.has_cuda(folder) or trouble(folder, there):
         typer.echo(f"downloading the CUDA build of torch {version} (about 530 MB) into {folder}")
         install(folder, [f"torch==={version}"])  # === takes no local version such as 2.13.0+cpu
-    if triton and "triton" not in there:
+    if triton and not (folder / "triton").exists():
         requires = [one.requires or [] for one in metadata.distributions(path=[str(folder)])]
         needs = [need.partition(";")[0] for need in chain(*requires) if need.startswith("triton")]
-        install(folder, needs)
+        install(folder, needs, beside=True)
     if problem := trouble(folder, wanted):
         raise SetupNeededError(f"cannot set up: {problem}; delete {folder} and try again")
     typer.echo("ready: phantomgpu run --gpu h100 -- python train.py")
 
 
-def install(folder: Path, packages: list[str]) -> None:
-    """Install packages into a folder, without what they need; pip replaces older ones."""
-    folder.mkdir(parents=True, exist_ok=True)
-    options = ["--no-deps", "--upgrade", "--target", str(folder)]
-    pip = [sys.executable, "-P", "-m", "pip", "install", *options, *packages]
-    # What pip unpacks lies beside the folder, so that it can be renamed.
-    done = subprocess.run(pip, check=False, env={**os.environ, "TMPDIR": str(folder.parent)})  # noqa: S603
-    if done.returncode or not standins.has_cuda(folder):
-        where = "pip's configuration decides where packages come from (pip config list)"
-        raise SetupNeededError(f"cannot set up: pip found no CUDA build of {packages[0]}; {where}")
+def install(folder: Path, packages: list[str], *, beside: bool = False) -> None:
+    """Install packages, without what they need, into a new folder, which then takes its place.
+
+    Two processes may do so at once, and each may be ended at any time.
+
+    Args:
+        folder: The folder; what is there is replaced.
+        packages: The packages.
+        beside: Keep what is there beside them.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as scratch:
+        new, old = Path(scratch, "new"), Path(scratch, "old")
+        if beside:
+            shutil.copytree(folder, new, copy_function=os.link)
+        options = ["--no-deps", "--upgrade", "--target", str(new)]
+        pip = [sys.executable, "-P", "-m", "pip", "install", *options, *packages]
+        # What pip unpacks lies beside the folder, so that it can be renamed.
+        done = subprocess.run(pip, check=False, env={**os.environ, "TMPDIR": scratch})  # noqa: S603
+        if done.returncode or not standins.has_cuda(new):
+            where = "pip's configuration decides where packages come from (pip config list)"
+            said = f"cannot set up: pip found no CUDA build of {packages[0]}"
+            raise SetupNeededError(f"{said}; {where}")
+        with suppress(FileNotFoundError):
+            folder.rename(old)
+        with suppress(OSError):  # another process was faster
+            new.rename(folder)
 
 
 def trouble(folder: Path, names: set[str]) -> str | None:
     """Import what is installed in a folder; return what fails."""
     from phantomgpu.running import run as run_script
 
-    lines = [f"import sys; sys.path.insert(0, {str(folder)!r})", "import torch; torch.cuda.init()"]
+    lines = [
+        f"import sys; sys.path.insert(0, {str(folder)!r})",
+        "import torch; torch.nn.Linear(1, 1).cuda()",
+    ]
     code = "\n".join([*lines, *(f"import {name}" for name in sorted(names))])
     try:
         report = run_script([sys.executable, "-c", code], gpu="h100", steps=None)

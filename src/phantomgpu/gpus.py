@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import final
 
+from phantomgpu import files
 from phantomgpu.errors import UnknownGPUError
 
 GIB = 1 << 30
@@ -66,11 +67,10 @@ def _read(line: str) -> GPU:
     return GPU(key, name, float(memory), source, known, (major, minor), *counts, *speeds)
 
 
-_LINES = Path(__file__).with_name("gpus.txt").read_text(encoding="utf-8").splitlines()
+_LINES = files.read(Path(__file__).with_name("gpus.txt")).decode().splitlines()
 GPUS = {gpu.key: gpu for gpu in map(_read, (one for one in _LINES if one[0] not in "#="))}
 _NAMES = {key.replace("-", ""): key for key in GPUS}
-_NAMES |= {"a10080": "a100", "h10080": "h100", "rtxa6000": "a6000", "v10032": "v100"}
-_NAMES |= {"p10016": "p100", "rtx4060ti16": "rtx4060ti", "rtx5060ti16": "rtx5060ti"}
+_NAMES |= {"h10080": "h100", "rtxa6000": "a6000"}
 _REFUSED = {
     r"mi\d{2,3}|instinct|radeon|rx\d{4}|gfx\d": "AMD's GPUs run another build of torch (ROCm)",
     r"tpu|gaudi|hpu|trainium|inferentia|ascend|xpu|arc": "it does not run CUDA code",
@@ -95,12 +95,16 @@ def find_gpu(name: str) -> GPU:
     79.1
 
     Raises:
-        UnknownGPUError: No kind has that name.
+        UnknownGPUError: No kind has that name, or two kinds with different memory have it.
     """
-    key = re.sub(r"[\s_-]|nvidia|geforce|tesla|gb$", "", name.lower())
-    key = f"rtx{key}" if re.fullmatch(r"\d{4}(ti)?(super)?(16)?", key) else key
+    key = re.sub(r"[\s_-]|nvidia|geforce|tesla|gi?b$", "", name.lower())
+    key = f"rtx{key}" if re.fullmatch(r"\d{4}(ti)?(super)?(\d{1,2})?", key) else key
     if key in _NAMES:
         return GPUS[_NAMES[key]]
+    if sold := [one for one in GPUS if one.partition("-")[0] == key]:
+        sizes = " and ".join(one.partition("-")[2] for one in sold)
+        why = f"it is sold with {sizes} GB; write {' or '.join(sold)}"
+        raise UnknownGPUError(f"cannot play {name!r}: {why}")
     for pattern, why in _REFUSED.items():
         if re.search(pattern, key):
             raise UnknownGPUError(f"cannot play {name!r}: {why}; write one of {', '.join(GPUS)}")

@@ -1,4 +1,8 @@
-"""Longest samples first: what a script's loaders give, in another order."""
+"""Longest samples: what a script's loaders give, instead of all others.
+
+The longest batch is given again and again: in the first step, the optimizer has no state yet, and
+nobody knows how many batches make a step, or how many a loader makes beforehand.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ _SEEN: dict[int, tuple[Any, dict[int, int]]] = {}
 
 
 def start() -> None:
-    """Let every DataLoader that knows its samples begin with the longest ones."""
+    """Let every DataLoader that knows its samples give the longest ones, in each batch."""
     from torch.utils import data
 
     NOTES[NOBODY] = None
@@ -40,7 +44,7 @@ def start() -> None:
 
 
 class Ordered:
-    """Batches as large as a sampler's, with the longest samples; or its own, in another order."""
+    """As many batches as a sampler's, each of the longest samples; or its own longest."""
 
     def __init__(self, batches: Any, sizes: dict[int, int]) -> None:
         self.batches, self.sizes = batches, sizes
@@ -49,13 +53,12 @@ class Ordered:
         rest = iter(self.batches)
         first = [list(batch) for batch in islice(rest, LOOKED_AT)]
         if len({len(batch) for batch in first[:-1]}) > 1:  # such as batches of so many tokens
-            yield from sorted(first, key=self.padded, reverse=True)
-            yield from rest
+            largest = max(first, key=self.padded)
+            yield from (largest for _ in chain(first, rest))
             return
-        longest = iter(sorted(self.sizes, key=self.sizes.__getitem__, reverse=True))
+        longest = sorted(self.sizes, key=self.sizes.__getitem__, reverse=True)
         for batch in chain(first, rest):
-            found = list(islice(longest, len(batch)))
-            yield found if len(found) == len(batch) else batch
+            yield longest[: len(batch)] if len(batch) <= len(longest) else batch
 
     def padded(self, batch: list[int]) -> int:
         """Return the elements of a batch, padded to its longest sample."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from phantomgpu import files
 from phantomgpu.errors import PhantomError, SetupNeededError
 
 if TYPE_CHECKING:
     import torch
-
-    from phantomgpu.report import Report
 
 CLIP_NORM = 1.0
 STEPS = 3
@@ -33,13 +31,14 @@ SIDE = 224
 """Of an image whose size the configuration leaves open."""
 LATENTS = 4096
 """Of an image of 1024 x 1024, in patches of 16 x 16: what Flux is trained with."""
-COLUMNS = ("tokens", "checkpointing", "ranks", "micro_batch", "batch", "peak_bytes")
+COLUMNS = ("tokens", "checkpointing", "ranks", "micro_batch", "batch")
 _OPTIMIZERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adamw": ("torch.optim", "AdamW", {"fused": True}),  # the default of transformers
     "sgd": ("torch.optim", "SGD", {"lr": 1e-3, "momentum": 0.9}),
     "adafactor": ("torch.optim", "Adafactor", {}),
     "adamw8bit": ("bitsandbytes.optim", "AdamW8bit", {}),
 }
+_LONGEST = "max_position_embeddings"
 _PARTS = "text_config vision_config audio_config thinker_config encoder decoder generator"
 
 
@@ -66,18 +65,22 @@ class Model:
             SetupNeededError: The library is not installed.
         """
         file = self.file / "config.json" if self.file.is_dir() else self.file
+        what = "config.json of a model"
+        config = files.read_json(file, what)
+        library = "diffusers" if "_class_name" in config else "transformers"
         try:
-            config: dict[str, Any] = json.loads(file.read_bytes())
-            library = "diffusers" if "_class_name" in config else "transformers"
             named = [config.get("_class_name"), *(config.get("architectures") or ())]
             name = str(next(filter(None, named), None) or config["model_type"])
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            raise PhantomError(f"{file} is no config.json of a model: {error!r}") from error
+            longest = {**config, **(config.get("text_config") or {})}.get(_LONGEST, 1) or 1
+        except (LookupError, TypeError) as error:
+            raise PhantomError(f"{file} is no {what}: {error!r}") from error
+        if type(longest) is not int:
+            raise PhantomError(f"{file} is no {what}: its {_LONGEST} is no number")
         spec = find_spec(library)
         if spec is None:
             raise SetupNeededError(f"cannot build {name}: pip install {library}")
         kind, auto = config.get("model_type"), Path(str(spec.origin)).parent / "models" / "auto"
-        if kind and not any(f'"{kind}"' in one.read_text() for one in auto.glob("*.py")):
+        if kind and not any(f'"{kind}"' in files.read(one).decode() for one in auto.glob("*.py")):
             why = f"this transformers has no model_type {kind!r}"
             raise PhantomError(f"cannot build {name}: {why}; correct {file}, or upgrade it")
         return library, name, config
@@ -94,7 +97,7 @@ class Model:
         """
         _, name, config = self.read()
         text = {**config, **(config.get("text_config") or {})}
-        longest = text.get("max_position_embeddings", length)
+        longest = text.get(_LONGEST, length)
         if longest is not None and length > longest:
             raise PhantomError(f"sequences of {length}: max_position_embeddings is {longest}")
         said = [f"{name}, {self.weights} weights"]
@@ -120,7 +123,7 @@ class Model:
             return _class_of(library, name).from_config(read).to(dtype)
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(self.file)
+        config = AutoConfig.from_pretrained(self.file, trust_remote_code=False)
         if not config.architectures:
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
         if name.endswith("SequenceClassification") and config.pad_token_id is None:
@@ -132,24 +135,6 @@ class Model:
         library, name, how = _OPTIMIZERS[self.optimizer]
         trained = [one for one in weights if one.requires_grad]
         return _class_of(library, name)(trained, **how)
-
-
-def vllm_room(config: dict[str, Any], report: Report, tokens: int) -> str:
-    """Return how many sequences vLLM has blocks for, at most, in one line.
-
-    As its documentation says: what is left of `gpu_memory_utilization` (0.9) after weights and
-    context, in blocks of 16 tokens; keys and values of each layer are bf16.
-    """
-    text = {**config, **(config.get("text_config") or {})}
-    heads, layers = text.get("num_attention_heads"), text.get("num_hidden_layers")
-    if not heads or not layers or "kv_lora_rank" in text:
-        return "vLLM: the size of its cache is not known for this kind of attention"
-    width = text.get("head_dim") or text["hidden_size"] // heads
-    block = 16 * 2 * 2 * layers * (text.get("num_key_value_heads") or heads) * width
-    weights = report.categories.get("parameters", 0)
-    blocks = max(0, int(0.9 * report.memory) - report.context - weights) // block
-    room = f"{blocks:,} blocks, {blocks // -(-tokens // 16):,} sequences of {tokens:,} tokens"
-    return f"vLLM (0.9 of memory, blocks of 16 tokens): at most {room}; its profile run takes some"
 
 
 def _imported(*fields: Any) -> Model:
@@ -388,16 +373,13 @@ class Inputs:
             "(Sequence|Image|Audio|Video)Classification|Choice": lambda: self.whole(self.size),
             "CTC": lambda: self.whole(self.size, max(1, self.length // 640)),  # 320 make a frame
             "SemanticSegmentation": lambda: self.whole(self.size, *self.side),
-            "ObjectDetection": self.boxes,
             "": lambda: self.targets() if texts else None,
         }
         if not self.learns or "labels" not in self.takes:
             return None
+        if self.name.endswith("ObjectDetection"):
+            raise _unfed(self.name, "the number of boxes of an image is not known")
         return next(make for end, make in kinds.items() if re.search(f"({end})$", self.name))()
-
-    def boxes(self) -> Any:
-        """Return ten boxes for each image."""
-        return [{"class_labels": self.whole(10), "boxes": self.real(10, 4)}] * self.size
 
     def targets(self) -> Any:
         """Return the tokens that are to be written."""
@@ -407,14 +389,6 @@ class Inputs:
     def classes(self) -> Any:
         """Return a class for each image, if the model knows any."""
         return self.whole(self.size) if self.of("num_class_embeds", "num_embeds_ada_norm") else None
-
-    def conditions(self) -> Any:
-        """Return what SDXL adds to the time, and PixArt."""
-        if self.of("addition_embed_type") == "text_time":
-            width = self.of("projection_class_embeddings_input_dim")
-            pooled = self.real(self.size, width - 6 * self.of("addition_time_embed_dim"))
-            return {"text_embeds": pooled, "time_ids": self.real(self.size, 6)}
-        return {"resolution": None, "aspect_ratio": None} if self.of("caption_channels") else None
 
 
 _CLASSES: Callable[[Inputs], Any] = lambda one: one.whole(one.size)  # noqa: E731
@@ -442,6 +416,8 @@ _DIFFUSERS: dict[str, Callable[[Inputs], Any]] = {
     "img_ids": lambda one: one.real(LATENTS, 3),
     "txt_ids": lambda one: one.real(one.given or 77, 3),
     "class_labels": Inputs.classes,
-    "added_cond_kwargs": Inputs.conditions,
+    "added_cond_kwargs": lambda one: (
+        {"resolution": None, "aspect_ratio": None} if one.of("caption_channels") else None  # PixArt
+    ),
 }
 """What a `forward` may take; None is left out."""

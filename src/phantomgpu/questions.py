@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from phantomgpu import files
 from phantomgpu.errors import PhantomError
 from phantomgpu.gpus import GIB, GPUS, context_bytes, find_gpu
-from phantomgpu.report import Report, write
+from phantomgpu.report import NOTHING, Report
 from phantomgpu.running import run
 from phantomgpu.searching import search
 
@@ -22,7 +24,8 @@ ALLOCATOR = {
     "roundup_power2_divisions:8": "sizes are rounded, so that blocks are used again",
 }
 """Settings of torch's allocator that need no change of a script, and why they help."""
-
+AGAIN = "script folder gpu memory ranks rank steps devices cudnn longest timeout_seconds"
+"""What a report has of the command that was run."""
 
 COMPUTED = (
     ("activation checkpointing: activations", "activations", 1),
@@ -43,11 +46,13 @@ class Advice(NamedTuple):
         saves: Bytes of the peak; of what was tried, of reserved bytes.
         how: "tried" or "computed"; what is computed is the most that it can save.
         text: What to do.
+        notes: Those of the report that says so.
     """
 
     saves: int
     how: str
     text: str
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.how:<8}  {self.saves / GIB:>6.2f} GiB  {self.text}"
@@ -68,8 +73,8 @@ def table(
     rows: list[dict[str, Any]] = []
     for gpu, shared in product(kinds, ranks):
         found = search(command, gpu=gpu, ranks=shared, details=False, **how)
-        row = {"gpu": gpu, "ranks": shared, "largest": found.largest}
-        rows += [{**row, "reserved_bytes": found.report.peak_reserved, "then": found.bound}]
+        known = {"gpu": gpu, "ranks": shared, "largest": found.largest, "then": found.bound}
+        rows.append(found.report.row(**known))
     return rows
 
 
@@ -78,7 +83,8 @@ def cheapest(
 ) -> list[dict[str, Any]]:
     """Return the smallest kinds of GPU that a command fits; each of them was run.
 
-    The kind with the most memory says what is needed; kinds that have less are not run.
+    The kind with the most memory says what is needed; kinds that have less are not run. Kinds that
+    the torch in use has no code for are left out, and the notes name them.
 
     Args:
         command: The command.
@@ -90,53 +96,81 @@ def cheapest(
     if last.status == "failed":
         raise PhantomError(f"the script failed on {last.gpu}: {last.problem}")
     rows: list[dict[str, Any]] = []
+    left: list[str] = []
     for kind in kinds:
         room = kind.memory * GIB - context_bytes(kind) - last.nccl
         if not last.fits or room < last.peak_allocated or len(rows) == MOST_KINDS:
             continue
         report = last if kind is kinds[-1] else run(command, gpu=kind.key, **how)
-        if report.fits:
-            row: dict[str, Any] = {"gpu": kind.key, "memory_bytes": report.memory}
-            row |= {"peak_bytes": report.peak_allocated, "reserved_bytes": report.peak_reserved}
-            rows.append(row)
+        if report.fits and report.has_code:
+            sizes = {"memory_bytes": report.memory, "peak_bytes": report.peak_allocated}
+            rows.append(report.row(gpu=kind.key, **sizes))
+        elif report.fits:
+            left.append(kind.key)
+    said = f"torch {last.torch} has no code for {', '.join(left)}"
+    if left and not rows:
+        raise PhantomError(f"{said}; use the build for CUDA 12.6, or name others by --gpu")
+    for row in rows if left else ():
+        row["notes"].append(f"{said}, which would fit: left out")
     return rows
 
 
-def why(report: dict[str, Any]) -> list[Advice]:
+def why(report: dict[str, Any], *, rerun: bool = False) -> list[Advice]:
     """Return what would save memory, the most first.
 
-    What the allocator can do is tried: the command of the report runs again. The rest is computed
-    from the report: the most of the peak that it can save.
+    It is computed from the report: the most of the peak that it can save.
 
     Args:
         report: What `phantomgpu run --json` wrote.
+        rerun: Try what the allocator can do, too: this runs the command that the report names.
 
     Raises:
         PhantomError: It is no report with the bytes of a peak.
     """
-    has = report.get("categories")
-    if not has:
+    has = files.require(report, "no report", categories=dict)["categories"]
+    if not has or not all(type(size) is int for size in has.values()):
         raise PhantomError("the report has no bytes at a peak; write it by phantomgpu run --json")
-    advice = list(_tried(report))
+    notes = report.get("notes")
+    notes = tuple(map(files.printable, notes)) if isinstance(notes, list | tuple) else ()
+    advice = list(_tried(report)) if rerun else []
     for text, parts, share in COMPUTED:
         if not text.startswith("FSDP2") or report.get("ranks") == 1:
             size = sum(has.get(part, 0) for part in parts.split())
-            advice.append(Advice(int(size * share), "computed", text))
+            advice.append(Advice(int(size * share), "computed", text, notes))
     return sorted(one for one in advice if one.saves >= GIB // 200 or "it fits" in one.text)[::-1]
+
+
+def command_line(report: dict[str, Any]) -> str:
+    """Return the command that a report names, as a shell takes it and safe to print, or "".
+
+    Raises:
+        PhantomError: It is not as `run` writes it.
+    """
+    if not (again := report.get("again")):
+        return ""
+    why = "the report cannot be run again"
+    files.require(report, why, again=dict, peak_reserved=int, fits=bool)
+    files.require(again, why, script=list, folder=str, gpu=str)
+    if not {*again} <= {*AGAIN.split()} or not all(isinstance(one, str) for one in again["script"]):
+        raise PhantomError(f"{why}: it has settings that `run` does not write")
+    return files.printable(f"cd {shlex.quote(again['folder'])} && {shlex.join(again['script'])}")
 
 
 def _tried(report: dict[str, Any]) -> Iterator[Advice]:
     """Run the command of a report with other settings of the allocator."""
-    how = dict(report.get("again") or {})
-    folder = how.pop("folder", str(Path.cwd()))
-    if folder != str(Path.cwd()):
-        raise PhantomError(f"the report is of a command in another folder: cd {folder}")
-    for setting, text in ALLOCATOR.items() if how else ():  # none of a function
-        now = run(**how, variables={"PYTORCH_CUDA_ALLOC_CONF": setting})
+    line, how = command_line(report), dict(report.get("again") or {})
+    if line and how.pop("folder", None) != str(Path.cwd()):
+        raise PhantomError(f"the report is of a command in another folder: {line}")
+    for setting, text in ALLOCATOR.items() if line else ():  # none of a function
+        try:
+            now = run(**how, variables={"PYTORCH_CUDA_ALLOC_CONF": setting})
+        except TypeError as error:
+            raise PhantomError(f"the report cannot be run again: {error}") from None
         fits = "; it fits" if now.fits and not report["fits"] else ""
         if now.status in ("fits", "does not fit"):
             saves = report["peak_reserved"] - now.peak_reserved
-            yield Advice(saves, "tried", f"PYTORCH_CUDA_ALLOC_CONF={setting}: {text}{fits}")
+            what = f"PYTORCH_CUDA_ALLOC_CONF={setting}: {text}{fits}"
+            yield Advice(saves, "tried", what, now.notes)
 
 
 class Checked(NamedTuple):
@@ -154,6 +188,10 @@ class Checked(NamedTuple):
         changes = [] if self.grew is None else [change if self.grew else "peak as in the baseline"]
         return "; ".join([self.report.lines()[0], *changes, *self.notes])
 
+    def all_notes(self) -> list[str]:
+        """Return those of the report, too."""
+        return [*self.notes, *self.report.notes]
+
 
 def check(
     command: Sequence[str], *, baseline: Path | None = None, update: bool = False, **how: Any
@@ -167,39 +205,31 @@ def check(
         how: What else `phantomgpu.run` takes.
 
     Raises:
-        PhantomError: The baseline is of another GPU or number of ranks, or no baseline.
+        PhantomError: The baseline is of another GPU or number of ranks, or no baseline; or the
+            command allocated nothing.
     """
     before = None
     if baseline is not None and baseline.exists() and not update:
-        before = read(baseline, "peak_allocated", int, "baseline (write --update)")
+        what = "baseline (write --update)"
+        before = files.read_json(baseline, what, peak_allocated=int, torch=str)
+        if before["peak_allocated"] <= 0:
+            raise PhantomError(f"{baseline} is no {what}: nothing was allocated")
     report = run(command, **how)
     kept = ("gpu", "memory", "ranks", "rank", "torch", "peak_allocated", "peak_reserved")
     now = {name: getattr(report, name) for name in kept}
     if not report.fits:  # the peak is that of a part of the run
         return Checked(report, None, tuple((report.problem or "").splitlines()[:1]))
+    if baseline is not None and not report.peak_allocated:
+        raise PhantomError(f"cannot be held against {baseline}: {NOTHING}")
     if before is None:
         if baseline is not None:
-            write(baseline, json.dumps(now, indent=2))
+            files.write(baseline, json.dumps(now, indent=2))
         return Checked(report, None, ("the baseline was written",) * (baseline is not None))
     notes: tuple[str, ...] = ()
     for name in kept[:4]:
         if before.get(name) != now[name]:
-            differs = f"{name} is {now[name]}, and {before.get(name)} in {baseline}"
+            differs = f"{name} is {now[name]}, and {before.get(name)!r} in {baseline}"
             raise PhantomError(f"cannot compare: {differs}; write --update for a new baseline")
     if before.get("torch") != now["torch"]:
-        notes += (f"torch is {now['torch']} and was {before['torch']}",)
+        notes += (f"torch is {now['torch']} and was {files.printable(before['torch'])}",)
     return Checked(report, report.peak_allocated - before["peak_allocated"], notes)
-
-
-def read(file: Path, needed: str, kind: type, what: str) -> dict[str, Any]:
-    """Return what JSON a file holds.
-
-    Raises:
-        PhantomError: It has nothing of that kind under the name that is needed.
-    """
-    try:
-        found: dict[str, Any] = json.loads(file.read_text())
-        kind(found[needed])
-    except (ValueError, LookupError, TypeError) as error:
-        raise PhantomError(f"{file} is no {what}: {error!r}") from None
-    return found

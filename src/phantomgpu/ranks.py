@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from phantomgpu import files
 from phantomgpu.values import FEW, LOST, Bytes, Hidden, leaves
 
 _KEPT: list[object] = []
@@ -204,8 +205,7 @@ def _post(name: str, tensor: torch.Tensor, args: Any, bytes_of: Bytes) -> None:
         values = bytes_of.read(tensor).flatten().tolist()
         _SENT.setdefault(file.name, []).append(values)
         if len(_SENT[file.name]) <= _MOST_KEPT:
-            file.with_suffix(".new").write_text(json.dumps(_SENT[file.name]))
-            file.with_suffix(".new").rename(file)
+            files.write(file, json.dumps(_SENT[file.name]))
         return
     at = _READ[file.name] = _READ.get(file.name, -1) + 1
     message = torch.tensor(_received(file, at, sender), dtype=tensor.dtype)
@@ -216,7 +216,7 @@ def _received(file: Path, at: int, sender: int) -> list[int]:
     """Return a message, once the run of the rank that sends it has written it."""
     while True:
         is_over = (file.parent / f"ended-{sender}").exists()
-        there = json.loads(file.read_text()) if file.exists() else []
+        there = json.loads(files.read(file)) if file.exists() else []
         if there[at:] or (there and is_over):
             return list([*there[at:], there[-1]][0])
         if is_over:

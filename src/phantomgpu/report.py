@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, final
 
 from phantomgpu.bound import bound_of, line_of
-from phantomgpu.errors import PhantomError
 from phantomgpu.gpus import GIB, GPU, OLDEST
 
 UNTRAINED = {"evaluation", "generation", "save", "no_grad"}
 """Phases that belong to no step of an optimizer."""
 Status = Literal["fits", "does not fit", "failed"]
+NOTHING = "the script used no memory of the GPU; choose it, as by its option --device cuda"
 
 
 @final
@@ -54,6 +53,8 @@ class Report:
         limit: The seconds after which a whole run was ended.
         again: The command that was run, its folder and how; empty for a function.
         problem: The error that ended the script, if one did.
+        doubts: What the first line says in brackets: why a whole run may need more.
+        has_code: Whether the torch in use has code for that kind of GPU.
         notes: What the figures do not contain.
     """
 
@@ -83,6 +84,8 @@ class Report:
     again: dict[str, Any] = field(default_factory=dict, repr=False)
     problem: str | None = None
     notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    has_code: bool = True
     torch: str = ""
     seconds: float = 0.0
     bound: dict[str, Any] = field(default_factory=dict)
@@ -98,6 +101,16 @@ class Report:
     def depends_on_values(self) -> bool:
         """Whether a branch or the size of a tensor hung on numbers that were not computed."""
         return bool(self.decides)
+
+    @property
+    def in_doubt(self) -> str:
+        """What the first line says behind the status and the kind, in brackets."""
+        doubts = ["depends on values"] * self.depends_on_values + [*self.doubts]
+        return f" ({', '.join(doubts)})" if doubts else ""
+
+    def row(self, **known: Any) -> dict[str, Any]:
+        """Return a row of a table: what is known of it, what was reserved, and the notes."""
+        return {**known, "reserved_bytes": self.peak_reserved, "notes": [*self.notes]}
 
     @property
     def available(self) -> int:
@@ -127,9 +140,8 @@ class Report:
             peak += f", in {self.phase} {during}"
         if self.limit is not None:
             peak += f", in the first {self.limit:g} seconds"
-        kind = f"{self.gpu} (depends on values)" if self.depends_on_values else self.gpu
         rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
-        lines = [f"{self.status} {kind}{rank}: {peak}"]
+        lines = [f"{self.status} {self.gpu}{self.in_doubt}{rank}: {peak}"]
         if self.status == "failed":
             lines = ["the script failed, but not for lack of memory"]
             lines += [f"  until then: {peak}"] * bool(self.peak_allocated)
@@ -158,12 +170,35 @@ def build_report(result: dict[str, Any], kind: GPU, **known: Any) -> Report:
     values = {name: value for name, value in result.items() if name in names}
     if (work := result.get("work")) and (bound := bound_of(work, kind))["seconds"]:
         values["bound"] = bound
-    return Report(**values, **known, notes=tuple(_notes(result, kind, known)))
+    values["has_code"] = not ("+cu13" in result.get("torch", "") and kind.capability < OLDEST)
+    doubts = _doubts(result) if result["status"] == "fits" else {}
+    values["doubts"] = tuple(doubts)
+    notes = [*_notes(result, known, has_code=values["has_code"]), *doubts.values()]
+    return Report(**values, **known, notes=tuple(notes))
 
 
-def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str]:
+def _doubts(result: dict[str, Any]) -> dict[str, str]:
+    """Return why a run that fits may not be what a whole one would be, each with its note."""
+    found: dict[str, str] = {}
+    if result.get("out_of_memory"):
+        found["out of memory once"] = "the script ran out of memory, caught the error and continued"
+    if (idle := result.get("idle", 0)) > result.get("steps", 0):
+        found["steps without the GPU"] = f"{idle} optimizer steps without the GPU are not counted"
+    if caught := result.get("caught"):
+        found["caught an error"] = f"the script caught an error and continued: {caught[0]}"
+    if grew := result.get("grew"):
+        what = f"the memory grew by {grew / 2**20:.3g} MiB in step {result['steps']}"
+        found["still growing"] = f"{what}, the last that was seen; --whole shows how far"
+    if waiting := result.get("waiting"):
+        few = f"few steps of {', '.join(waiting)}"
+        found[few] = f"{few} were seen, which has weights of its own; --whole runs to the end"
+    found |= result.get("others", {})
+    return found
+
+
+def _notes(result: dict[str, Any], known: dict[str, Any], *, has_code: bool) -> list[str]:
     notes: list[str] = []
-    if "+cu13" in result.get("torch", "") and kind.capability < OLDEST:
+    if not has_code:
         notes.append(
             f"torch for CUDA 13 has no code for {known['gpu']}: on a real one, this script needs "
             "the build for CUDA 12.6; code for a T4 was counted"
@@ -194,12 +229,10 @@ def _notes(result: dict[str, Any], kind: GPU, known: dict[str, Any]) -> list[str
         notes.append("no values are computed: torch before 2.10 does not allow it; all are zero")
     if result.get("compiled"):
         notes.append("whole numbers that compiled code computes are zero, like other results")
-    notes += [f"longest samples first: {one}" for one in result.get("longest", [])]
+    notes += [f"longest samples in each batch: {one}" for one in result.get("longest", [])]
     notes += _unseen(result)
     if not result.get("steps"):
         notes.append("no optimizer step ended")
-    if result["status"] == "fits" and result.get("out_of_memory"):
-        notes.append("the script ran out of memory, caught the error and continued")
     return notes
 
 
@@ -223,11 +256,3 @@ def _gib(size: int) -> str:
 
 def _table(sizes: dict[str, int]) -> str:
     return "  ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size >= GIB // 200)
-
-
-def write(file: Path, text: str) -> None:
-    """Write a file, or say which one could not be written."""
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise PhantomError(f"cannot write {file}: {error.strerror}") from error

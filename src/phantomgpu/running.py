@@ -19,18 +19,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from phantomgpu import standins
+from phantomgpu import files, standins
 from phantomgpu.child import Settings
 from phantomgpu.errors import RunFailedError, SetupNeededError
 from phantomgpu.gpus import GIB, context_bytes, driver_facts, find_gpu, parse_memory
-from phantomgpu.report import Report, build_report
+from phantomgpu.report import NOTHING, Report, build_report
 
 scratch = partial(tempfile.TemporaryDirectory, prefix="phantomgpu-")
 Process: TypeAlias = "subprocess.Popen[Any]"
 BOOT = Path(__file__).parent / "boot"
 LOCAL_RANKS, MOST_DEVICES, MOST_STAGES = 8, 16, 32
-WORST = ("cannot run", "does not fit", "failed", "fits")
-"""How runs end; the first that happened is reported."""
+WORST = ("cannot run", "does not fit", "failed", "fits", "unused", "lost")
+"""How runs end; the first that happened is reported. Lost: the GPU was used, without a report."""
+LAUNCHER = re.compile(
+    r"(?:(?:.*/)?env\n)?(?:\w+=.*\n)*(?:.*python[\d.]*\n(?:-[A-Za-z]+\n)*)?"
+    r"(?:-m\n(?:torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch)\n|"
+    r"(?:.*/)?(?:torchrun|deepspeed|accelerate\nlaunch)\n)((?:(?!.*\.py\n|(?:-m|--module)\n).*\n)*)"
+)
+"""A command, one word a line: a launcher and its own options. What follows is the script's."""
+NODES = re.compile(r"^--(?:nnodes|num[-_]machines|num[-_]nodes)[=\n](?!1\b)\d+", re.MULTILINE)
 GRACE_SECONDS = 5
 """How long a process has to end by itself."""
 REPORT_SECONDS = 60
@@ -70,7 +77,7 @@ def run(
         args: Arguments of the function, or of the script.
         kwargs: Keyword arguments of the function.
         cudnn: Leave cuDNN on; what needs it is then refused.
-        longest: Let every DataLoader that knows its samples give the longest first.
+        longest: Let every DataLoader that knows its samples give the longest ones in each batch.
         timeout_seconds: How long the script may take. With `steps=None`, the report is then what
             was seen until the limit.
         variables: Environment variables of the script.
@@ -138,7 +145,7 @@ def command_of(
 
         with scratch() as folder:
             file = Path(folder, "function.pickle")
-            file.write_bytes(cloudpickle.dumps((script, tuple(args), kwargs or {})))
+            files.write(file, cloudpickle.dumps((script, tuple(args), kwargs or {})))
             yield [sys.executable, str(BOOT / "call.py"), str(file)]
 
 
@@ -245,10 +252,12 @@ class Session:
         """
         if shutil.which(command[0]) is None:
             raise RunFailedError(f"cannot run {command[0]!r}: no such command")
-        nodes = re.search(r"--(nnodes|num_machines|num_nodes)[= ](?!1\b)\d+", " ".join(command))
+        launcher = LAUNCHER.match("".join(f"{one}\n" for one in command))
+        nodes = NODES.search(launcher[1]) if launcher else None
         if nodes and self.settings.messages:
             instead = "leave it and its options out: --ranks 16 -- python train.py"
-            why = f"cannot run {nodes[0]!r}: the launcher waits for other machines"
+            given = nodes[0].replace("\n", " ")
+            why = f"cannot run {given!r}: the launcher waits for other machines"
             raise RunFailedError(f"{why}; {instead}")
         # With a time limit of its own, the script ends itself, with a report.
         more = 0 if self.settings.seconds is None else REPORT_SECONDS
@@ -282,10 +291,26 @@ class Session:
     ) -> tuple[Process, Path]:
         """Start a process that plays a rank, in its own folder; the stack ends it."""
         folder = Path(stack.enter_context(scratch()))
-        output = stack.enter_context((folder / "output.log").open("wb"))
+        output = stack.enter_context(files.log_file(folder))
         quietly = {"stdout": output, "stderr": subprocess.STDOUT} if quiet else {}
         process = started(command, env=self.environment(str(folder), rank), **quietly)
         return stack.enter_context(process), folder
+
+    def beside(self, result: dict[str, Any], rest: list[dict[str, Any]]) -> dict[str, str]:
+        """Return what other processes leave in doubt, each with its note."""
+        found: dict[str, str] = {}
+        if lost := sum(one["status"] == "lost" for one in rest):
+            tag = f"{lost} without a report"
+            found[tag] = f"processes that used the GPU, {tag}: what they took was not seen"
+        place = result.get("place")
+        if same := [one for one in rest if one.get("peak_reserved") and one["place"] == place]:
+            total = sum(one["peak_reserved"] + self.context for one in [result, *same])
+            tag, sizes = (
+                f"{1 + len(same)} processes",
+                f"{total / GIB:.2f} of {self.memory / GIB:.2f}",
+            )
+            found[tag] = f"{tag} used this GPU: if at a time, with {sizes} GiB, contexts included"
+        return found
 
     def report(self, folder: Path, name: str, code: int, log: Path | None = None) -> Report:
         """Return the report that the processes of a run left.
@@ -294,26 +319,36 @@ class Session:
             RunFailedError: They left none.
             SetupNeededError: The installed torch has no CUDA code.
         """
-        results = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-*.json"))]
-        if not results:
-            text = log.read_text(errors="replace")[-2000:] if log else ""
-            raise RunFailedError(f"the script left no report: {_ended(code)}\n{text}".rstrip())
+        found = sorted(folder.glob(f"{name}-*.json"))
+        results = [files.read_json(file, "report", status=str) for file in found]
         results.sort(key=lambda one: (WORST.index(one["status"]), -one.get("peak_allocated", 0)))
-        result = results[0]
+        result = results[0] if results else {"status": "lost"}
+        if result["status"] == "fits" and not code and result.get("peak_reserved") == 0:
+            result = {"status": "unused", "problem": NOTHING}
+        if result["status"] in ("unused", "lost"):
+            text = files.read(log, last=2000).decode(errors="replace") if log else ""
+            why = result.get("problem") or _ended(code, used=bool(results))
+            raise RunFailedError(f"the script left no report: {why}\n{text}".rstrip())
         if result["status"] == "cannot run":
             raise SetupNeededError(result["problem"])
         if result["status"] == "fits" and code:
-            status = "does not fit" if result.get("out_of_memory") else "failed"
-            result |= {"status": status, "problem": f"it ended with exit code {code}"}
+            ran_out = any(one.get("left_out_of_memory") for one in results)
+            problem = f"it ended with exit code {code}"
+            if result.get("out_of_memory") and not ran_out:
+                problem += "; it had run out of memory before, and caught the error"
+            result |= {"status": "does not fit" if ran_out else "failed", "problem": problem}
+        others = {"others": self.beside(result, results[1:])}
         how = {"memory": self.memory, "context": self.context, "ranks": self.settings.ranks}
-        return build_report(result, self.kind, gpu=self.name, exit_code=code, **how)
+        return build_report(result | others, self.kind, gpu=self.name, exit_code=code, **how)
 
 
-def _ended(code: int) -> str:
+def _ended(code: int, *, used: bool) -> str:
     """Say how a process ended that left no report."""
     if code < 0:
         killed = ", perhaps because this machine has too little memory" * (code == -signal.SIGKILL)
         return f"{signal.Signals(-code).name} ended it{killed}"
+    if used:
+        return f"it used CUDA, and ended at once with exit code {code}, as by os._exit"
     if code:
         return f"it failed with exit code {code} before it used CUDA"
     return "it ended without using CUDA; choose the GPU, as by its option --device cuda"

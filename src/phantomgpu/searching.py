@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, final
 
-from phantomgpu import standins
+from phantomgpu import files, standins
 from phantomgpu.child import Settings
 from phantomgpu.errors import RunFailedError
 from phantomgpu.report import Report
@@ -419,7 +419,7 @@ def _served(
     session: Session, command: list[str], timeout_seconds: float = TRIAL_SECONDS
 ) -> Iterator[Trial]:
     """Keep a process that has imported torch, and fork it for each trial."""
-    with ended_by_signals(), scratch() as folder, Path(folder, "output.log").open("wb") as output:
+    with ended_by_signals(), scratch() as folder, files.log_file(Path(folder)) as output:
         # numpy's threads begin with its import; a process that is forked must have none.
         environment = {**session.environment(folder), "OPENBLAS_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output}

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from phantomgpu import files
 from phantomgpu.errors import NotSupportedError, PhantomError
 
 NATIVE = Path(__file__).parent / "native"
@@ -91,7 +92,7 @@ def build(torch: Path) -> Path:
     check_system()
     library = torch / "lib" / "libtorch_cuda.so"
     parts = [str(library.stat().st_size), str(library.stat().st_mtime_ns), str(torch)]
-    parts += [path.read_text() for path in sorted([*NATIVE.iterdir(), Path(__file__)])]
+    parts += [files.read(path).decode() for path in sorted([*NATIVE.iterdir(), Path(__file__)])]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = cache_folder() / "standins" / name
     if folder.exists():
@@ -107,6 +108,8 @@ def build(torch: Path) -> Path:
         compile_all(wanted(torch), new)
         with suppress(OSError):  # another process may have been faster
             new.rename(folder)
+    if not folder.exists():
+        raise PhantomError(f"cannot keep the stand-ins in {folder}; set PHANTOMGPU_CACHE")
     return folder
 
 
@@ -122,8 +125,8 @@ def load(folder: Path) -> ctypes.CDLL:
 def wanted(torch: Path) -> dict[str, Library]:
     """Return what the libraries of torch need of the CUDA libraries."""
     libraries = {stem: Library(f"{stem}.so.1") for stem in ("libcuda", "libnvidia-ml")}
-    files = sorted((torch / "lib").glob("lib*.so"))
-    for file in files:
+    built = sorted((torch / "lib").glob("lib*.so"))
+    for file in built:
         for soname in re.findall(r"NEEDED.*\[(.*?)\]", _output("readelf", "-d", file)):
             stem = soname.partition(".so")[0]
             if stem in PREFIXES:
@@ -133,13 +136,13 @@ def wanted(torch: Path) -> dict[str, Library]:
             f"cannot use this torch: it was built for {libraries['libcudart'].soname}, and the "
             "stand-ins are for CUDA 12 and 13; install a build of torch for one of them"
         )
-    for name, version in _symbols(files, "--undefined-only"):
+    for name, version in _symbols(built, "--undefined-only"):
         library = libraries.get(_owner(name))
         if library:
             library.functions.add(name)
             library.version = version or library.version
     # Functions of the driver are looked up by name while torch runs.
-    for found in LOOKED_UP.findall((torch / "lib" / "libc10_cuda.so").read_bytes()):
+    for found in LOOKED_UP.findall(files.read(torch / "lib" / "libc10_cuda.so")):
         libraries[_owner(found.decode())].functions.add(found.decode())
     # Extensions ask for more than torch does.
     for name in {*known_names(), *answers()}:
@@ -178,12 +181,12 @@ def compile_all(libraries: dict[str, Library], folder: Path) -> None:
     """Compile a stand-in for each library."""
     for stem, library in libraries.items():  # libcuda is the first: the others link it
         sources = [NATIVE / name for name in SOURCES.get(stem, [])]
-        text = "\n".join(source.read_text() for source in sources)
+        text = "\n".join(files.read(source).decode() for source in sources)
         rest = (library.functions | library.others) - set(DEFINED.findall(text))
         lines = ['#include "device.h"', "#include <stdio.h>", "#include <string.h>"]
         lines += [_default(name, stem, called=name in library.functions) for name in sorted(rest)]
         generated = folder / f"{stem}.c"
-        generated.write_text("\n".join(lines))
+        files.write(generated, "\n".join(lines))
         command = ["gcc", "-w", "-O1", "-fPIC", "-shared", f"-I{NATIVE}"]
         command.append(f"-DCUDA={libraries['libcudart'].soname.rpartition('.')[2]}")
         command += [*map(str, sources), str(generated), f"-Wl,-soname,{library.soname}"]
@@ -193,7 +196,7 @@ def compile_all(libraries: dict[str, Library], folder: Path) -> None:
         command += [str(folder / f"{other}.phantom") for other in linked]
         if library.version:
             script = folder / f"{stem}.map"
-            script.write_text(f"{library.version} {{ global: *; }};\n")
+            files.write(script, f"{library.version} {{ global: *; }};\n")
             command.append(f"-Wl,--version-script={script}")
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode:
@@ -262,12 +265,15 @@ def workspaces() -> dict[str, str]:
 
 
 def _lines(file: str) -> list[str]:
-    lines = (NATIVE / file).read_text().splitlines()
+    lines = files.read(NATIVE / file).decode().splitlines()
     return [line for line in lines if not line.startswith("#")]
 
 
 def _output(*command: str | Path) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603
+    done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603
+    if done.returncode:
+        raise PhantomError(f"cannot read {command[-1]}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def setup_folder(version: str) -> Path:
@@ -277,5 +283,15 @@ def setup_folder(version: str) -> Path:
 
 
 def has_cuda(folder: Path) -> bool:
-    """Return whether a folder has a torch with CUDA code."""
+    """Return whether a folder has a torch with CUDA code; an empty one has none."""
     return (folder / "torch" / "lib" / "libtorch_cuda.so").exists()
+
+
+def is_ready(version: str, cuda: str | None) -> bool:
+    """Return whether the stand-ins can serve a torch, or the build that `setup` put beside it.
+
+    Args:
+        version: Of torch, without a local part such as +cpu.
+        cuda: The version of CUDA that it was built for; None or "" for a CPU build.
+    """
+    return (cuda or "").partition(".")[0] in CUDA or has_cuda(setup_folder(version))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from phantomgpu import files
 from phantomgpu.analysis import line_of
 from phantomgpu.bound import Work, class_of
 
@@ -37,10 +39,15 @@ UNKNOWN: Counter[str] = Counter()
 """The places where the script read what hangs on unknown numbers."""
 DECIDES: Counter[str] = Counter()
 """Those of them where the numbers are whole, or the size of a tensor or a branch hangs on them."""
+CAUGHT: dict[str, None] = {}
+"""Errors of CUDA that came to the script, and where: a GPU may not have them."""
+_OF_CUDA = re.compile("phantomgpu|cuda error|cusolver|cufft|cusparse|cublas|cudnn", re.I)
 _SIZED = (
     "equal nonzero masked_select _unique2 unique_consecutive unique_dim repeat_interleave bincount"
 )
 """Operations whose values decide how large their output is, or a branch."""
+_INDEXED = {"index_select": (2, None), "gather": (2, None), "nll_loss_forward": (1, -1)}
+"""Which argument has indices, into which dimension (None: the second argument says so)."""
 _LEFT = "empty set_ resize record_stream is_set_to _assert _amp_foreach _sdp_choice cudnn _use_"
 """Parts of names of what makes no values, or would make a scaler skip a step."""
 _REFUSED = (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError)
@@ -116,7 +123,7 @@ def _coalesced(real: Callable[..., torch.Tensor], keys: Any, sparse: torch.Tenso
 def _names() -> list[str]:
     """Return the names of operations that may have a CUDA kernel, from torch's own table."""
     folder = Path(torch.__file__).parents[1] / "torchgen/packaged/ATen/native"
-    table = (folder / "native_functions.yaml").read_text(encoding="utf-8")
+    table = files.read(folder / "native_functions.yaml").decode()
     entries = table.split("\n- func: ")[1:]
     signs = ("CUDA", "structured_delegate", "_foreach")
     return [one.partition("(")[0] for one in entries if any(sign in one for sign in signs)]
@@ -168,16 +175,21 @@ class Kernel:
 
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Run it, and count what it does unless another kernel called it."""
-        work = self.work
-        if work is None or work.is_busy:
-            return self.run(keys, *args, **kwargs)
-        work.is_busy = True
+        work = self.work if self.work and not self.work.is_busy else None
+        if work:
+            work.is_busy = True
         try:
             out = self.run(keys, *args, **kwargs)
             with suppress(*_REFUSED):  # of what is odd, such as a sparse tensor, nothing is counted
-                work.add(self, args, kwargs, out)
+                if work:
+                    work.add(self, args, kwargs, out)
+        except RuntimeError as error:
+            if _OF_CUDA.search(said := str(error).partition("\n")[0][:200]):
+                CAUGHT[f"{said} ({line_of(sys._getframe())[0]})"] = None
+            raise
         finally:
-            work.is_busy = False
+            if work:
+                work.is_busy = False
         return out
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -199,6 +211,8 @@ class Kernel:
             return self.boxed(keys, *args, **kwargs)
         if self.base == "copy_":
             return self.copied(keys, *args, **kwargs)
+        if self.base in _INDEXED:
+            self.check(args)
         if self.base in _SIZED.split():
             return self.sized(keys, args, kwargs, tensors)
         if self.zeroes and args[0].is_contiguous() and not any(args[1:]):
@@ -228,6 +242,22 @@ class Kernel:
             answer = torch.full_like(out, self.base == "all", device="cpu")
             self.bytes.write(out, answer, known=False)
         return out
+
+    def check(self, args: tuple[Any, ...]) -> None:
+        """Refuse indices that are known to lie outside, as the kernel's assertion does.
+
+        Raises:
+            RuntimeError: As on a GPU.
+        """
+        at, dim = _INDEXED[self.base]
+        size = args[0].shape[args[1] if dim is None else dim] if args[0].dim() else 1
+        if self.bytes.is_known(args[at]) and 0 < args[at].numel() <= MOST:
+            values = self.bytes.read(args[at])
+            is_left_out = (values == args[4]) if dim is not None else values.new_zeros(1).bool()
+            outside = values[((values < 0) | (values >= size)) & ~is_left_out]
+            if len(outside):
+                why = f"index {outside[0].item()} of {size} places"
+                raise RuntimeError(f"CUDA error: device-side assert triggered: {why}")
 
     def share(
         self, out: torch.Tensor, given: Any, read: list[torch.Tensor], *, is_masked: bool

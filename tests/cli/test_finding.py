@@ -215,7 +215,7 @@ def test_here_under_a_real_limit(wide: Path, limited: Callable[..., str]) -> Non
 def test_ranks_of_gpus_that_are_not_here(
     wide: Path, stretto: Stretto, asked: list[dict[str, Any]]
 ) -> None:
-    ask = ("find-batch-size", "run.yaml", "--gpu", "a100", "--maximum", "64", "--json")
+    ask = ("find-batch-size", "run.yaml", "--gpu", "a100-80", "--maximum", "64", "--json")
     one = stretto(*ask, "--world-size", "4", "--method", "halve")
     assert (json.loads(one.out)["size"], json.loads(one.out)["ranks"]) == (64, 4)
     assert [(how["world_size"], how["method"]) for how in asked] == [(4, "halve")]

@@ -58,7 +58,7 @@ def test_communication_may_overlap() -> None:
         ("h100", "tf32", 494.7),
         ("h100", "single", 66.9),
         ("h100", "byte", 1978.8),
-        ("v100", "tf32", 15.7),
+        ("v100-32", "tf32", 15.7),
         ("rtx4090", "half", 1.2 * 165.2),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from importlib import metadata
@@ -195,10 +196,12 @@ class Pip:
     def __init__(self, *names: str) -> None:
         self.names = names
         self.calls = 0
+        self.folders: set[Path] = set()
 
     def __call__(self, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         self.calls += 1
         folder = Path(command[command.index("--target") + 1])
+        self.folders.add(folder)
         for name in self.names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text("new")
@@ -239,3 +242,70 @@ def test_what_is_not_whole_is_not_ready(
     with pytest.raises(SetupNeededError):
         cli.setup("2.13.0")
     assert [one.name for one in cache.parent.iterdir()] in ([], [cache.name])
+
+
+def test_two_setups_at_once_leave_a_whole_folder(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each installs into a folder of its own; what is there is whole at any time."""
+    both, pip = threading.Barrier(2, timeout=30), Pip(*WHOLE)
+
+    def waits(command: list[str], **how: object) -> subprocess.CompletedProcess[str]:
+        done = pip(command, **how)
+        assert not (cache / "torch").exists()
+        both.wait()
+        return done
+
+    monkeypatch.setattr("subprocess.run", waits)
+    threads = [threading.Thread(target=cli.setup, args=["2.13.0"]) for _ in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert pip.calls == 2
+    assert len(pip.folders) == 2
+    assert [one.name for one in cache.parent.iterdir()] == [cache.name]
+    assert all((cache / name).read_text() == "new" for name in WHOLE)
+
+
+def test_triton_is_put_beside_torch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.run", Pip(*WHOLE))
+    cli.setup("2.13.0")
+    monkeypatch.setattr("subprocess.run", Pip("triton/__init__.py"))
+    cli.setup("2.13.0", triton=True)
+    assert (cache / "triton" / "__init__.py").exists()
+    assert standins.has_cuda(cache)
+    assert [one.name for one in cache.parent.iterdir()] == [cache.name]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "installed", "ready"),
+    [
+        ("13.0", (), True),
+        ("12.8", (), True),
+        ("11.8", (), False),
+        (None, (), False),
+        ("", (), False),
+        (None, ("torch/version.py",), False),
+        (None, WHOLE, True),
+        ("11.8", WHOLE, True),
+    ],
+)
+def test_what_is_set_up_is_known_in_one_place(
+    cuda: str | None, installed: tuple[str, ...], ready: bool, cache: Path
+) -> None:
+    cache.mkdir(parents=True)  # an interrupted download
+    for name in installed:
+        (cache / name).parent.mkdir(parents=True, exist_ok=True)
+        (cache / name).touch()
+    assert standins.is_ready("2.13.0", cuda) == ready
+
+
+def test_damaged_libraries_of_torch_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").write_text("half")
+    monkeypatch.setenv("PHANTOMGPU_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(PhantomError, match="cannot read"):
+        standins.build(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -106,13 +107,21 @@ def test_a_step_of_small_kernels_has_no_bound() -> None:
     assert "time:" not in str(report) + report.to_json()
 
 
-@pytest.mark.parametrize(("number", "status"), [(0, "failed"), (1, "does not fit")])
-def test_a_caught_out_of_memory_error_explains_an_exit_code(
-    number: int, status: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        ({}, "failed"),
+        ({"out_of_memory": 1}, "failed"),  # it may have tried how much there is
+        ({"out_of_memory": 1, "left_out_of_memory": True}, "does not fit"),
+    ],
+)
+def test_an_out_of_memory_error_that_ends_a_script_explains_its_exit_code(
+    more: dict[str, Any], status: str, tmp_path: Path
 ) -> None:
-    result = {"status": "fits", "out_of_memory": number}
-    (tmp_path / "run-000000-1.json").write_text(json.dumps(result))
-    assert Session("h100", None, Settings()).report(tmp_path, "run", 1).status == status
+    (tmp_path / "run-000000-1.json").write_text(json.dumps({"status": "fits", **more}))
+    report = Session("h100", None, Settings()).report(tmp_path, "run", 1)
+    assert report.status == status
+    assert ("run out of memory before" in str(report)) == (more == {"out_of_memory": 1})
 
 
 @pytest.mark.parametrize("cuda", ["'11.8'", "None"])
@@ -136,10 +145,10 @@ def test_a_torch_for_another_cuda_names_the_setup(
 def test_a_kind_that_torch_has_no_code_for_is_said() -> None:
     known = {"gpu": "a Tesla", "memory": 1, "context": 0, "ranks": 1, "exit_code": 0}
     result = {"status": "fits", "torch": "2.13.0+cu130"}
-    assert "CUDA 12.6" in str(build_report(result, GPUS["v100"], **known))
+    assert "CUDA 12.6" in str(build_report(result, GPUS["v100-32"], **known))
     assert "CUDA 12.6" not in str(build_report(result, GPUS["t4"], **known))
     older = {**result, "torch": "2.7.1+cu126"}
-    assert "CUDA 12.6" not in str(build_report(older, GPUS["v100"], **known))
+    assert "CUDA 12.6" not in str(build_report(older, GPUS["v100-32"], **known))
 
 
 def test_a_file_is_named_before_the_command() -> None:

@@ -14,9 +14,10 @@ import phantomgpu
 from phantomgpu import GPUS, Answer, Report
 from phantomgpu.cli import app
 from phantomgpu.errors import PhantomError
+from phantomgpu.files import write
 from phantomgpu.gpus import GIB, find_gpu
-from phantomgpu.questions import GREW, cheapest, check, table, why
-from phantomgpu.report import write
+from phantomgpu.questions import GREW, cheapest, check, command_line, table, why
+from phantomgpu.report import build_report
 from stretto.memory import phantom
 
 NEEDS = 30 * GIB
@@ -75,7 +76,7 @@ def test_the_smallest_kinds_that_fit(runs: list[dict[str, Any]]) -> None:
     assert len(rows) == 3
     assert [GPUS[name].memory for name in names] == [memory for memory, _ in fitting[:3]]
     assert len(runs) <= 5  # kinds without room for the allocated bytes are not run
-    said = ask("cheapest", "train.py", "--lr", "1", "--gpu", "t4,a100,h100")
+    said = ask("cheapest", "train.py", "--lr", "1", "--gpu", "t4,a100-80,h100")
     assert said.exit_code == 0
     assert runs[-1]["script"] == ["train.py", "--lr", "1"]
     assert "t4" not in said.output
@@ -88,7 +89,9 @@ def test_advice_is_tried_or_computed(runs: list[dict[str, Any]], tmp_path: Path)
     sizes = {"activations": 8 * GIB, "optimizer": 4 * GIB, "parameters": 2 * GIB}
     again = {"script": ["python", "x.py"], "gpu": "h100", "folder": str(Path.cwd())}
     report = asdict(made(categories=sizes, again=again)) | {"fits": True}
-    advice = why(report)
+    assert {one.how for one in why(report)} == {"computed"}
+    assert not runs
+    advice = why(report, rerun=True)
     assert [one.saves for one in advice] == sorted((one.saves for one in advice), reverse=True)
     assert {one.how for one in advice} == {"tried", "computed"}
     tried = [one for one in advice if one.how == "tried"]
@@ -102,7 +105,8 @@ def test_advice_is_tried_or_computed(runs: list[dict[str, Any]], tmp_path: Path)
     file = tmp_path / "report.json"
     file.write_text(json.dumps(report))
     assert "computed    8.00 GiB  activation checkpointing" in ask("why", file).output
-    assert json.loads(ask("why", file, "--json").output)[0]["saves"] == 8 * GIB
+    assert json.loads(ask("why", file, "--json").stdout)[0]["saves"] == 8 * GIB
+    assert len(runs) == 2
 
 
 def test_a_report_that_why_cannot_use(tmp_path: Path) -> None:
@@ -110,9 +114,10 @@ def test_a_report_that_why_cannot_use(tmp_path: Path) -> None:
     for text, word in (("{", "report"), ("[]", "report"), ('{"categories": {}}', "bytes")):
         file.write_text(text)
         assert f"no {word}" in str(ask("why", file).exception)
-    report = asdict(made(categories={"activations": 1}, again={"folder": "/elsewhere"}))
+    again = {"folder": "/elsewhere", "script": ["true"], "gpu": "h100"}
+    report = asdict(made(categories={"activations": 1}, again=again)) | {"fits": True}
     with pytest.raises(phantomgpu.PhantomError, match="/elsewhere"):
-        why(report)
+        why(report, rerun=True)
 
 
 def test_a_peak_is_held_against_its_baseline(
@@ -134,13 +139,136 @@ def test_a_peak_is_held_against_its_baseline(
     assert json.loads(file.read_text()) == now
     assert len(runs) == 6
     with pytest.raises(phantomgpu.PhantomError, match="cannot compare: gpu"):
-        check(["train.py"], gpu="a100", baseline=file)
+        check(["train.py"], gpu="a100-80", baseline=file)
     file.write_text("[]")
     with pytest.raises(phantomgpu.PhantomError, match="no baseline"):
         check(["train.py"], gpu="h100", baseline=file)
     report = made(decides=("train.py:3",))
     monkeypatch.setattr("phantomgpu.questions.run", lambda *_, **__: report)
     assert "depends on values" in check(["train.py"], gpu="h100").line()
+
+
+NOTED: dict[str, Any] = {
+    "notes": ("the script ran out of memory",),
+    "doubts": ("out of memory once",),
+}
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run has a note."""
+
+    def run(script: Any, *, gpu: str, **how: Any) -> Report:
+        del script, how
+        return made(gpu, **NOTED)
+
+    def search(script: Any, *, gpu: str, **how: Any) -> Answer:
+        del script, how
+        return Answer(8, {8: made(gpu, **NOTED)})
+
+    monkeypatch.setattr("phantomgpu.questions.run", run)
+    monkeypatch.setattr("phantomgpu.questions.search", search)
+
+
+@pytest.mark.usefixtures("noted")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "cheapest train.py --gpu h100,h200",
+        "table train.py --gpu h100,h200 --argument --size",
+        "check train.py --gpu h100",
+        "why report.json",
+    ],
+)
+def test_each_face_has_the_notes_of_its_reports(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = asdict(made(categories={"activations": GIB}, **NOTED)) | {"fits": True}
+    Path("report.json").write_text(json.dumps(report))
+    said = ask(*words.split()).stdout
+    assert said.count("note: the script ran out of memory") == 1
+    found = json.loads(ask(*words.split(), "--json").stdout)
+    for row in found if isinstance(found, list) else [found]:
+        assert row["notes"] == [*NOTED["notes"]]
+
+
+def test_a_note_of_some_rows_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(script: Any, *, gpu: str, **how: Any) -> Report:
+        del script, how
+        return made(gpu, notes=("of all", *["of one"] * (gpu == "h200")))
+
+    monkeypatch.setattr("phantomgpu.questions.run", run)
+    said = ask("cheapest", "train.py", "--gpu", "h100,h200,b200").output
+    assert "  note: of all\n  note of row 2: of one\n" in said
+
+
+def test_kinds_that_torch_has_no_code_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(script: Any, *, gpu: str, **how: Any) -> Report:
+        del script, how
+        kind, facts = find_gpu(gpu), {"status": "fits", "torch": "2.13.0+cu130"}
+        memory = int(kind.memory * GIB)
+        facts |= {"peak_allocated": 11 * GIB, "peak_reserved": 11 * GIB}  # type: ignore[dict-item]
+        return build_report(facts, kind, gpu=gpu, memory=memory, context=0, ranks=1)
+
+    monkeypatch.setattr("phantomgpu.questions.run", run)
+    rows = cheapest(["train.py"])
+    assert len(rows) == 3
+    assert all(GPUS[row["gpu"]].capability >= (7, 5) for row in rows)
+    assert all("no code for p100-12," in row["notes"][-1] for row in rows)
+    with pytest.raises(PhantomError, match="no code for v100-32; use"):
+        cheapest(["train.py"], gpus=["v100-32"])
+
+
+def test_a_run_that_allocated_nothing_is_no_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phantomgpu.questions.run", lambda *_, **__: made(peak=0))
+    file = tmp_path / "peak.json"
+    for update in (False, True):
+        with pytest.raises(PhantomError, match="used no memory"):
+            check(["train.py"], gpu="h100", baseline=file, update=update)
+    assert not file.exists()
+    file.write_text(json.dumps({"peak_allocated": 0, "torch": "2.13"}))
+    monkeypatch.setattr("phantomgpu.questions.run", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(PhantomError, match="no baseline"):
+        check(["train.py"], gpu="h100", baseline=file)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        {"script": ["bash", "-c", "touch PWNED"], "folder": "HERE", "gpu": "h100"},
+        {"script": ["echo", "\x1b[2J"], "folder": "HERE", "gpu": "h100", "args": ["-x"]},
+        {"script": "touch PWNED", "folder": "HERE", "gpu": "h100"},
+        {"script": ["touch", "PWNED"], "gpu": "h100"},
+        {"script": ["touch", "PWNED"], "folder": "HERE", "gpu": 3},
+    ],
+)
+def test_a_report_runs_nothing_unasked(
+    again: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[Any] = []
+    monkeypatch.setattr("phantomgpu.questions.run", lambda script, **_: seen.append(script))
+    again = {name: str(tmp_path) if one == "HERE" else one for name, one in again.items()}
+    report = {"categories": {"activations": GIB}, "peak_reserved": 1, "fits": True, "ranks": 1}
+    Path("report.json").write_text(json.dumps({**report, "again": again}))
+    said = ask("why", "report.json")
+    assert not seen
+    if said.exception is None:  # it is as `run` writes it
+        assert f"--rerun to try settings of the allocator, which runs: cd {tmp_path}" in said.stderr
+        assert "bash -c 'touch PWNED'" in said.stderr
+    else:
+        assert isinstance(said.exception, PhantomError)
+        assert isinstance(ask("why", "report.json", "--rerun").exception, PhantomError)
+        assert not seen
+
+
+def test_the_command_of_a_report_is_safe_to_print() -> None:
+    again = {"script": ["echo", "\x1b[2J\n", "a b"], "folder": "/x y", "gpu": "h100"}
+    line = command_line({"peak_reserved": 1, "fits": True, "again": again})
+    assert line == "cd '/x y' && echo '\\x1b[2J\\n' 'a b'"
 
 
 @pytest.mark.long
@@ -157,7 +285,7 @@ def test_a_command_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     done = ask("run", "--gpu", "l4", "--json", "r.json", "--quiet", "train.py")
     assert done.exit_code == 0, done.output
-    assert "tried" in ask("why", "r.json").output
+    assert "tried  " in ask("why", "r.json", "--rerun").output
     assert ask("check", "--gpu", "l4", "train.py").exit_code == 0
 
 

@@ -134,5 +134,6 @@ def test_one_rank_of_those_that_torchrun_starts(tmp_path: Path) -> None:
 
 
 def test_several_machines() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "train.py"]
     with pytest.raises(RunFailedError, match="leave it and its options out"):
-        phantomgpu.run([sys.executable, "--nnodes=2"], gpu="h100", ranks=16)
+        phantomgpu.run(command, gpu="h100", ranks=16)

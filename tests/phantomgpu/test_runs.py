@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import json
 import subprocess
@@ -1095,3 +1096,111 @@ def test_the_bound_counts_what_crosses_links() -> None:
     assert inside == pytest.approx(2 * size * 7 / 8 / 450e9)  # gathered, and gradients scattered
     between = run(gather_weights, ranks=64).bound["links"]
     assert between == pytest.approx(2 * size * 56 / 64 / 8 / 50e9)
+
+
+def unseen(what: str) -> None:
+    """A script of which the first steps, torch's own peaks or the exit code do not say all."""
+    import sys
+
+    import torch
+    from torch import nn
+
+    device = "cpu" if what == "forgot the GPU" else "cuda"
+    model, second = (nn.Linear(1024, 1024).to(device) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if "steps" in what:
+        rarely = torch.optim.AdamW(second.parameters())
+    if what == "asks for too much":
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(1 << 42, dtype=torch.uint8, device="cuda")
+        sys.exit(1)
+    if what == "leaves when memory runs out":
+        try:
+            torch.empty(1 << 42, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            sys.exit(1)
+    if what == "its own history":
+        torch.cuda.memory._record_memory_history(max_entries=2)
+    for step in range(40):
+        size = 64 * (step + 1) if what == "grows" else 64
+        if what == "resets its peaks":
+            torch.cuda.reset_peak_memory_stats()
+            size = 64 if step else 1 << 18
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(1 << (42 if what == "catches" else 1), device=device)
+        model(torch.randn(size, 1024, device=device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if what == "steps rarely" and step % 3 == 2:
+            second(torch.randn(64, 1024, device=device)).square().mean().backward()
+            rarely.step()
+        if what == "its own history" and not step:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if what == "index":
+            nn.functional.embedding(torch.tensor([1024], device="cuda"), model.weight)
+
+
+@pytest.mark.parametrize(
+    ("what", "first"),
+    [
+        ("grows", "fits an NVIDIA H100 80GB HBM3 (still growing): peak"),
+        ("catches", "fits an NVIDIA H100 80GB HBM3 (out of memory once): peak"),
+        ("never steps", "fits an NVIDIA H100 80GB HBM3 (few steps of AdamW): peak"),
+        ("steps rarely", "fits an NVIDIA H100 80GB HBM3: peak"),
+        ("index", "the script failed, but not for lack of memory"),
+        ("asks for too much", "the script failed, but not for lack of memory"),
+        ("leaves when memory runs out", "does not fit an NVIDIA H100"),
+    ],
+)
+def test_what_the_first_steps_do_not_show(what: str, first: str) -> None:
+    report = run(unseen, what)
+    assert report.lines()[0].startswith(first)
+    if what == "steps rarely":
+        assert report.steps == 9
+        assert report.categories["optimizer"] == pytest.approx(4 * 1024 * 1025 * 4, rel=0.01)
+    if what == "index":
+        assert "device-side assert triggered: index 1024 of 1024" in str(report)
+
+
+@pytest.mark.parametrize("what", ["its own history", "resets its peaks"])
+def test_a_script_that_looks_at_its_memory_does_not_change_the_report(what: str) -> None:
+    report, plain = run(unseen, what, steps=None), run(unseen, "plain", steps=None)
+    if what == "its own history":
+        peaks = [(one.peak_allocated, one.peak_reserved, one.phase) for one in (report, plain)]
+        assert peaks[0] == peaks[1]
+    else:
+        assert report.peak_allocated > 2 * 1024 * 4 << 18
+
+
+def test_a_script_that_forgot_the_gpu_does_not_fit() -> None:
+    with pytest.raises(phantomgpu.RunFailedError, match="3 optimizer steps without it"):
+        run(unseen, "forgot the GPU")
+    with pytest.raises(phantomgpu.RunFailedError, match=r"used no memory|without using CUDA"):
+        run(unseen, "forgot the GPU", steps=None)
+
+
+def trains_on_one_long_text(size: int) -> None:
+    import torch
+    from torch import nn
+
+    texts: Any = [torch.ones(64 if at == 61 else 4, 1024) for at in range(64)]
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    collate = nn.utils.rnn.pad_sequence
+    loader: Any = torch.utils.data.DataLoader(texts, 1, collate_fn=collate)
+    for batch in loader:
+        x = batch.cuda().expand(size, -1, -1, -1)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_longest_batch_is_seen_beside_the_state_of_the_optimizer() -> None:
+    whole = run(trains_on_one_long_text, 64, steps=None)
+    first = run(trains_on_one_long_text, 64, longest=True)
+    assert whole.step > 3
+    assert (
+        first.peak_allocated
+        >= whole.peak_allocated
+        > 1.2 * run(trains_on_one_long_text, 64).peak_allocated
+    )

@@ -80,7 +80,7 @@ def find_batch_size(
         measures_noise: whether the gradient of each micro-batch is kept apart before it is
             accumulated.
         device_memory: the memory of that GPU, such as `"40GiB"`. Default: that of its kind.
-        gpu: the kind of GPU to ask about, such as `"a100"`; `phantomgpu gpus` lists them.
+        gpu: the kind of GPU to ask about, such as `"a100-80"`; `phantomgpu gpus` lists them.
         context: what the CUDA context takes of it. Default: as stated for the kind.
         world_size: the number of ranks that the model is spread over; the answer is for one rank.
         shard: how it is spread: `"fsdp"` (FSDP2, each block of a `ModuleList`, then the rest),
