@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers", reason="needs stretto[huggingface]: make test-adapters")
-pytest.importorskip("datasets", reason="needs stretto[huggingface]: make test-adapters")
 
-import datasets
 import torch
 from tests.integrations import huggingface_toys as toys
 from torch.utils.data import DataLoader
@@ -61,8 +59,8 @@ def make(
     trainer = Trainer(
         model=settings.pop("model", None) or toys.llama(),
         args=toys.arguments(**settings),
-        train_dataset=settings.pop("data", None) or toys.dataset(),
-        eval_dataset=toys.dataset(20),
+        train_dataset=settings.pop("data", None) or toys.rows(),
+        eval_dataset=toys.rows(20),
         data_collator=toys.collate,
         callbacks=[watch],
     )
@@ -177,7 +175,7 @@ def test_a_checkpoint_of_a_stock_trainer_is_refused(tmp_path: Path) -> None:
     stock = Trainer(
         model=toys.llama(),
         args=toys.arguments(out=str(tmp_path), save_strategy="steps", save_steps=1, max_steps=2),
-        train_dataset=toys.dataset(),
+        train_dataset=toys.rows(),
         data_collator=toys.collate,
     )
     stock.train()
@@ -226,8 +224,9 @@ def test_sizes_follow_the_noise() -> None:
     assert len(set(sizes)) > 2
 
 
-def streamed() -> Any:
-    return datasets.IterableDataset.from_generator(toys.rows)
+def streamed(rows: Callable[[], Any] = toys.rows) -> Any:
+    datasets = pytest.importorskip("datasets", reason="make test-adapters has it")
+    return datasets.IterableDataset.from_generator(rows)
 
 
 @pytest.mark.parametrize("facts", [{}, {"num_samples": toys.N}], ids=["unknown length", "known"])
@@ -283,7 +282,7 @@ def test_a_weighted_sampler_is_refused() -> None:
     trainer = Weighted(
         model=toys.llama(),
         args=toys.arguments(),
-        train_dataset=toys.dataset(),
+        train_dataset=toys.rows(),
         data_collator=toys.collate,
     )
     with pytest.raises(StrettoError, match="WeightedRandomSampler"):
@@ -297,7 +296,7 @@ def test_a_scheduler_object_is_refused() -> None:
     trainer = Trainer(
         model=model,
         args=toys.arguments(),
-        train_dataset=toys.dataset(),
+        train_dataset=toys.rows(),
         data_collator=toys.collate,
         optimizers=(optimizer, scheduler),
     )
@@ -311,6 +310,7 @@ def test_a_scheduler_object_is_refused() -> None:
 def test_two_ranks_train_as_one_and_resume_what_one_has_begun(
     whole: Any, launch_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
+    pytest.importorskip("datasets", reason="make test-adapters has it")
     trainer, recorder, _, out = whole
     script = Path(__file__).with_name("distributed_huggingface.py")
     launch_ranks(script, tmp_path, out / "checkpoint-7")
@@ -339,12 +339,12 @@ def test_two_ranks_train_as_one_and_resume_what_one_has_begun(
 
 
 def stock(**settings: Any) -> Any:
-    data = settings.pop("data", None) or toys.dataset()
+    data = settings.pop("data", None) or toys.rows()
     return Trainer(
         model=toys.llama(),
         args=toys.arguments(**settings),
         train_dataset=data,
-        eval_dataset=toys.dataset(10),
+        eval_dataset=toys.rows(10),
         data_collator=toys.collate,
     )
 
@@ -379,7 +379,7 @@ def test_a_dataloader_of_your_own_over_a_stream_is_read(workers: int) -> None:
 
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:
-            stream = datasets.IterableDataset.from_generator(rows.__iter__)
+            stream = streamed(rows.__iter__)
             return self.accelerator.prepare(DataLoader(stream, 4, collate_fn=toys.collate))
 
     trainer = Own(

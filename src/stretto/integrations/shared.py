@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,10 +20,11 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
 from stretto.data import DataSpec, Step
 from stretto.data.weights import Units, unit_counter, units_of
-from stretto.errors import DataError, TrainingError
+from stretto.errors import DataError, TrainingError, first_line
 from stretto.integrations.counts import steps_between, steps_left
 from stretto.noise import NoiseMeter
 from stretto.run import Run
+from stretto.runtime.rewind import kept_buffers
 from stretto.timing import Timer, TimeUnit
 
 BY_SIZE = "the batch size decides how many micro-batches a step has"
@@ -38,6 +43,65 @@ def refuse(*rows: tuple[object, str, str, str]) -> None:
     for is_wrong, what, why, instead in rows:
         if is_wrong:
             raise TrainingError.cannot(what, why=why, instead=instead)
+
+
+@final
+class Probe:
+    """Calls code of the user beside the run; an exception in it does not end the run.
+
+    Args:
+        name: what it calls.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.error: Exception | None = None
+        """The last exception."""
+        self._name, self._is_told = name, False
+
+    def __call__(self, function: Callable[[], Any]) -> Any:
+        """Return what a function returns; nan if it raises."""
+        try:
+            return function()
+        except Exception as error:  # noqa: BLE001  of the user's
+            self.error = error
+            return torch.tensor(math.nan)
+
+    def tell(self) -> None:
+        """Warn once, after the first exception, of what is not checked."""
+        if self.error is not None and not self._is_told:
+            self._is_told = True
+            said = f"cannot check what the loss is a mean over, since a trial of {self._name}"
+            line = f"{said} raised {first_line(self.error)}; the run goes on without this check"
+            warnings.warn(line, RuntimeWarning, stacklevel=2)
+
+
+def unshared(value: Any) -> Any:
+    """Return a container that may be changed in place of another, or a tensor; else the value."""
+    if isinstance(value, dict):
+        value = copy.copy(value)
+        value.update({key: unshared(item) for key, item in value.items()})
+    elif type(value) in (list, set, deque):
+        value = copy.copy(value)
+    elif isinstance(value, Tensor) and not value.requires_grad:
+        value = value.clone()
+    return value
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model, and the numbers, texts and lists that its modules note."""
+    plain = (bool, int, float, str, type(None))
+    each = [vars(module) for module in model.modules()]
+    kept = [{key: one for key, one in own.items() if isinstance(one, plain)} for own in each]
+    lists = [(one, [*one]) for own in each for one in own.values() if type(one) is list]
+    try:
+        with kept_buffers(model):
+            yield
+    finally:
+        for own, values in zip(each, kept, strict=True):
+            own.update(values)
+        for one, items in lists:
+            one[:] = items
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +19,10 @@ from transformers import __version__ as version
 from transformers.trainer_callback import ExportableState
 
 from stretto.batching import NO_SIGNALS, Tokens
-from stretto.data import Step, count_target_tokens
+from stretto.data import Step, StepLoader, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units, unit_counter, units_of
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations.counts import end_of, steps_in_epoch, steps_left
 from stretto.integrations.huggingface.losses import (
     LossKind,
@@ -34,11 +35,14 @@ from stretto.integrations.loss_checks import warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
+    Probe,
     StepMeter,
+    as_it_was,
     counted_as_collated,
     has_random_order,
     note_metrics,
     refuse,
+    unshared,
     warn_of_end,
     with_lengths,
 )
@@ -73,6 +77,7 @@ def check_hugging_face(trainer: Any, every: Mapping[str, Any]) -> None:
     is_apart = args.world_size > 1 and not args.average_tokens_across_devices
     is_lost = args.load_best_model_at_end and len(every) and args.save_strategy != "best"
     own = trainer.lr_scheduler
+    own = None if isinstance(own, ClockScheduler) else own  # that of the training before
     refuse(
         (is_other, f"use transformers {version}", "it has other hooks", "install 5.22 to 5.24"),
         (unknown, f"wait for {unknown}", "there is no such event", f"write one of {_EVENTS}"),
@@ -121,7 +126,7 @@ def _is_known_mean(loss: Any) -> bool:
 
 @final
 class TrainerLoader:
-    """The train dataloader: one pass over it is one epoch of steps."""
+    """The train dataloader: as long as an epoch of steps. The trainer draws them from the run."""
 
     def __init__(self, run: Run, dataset: Any) -> None:
         self.run, self.dataset = run, dataset
@@ -139,8 +144,25 @@ class TrainerLoader:
             raise TypeError("the number of steps is not known")
         return self.longest
 
-    def __iter__(self) -> Iterator[Step]:
-        return self.run.steps()
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the micro-batches of one rank from the beginning; a run does not notice.
+
+        Raises:
+            TrainingError: the data are a stream, whose place would change.
+        """
+        run, instead = self.run, "iterate over trainer.train_dataset"
+        is_stream = not run.spec.is_map_style
+        refuse((is_stream, "look at batches of a stream", "its place would change", instead))
+        loading = replace(run.loading, num_workers=0, prefetch_factor=None)
+        for step in StepLoader(
+            run.spec,
+            run.prepared,
+            micro_batch_size=run.micro_batch_size,
+            loading=loading,
+            rank=0,
+            world_size=1,
+        ):
+            yield from (micro.batch for micro in step)
 
 
 @final
@@ -150,23 +172,24 @@ class StrettoCallback(TrainerCallback, ExportableState):
     It moves the clock after each step. `trainer_state.json` has the state of the run.
     """
 
-    run: Run
-    """The run: its clock is `run.timer`."""
-    loading: Loading
+    look: Callable[[], TrainerLoader]
+    """Prepares a run as the settings of the trainer are now."""
     facts: Mapping[str, Any]
     """Fields of `DataSpec`."""
+    steps: Iterator[Step]
+    """Those of the present epoch."""
     meter: StepMeter | None
     """None before the first step."""
+    probe: Probe
+    """Calls `compute_loss` to measure it."""
     kind: LossKind | None
     """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
     divisor: LossKind | None
     """What counts the number that a loss is divided by; None: the trainer does."""
-    num_steps: int
-    """Steps of this call of `trainer.train()`."""
+    num_cut: int
+    """Steps of several micro-batches or ranks in this call of `trainer.train()`."""
     sizes: set[int]
     """Sizes of steps that the loss was measured at."""
-    is_warned: bool
-    """Whether a step had several micro-batches before."""
     is_counted: bool
     """Whether the number of steps that are left is known."""
 
@@ -175,12 +198,27 @@ class StrettoCallback(TrainerCallback, ExportableState):
         self.curve: Callable[[float], float] = lambda _: 1.0
         self.weight: float | None = None
         self.signals = NO_SIGNALS
+        self.begun: Run | None = None
+        """The run of the last call of `trainer.train()`."""
         self.saved: dict[str, Any] | None = None
         """The state of the run in the last checkpoint."""
+
+    @property
+    def run(self) -> Run:
+        """The run, whose clock is `run.timer`; before `train()`, as the settings are now."""
+        return self.look().run if self.begun is None else self.begun
+
+    @run.setter
+    def run(self, run: Any) -> None:  # transformers restores `state()` into an unused callback
+        self.begun = run
 
     def state(self) -> dict[str, Any]:
         """Return the state of the run, for `trainer_state.json`."""
         return {"args": {}, "attributes": {"run": self.saved}}
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin to draw the steps of an epoch."""
+        self.steps = self.run.steps()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Count the step; say what is due."""
@@ -200,12 +238,14 @@ class StrettoCallback(TrainerCallback, ExportableState):
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Warn if the run has not reached its end."""
-        warn_of_end(self.run, "The trainer", "trainer.train(resume_from_checkpoint=True)")
+        """Warn if the run has not reached its end, and no callback has stopped it."""
+        if not control.should_training_stop or state.global_step >= state.max_steps:
+            warn_of_end(self.run, "The trainer", "trainer.train(resume_from_checkpoint=True)")
 
     def on_evaluate(self, *_: Any, metrics: Mapping[str, Any], **__: Any) -> None:
         """Give the policy the metric that it follows."""
-        note_metrics(self.run, metrics)
+        if self.begun is not None:
+            note_metrics(self.begun, metrics)
 
 
 class Follows(Trainer):
@@ -216,10 +256,26 @@ class Follows(Trainer):
     lr_scheduler: Any
 
     def get_train_dataloader(self) -> TrainerLoader:
-        """Prepare the run of the data and the order of the stock dataloader."""
-        stock, args, own = super().get_train_dataloader(), self.args, self.stretto
-        data, workers = stock.dataset, args.dataloader_num_workers
-        loading = replace(own.loading, seed=args.seed if args.data_seed is None else args.data_seed)
+        """Prepare a run of the data and the order of the stock dataloader.
+
+        All arguments are read here: a search over hyper-parameters sets them in `train()`, which
+        takes the run in `set_initial_training_values`.
+        """
+        args, own = self.args, self.stretto
+        check_hugging_face(self, own.settings["every"])
+        args.ignore_data_skip = True  # the run itself finds its place in the data
+        if not args.auto_find_batch_size:
+            self._train_batch_size = args.train_batch_size
+        stock, workers = super().get_train_dataloader(), args.dataloader_num_workers
+        data, settings = stock.dataset, dict(own.settings)
+        loading = Loading(
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            last_batch=settings.pop("last_batch")
+            or ("drop" if args.dataloader_drop_last else "keep"),
+        )
+        length = f"{args.max_steps}ba" if args.max_steps > 0 else f"{args.num_train_epochs}ep"
+        for name, value in (("max_duration", length), ("micro_batch_size", self._train_batch_size)):
+            settings[name] = value if settings[name] is None else settings[name]
         if isinstance(data, IterableDataset):  # as the stock dataloader reads it on all ranks
             while isinstance(data, IterableDatasetShard):
                 data = data.dataset
@@ -243,14 +299,14 @@ class Follows(Trainer):
                 prefetch_factor=args.dataloader_prefetch_factor,
                 pin_memory=args.dataloader_pin_memory,
             )
-        settings = {**own.settings, "loading": loading}
         if settings["schedules"] is None:
             settings["schedules"] = {"lr": lambda timer: own.curve(timer.get_elapsed_duration())}
-        own.run = with_lengths(prepare(counted_as_collated(data, **own.facts), **settings))
-        return TrainerLoader(own.run, stock.dataset)
+        run = prepare(counted_as_collated(data, **own.facts), loading=loading, **settings)
+        return TrainerLoader(with_lengths(run), stock.dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> tuple[Any, ...]:
-        """Return the numbers of a run; see `Trainer`."""
+        """Take the run, and return its numbers; see `Trainer`."""
+        self.stretto.run = dataloader.run
         longest, end = dataloader.longest, dataloader.end or 0
         num_samples = dataloader.run.horizon.dataset_num_samples or end
         size, num_steps = self.get_total_train_batch_size(args), dataloader.num_steps
@@ -262,8 +318,7 @@ class Follows(Trainer):
         if own.settings["schedules"] is None:
             own.curve = self._stock_curve(num_training_steps)
         rank, world_size = self.args.process_index, self.args.world_size
-        most = self._train_batch_size if own.settings["micro_batch_size"] is None else None
-        own.run.bind(optimizer, rank=rank, world_size=world_size, micro_batch_size=most)
+        own.run.bind(optimizer, rank=rank, world_size=world_size)
         own.meter = None
         self.lr_scheduler = ClockScheduler(optimizer, own.run.timer)
         callbacks = self.callback_handler.callbacks  # first, so that others see the right epoch
@@ -295,7 +350,7 @@ class Follows(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return one step as the only batch, and the targets in it over all ranks."""
-        step = next(epoch_iterator, None)
+        step = next(self.stretto.steps, None)
         if step is None:
             self.control.should_epoch_stop = True
             return [], None
@@ -338,27 +393,50 @@ class Follows(Trainer):
         Raises:
             TrainingError: it cannot be computed in micro-batches, or is not what it was.
         """
-        own, size = self.stretto, step.num_samples
+        own, size, ranks = self.stretto, step.num_samples, self.stretto.run.loader.ranks
+        is_cut, guest = len(step) > 1 or self.args.world_size > 1, None
         if own.meter is None:  # the first step
-            own.meter = StepMeter(own.run, model)
-            own.kind, own.divisor = measure(self, model, step.micro_batches, num_items)
+            own.meter, own.num_cut, own.sizes = StepMeter(own.run, model), 0, set()
+            own.probe, guest = Probe("compute_loss"), self._guest()
+            own.kind, own.divisor, refused = None, None, None
+            with as_it_was(model):
+                try:
+                    own.kind, own.divisor = measure(guest, model, step.micro_batches, num_items)
+                except TrainingError as error:  # not finite on any rank, or so it seems
+                    refused = error
+            is_known = own.kind is not None or not ranks.agree([own.probe.error is not None])[0]
+            if refused is not None and is_known:
+                raise refused
+            if not is_known:  # go on as transformers itself would
+                own.kind = "samples" if num_items is None else "divided"
             check_loss(self, own.run, own.kind)
-            own.num_steps, own.sizes, own.is_warned = 0, set(), False
-        if len(step) > 1 and not own.is_warned:
-            own.is_warned = True
+        if len(step) > 1 and not own.num_cut:
             warn_of_batch_norm(model)
         if num_items is not None and own.divisor is not None:
             counted = unit_counter(units(own.divisor, ignored_pixel(self.model)))
-            found = units_of(step, counted, own.run.loader.ranks)[1]
+            found = units_of(step, counted, ranks)[1]
             num_items = torch.as_tensor(found, device=self.args.device).to(torch.int64)
-        own.num_steps += 1
-        is_due = own.num_steps.bit_count() == 1
-        if size not in own.sizes and len(own.sizes) < _MOST_MEASURED_SIZES:
-            is_due, own.sizes = True, own.sizes | {size}
-        if is_due and own.kind is not None:
-            is_kept = keeps_kind(self, model, step.micro_batches, num_items)
+        own.num_cut += is_cut
+        is_new = size not in own.sizes and len(own.sizes) < _MOST_MEASURED_SIZES
+        if is_cut and own.kind is not None and (is_new or own.num_cut.bit_count() == 1):
+            own.sizes.add(size)
+            with as_it_was(model):
+                is_kept = keeps_kind(self._guest(), model, step.micro_batches[:2], num_items)
             check_loss(self, own.run, own.kind if is_kept else None)
+        own.probe.tell()
         return num_items
+
+    def _guest(self) -> Any:
+        """Return a copy of the trainer to measure the loss with: what it notes is not kept."""
+        guest, own = copy.copy(self), self.stretto
+
+        def compute(model: Any, inputs: Any, **options: Any) -> Any:
+            given = copy.deepcopy(inputs)
+            return own.probe(lambda: type(self).compute_loss(guest, model, given, **options))
+
+        vars(guest).update({name: unshared(value) for name, value in vars(self).items()})
+        vars(guest).update(compute_loss=compute, log=lambda *_, **__: None)
+        return guest
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -381,8 +459,9 @@ class Follows(Trainer):
 
     def save_model(self, *given: Any, **options: Any) -> None:
         """Save the model, and note the state of the run: only the first rank saves callbacks."""
-        if self.stretto.run.is_bound:
-            self.stretto.saved = self.stretto.run.state_dict()
+        run = self.stretto.begun
+        if run is not None and run.is_bound:
+            self.stretto.saved = run.state_dict()
         super().save_model(*given, **options)
 
     def floating_point_ops(self, inputs: Step) -> int:
