@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
 from stretto.data import DataSpec, Step
 from stretto.data.weights import Units, unit_counter, units_of
-from stretto.errors import DataError, TrainingError, first_line
+from stretto.errors import DataError, TrainingError, first_line, shown
 from stretto.integrations.counts import steps_between, steps_left
 from stretto.noise import NoiseMeter
 from stretto.run import Run
@@ -45,6 +45,40 @@ def refuse(*rows: tuple[object, str, str, str]) -> None:
             raise TrainingError.cannot(what, why=why, instead=instead)
 
 
+def check_call(
+    call: str, kind: type, owner: Any, batch_size: Any, **named: Mapping[str, Any] | None
+) -> None:
+    """Refuse arguments of `attach` in another order, and those that are not by name.
+
+    Args:
+        call: how `attach` is called, for the message.
+        kind: what it attaches to.
+        owner: what it was given.
+        batch_size: the batch size that it was given.
+        named: arguments that are mappings or None.
+
+    Raises:
+        TrainingError: there are some.
+    """
+    it, instead = type(batch_size).__name__, f"write {call}"
+    is_object = isinstance(batch_size, (kind, nn.Module, Optimizer, DataLoader))
+    what = f"attach to a {type(owner).__name__}"
+    refuse(
+        (not isinstance(owner, kind), what, f"it is no {kind.__name__}", instead),
+        (is_object, f"use a {it} as a batch size", "it is no number of samples", instead),
+    )
+    for name, value in named.items():
+        is_other = value is not None and not isinstance(value, Mapping)
+        refuse((is_other, f"use {name}={shown(value)}", "it has nothing by name", instead))
+
+
+def warn_of_replaced(*, has_begun: bool) -> None:
+    """Warn if `attach` replaces a run that has not begun, as when it is called twice."""
+    if not has_begun:
+        said = "attach() replaces the run that was attached before, which has not begun"
+        warnings.warn(said, RuntimeWarning, stacklevel=3)
+
+
 @final
 class Probe:
     """Calls code of the user beside the run; an exception in it does not end the run.
@@ -53,18 +87,47 @@ class Probe:
         name: what it calls.
     """
 
+    is_open = False
+    """Whether code is called `beside` the run at present."""
+
     def __init__(self, name: str) -> None:
         self.error: Exception | None = None
-        """The last exception."""
+        """The first exception."""
         self._name, self._is_told = name, False
 
-    def __call__(self, function: Callable[[], Any]) -> Any:
-        """Return what a function returns; nan if it raises."""
+    def __call__(self, function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        """Return what a function returns; nan, which is true, if it raises."""
         try:
-            return function()
+            return function(*given, **options)
         except Exception as error:  # noqa: BLE001  of the user's
-            self.error = error
+            self.error = self.error or error
             return torch.tensor(math.nan)
+
+    @contextmanager
+    def beside(self, model: nn.Module, *others: Any) -> Iterator[None]:
+        """While open, objects note nothing: their numbers, texts, lists and so on are restored.
+
+        Args:
+            model: whose modules and buffers are restored.
+            others: further objects.
+        """
+        each = [vars(one) for one in (*others, *model.modules())]
+        plain, containers = (bool, int, float, str, type(None)), (list, dict, set, deque)
+        kept = [dict(own) for own in each]
+        values = [one for own in each for one in own.values() if type(one) in containers]
+        inner, self.is_open = [copy.copy(one) for one in values], True
+        try:
+            with kept_buffers(model):
+                yield
+        finally:
+            self.is_open = False
+            for own, before in zip(each, kept, strict=True):
+                for key in own.keys() - before.keys():
+                    del own[key]
+                own.update({key: one for key, one in before.items() if isinstance(one, plain)})
+            for one, items in zip(values, inner, strict=True):
+                one.clear()
+                (one.update if isinstance(one, (dict, set)) else one.extend)(items)
 
     def tell(self) -> None:
         """Warn once, after the first exception, of what is not checked."""
@@ -73,35 +136,6 @@ class Probe:
             said = f"cannot check what the loss is a mean over, since a trial of {self._name}"
             line = f"{said} raised {first_line(self.error)}; the run goes on without this check"
             warnings.warn(line, RuntimeWarning, stacklevel=2)
-
-
-def unshared(value: Any) -> Any:
-    """Return a container that may be changed in place of another, or a tensor; else the value."""
-    if isinstance(value, dict):
-        value = copy.copy(value)
-        value.update({key: unshared(item) for key, item in value.items()})
-    elif type(value) in (list, set, deque):
-        value = copy.copy(value)
-    elif isinstance(value, Tensor) and not value.requires_grad:
-        value = value.clone()
-    return value
-
-
-@contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a model, and the numbers, texts and lists that its modules note."""
-    plain = (bool, int, float, str, type(None))
-    each = [vars(module) for module in model.modules()]
-    kept = [{key: one for key, one in own.items() if isinstance(one, plain)} for own in each]
-    lists = [(one, [*one]) for own in each for one in own.values() if type(one) is list]
-    try:
-        with kept_buffers(model):
-            yield
-    finally:
-        for own, values in zip(each, kept, strict=True):
-            own.update(values)
-        for one, items in lists:
-            one[:] = items
 
 
 @final

@@ -23,6 +23,7 @@ from transformers import Trainer
 from stretto.batching import PolicyLike, RuleLike
 from stretto.batching.seesaw import Pair
 from stretto.integrations.huggingface.trainer import Follows, StrettoCallback, check_hugging_face
+from stretto.integrations.shared import check_call, warn_of_replaced
 from stretto.timing import LastBatch, TimeLike, Trigger
 
 __all__ = ["StrettoCallback", "attach"]
@@ -65,11 +66,14 @@ def attach(
     Raises:
         StrettoError: the trainer or its settings cannot follow; the message says why.
     """
+    call = "attach(trainer, 8, {'lr': Cosine()}, every={'save': '10%'})"
+    check_call(call, Trainer, trainer, batch_size, schedules=schedules, every=every)
     when = {} if every is None else every
     check_hugging_face(trainer, when)
     kind = type(trainer)
     if issubclass(kind, Follows):  # attached before, as in a notebook
         kind = next(one for one in kind.__mro__ if not issubclass(one, Follows))  # type: ignore[assignment]
+        warn_of_replaced(has_begun=trainer.stretto.begun is not None)
         trainer.pop_callback(StrettoCallback)
     trainer.stretto = own = StrettoCallback(
         batch_size=batch_size,

@@ -14,7 +14,7 @@ import torch
 from accelerate.data_loader import IterableDatasetShard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import SchedulerType, Trainer, TrainerCallback
 from transformers import __version__ as version
 from transformers.trainer_callback import ExportableState
 
@@ -37,12 +37,10 @@ from stretto.integrations.shared import (
     ClockScheduler,
     Probe,
     StepMeter,
-    as_it_was,
     counted_as_collated,
     has_random_order,
     note_metrics,
     refuse,
-    unshared,
     warn_of_end,
     with_lengths,
 )
@@ -52,8 +50,6 @@ from stretto.timing import Timestamp
 
 _EVENTS = ("evaluate", "save", "log")
 """What a trainer can do during a run."""
-_MOST_MEASURED_SIZES = 32
-"""Sizes at which the loss is measured: a policy that follows the noise may have one each step."""
 _MEANS = frozenset(
     {
         "BinaryCrossEntropyLoss", "ContrastiveLoss", "CosineSimilarityLoss", "CrossEntropyLoss",
@@ -151,18 +147,12 @@ class TrainerLoader:
             TrainingError: the data are a stream, whose place would change.
         """
         run, instead = self.run, "iterate over trainer.train_dataset"
-        is_stream = not run.spec.is_map_style
+        is_stream, micro = not run.spec.is_map_style, run.micro_batch_size
         refuse((is_stream, "look at batches of a stream", "its place would change", instead))
-        loading = replace(run.loading, num_workers=0, prefetch_factor=None)
-        for step in StepLoader(
-            run.spec,
-            run.prepared,
-            micro_batch_size=run.micro_batch_size,
-            loading=loading,
-            rank=0,
-            world_size=1,
-        ):
-            yield from (micro.batch for micro in step)
+        loader = StepLoader(run.spec, run.prepared, loading=run.loading, rank=0, world_size=1)
+        loader.set_micro_batch_size(micro or 1)
+        for step in loader:
+            yield from (one.batch for one in step)
 
 
 @final
@@ -180,23 +170,19 @@ class StrettoCallback(TrainerCallback, ExportableState):
     """Those of the present epoch."""
     meter: StepMeter | None
     """None before the first step."""
-    probe: Probe
-    """Calls `compute_loss` to measure it."""
     kind: LossKind | None
     """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
     divisor: LossKind | None
     """What counts the number that a loss is divided by; None: the trainer does."""
     num_cut: int
     """Steps of several micro-batches or ranks in this call of `trainer.train()`."""
-    sizes: set[int]
-    """Sizes of steps that the loss was measured at."""
     is_counted: bool
     """Whether the number of steps that are left is known."""
 
     def __init__(self, *_: Any, **settings: Any) -> None:
         self.settings = settings  # without any if transformers restores it; it is then replaced
-        self.curve: Callable[[float], float] = lambda _: 1.0
         self.weight: float | None = None
+        self.probe = Probe("compute_loss")
         self.signals = NO_SIGNALS
         self.begun: Run | None = None
         """The run of the last call of `trainer.train()`."""
@@ -268,14 +254,15 @@ class Follows(Trainer):
             self._train_batch_size = args.train_batch_size
         stock, workers = super().get_train_dataloader(), args.dataloader_num_workers
         data, settings = stock.dataset, dict(own.settings)
-        loading = Loading(
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            last_batch=settings.pop("last_batch")
-            or ("drop" if args.dataloader_drop_last else "keep"),
-        )
         length = f"{args.max_steps}ba" if args.max_steps > 0 else f"{args.num_train_epochs}ep"
-        for name, value in (("max_duration", length), ("micro_batch_size", self._train_batch_size)):
-            settings[name] = value if settings[name] is None else settings[name]
+        defaults = {
+            "max_duration": length,
+            "micro_batch_size": self._train_batch_size,
+            "last_batch": "drop" if args.dataloader_drop_last else "keep",
+        }
+        settings |= {name: one for name, one in defaults.items() if settings[name] is None}
+        seed = args.seed if args.data_seed is None else args.data_seed
+        loading = Loading(seed=seed, last_batch=settings.pop("last_batch"))
         if isinstance(data, IterableDataset):  # as the stock dataloader reads it on all ranks
             while isinstance(data, IterableDatasetShard):
                 data = data.dataset
@@ -299,10 +286,14 @@ class Follows(Trainer):
                 prefetch_factor=args.dataloader_prefetch_factor,
                 pin_memory=args.dataloader_pin_memory,
             )
+        curve: list[Callable[[float], float]] = [lambda _: 1.0]
         if settings["schedules"] is None:
-            settings["schedules"] = {"lr": lambda timer: own.curve(timer.get_elapsed_duration())}
+            settings["schedules"] = {"lr": lambda timer: curve[0](timer.get_elapsed_duration())}
         run = prepare(counted_as_collated(data, **own.facts), loading=loading, **settings)
-        return TrainerLoader(with_lengths(run), stock.dataset)
+        found = TrainerLoader(with_lengths(run), stock.dataset)
+        if own.settings["schedules"] is None:
+            curve[0] = self._stock_curve(found.num_steps)
+        return found
 
     def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> tuple[Any, ...]:
         """Take the run, and return its numbers; see `Trainer`."""
@@ -315,8 +306,6 @@ class Follows(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Bind the run to the optimizer, and continue it if the trainer resumes."""
         own, optimizer = self.stretto, self.optimizer if optimizer is None else optimizer
-        if own.settings["schedules"] is None:
-            own.curve = self._stock_curve(num_training_steps)
         rank, world_size = self.args.process_index, self.args.world_size
         own.run.bind(optimizer, rank=rank, world_size=world_size)
         own.meter = None
@@ -338,12 +327,13 @@ class Follows(Trainer):
 
     def _stock_curve(self, num_steps: int) -> Callable[[float], float]:
         """Return what `lr_scheduler_type` says, as a function of the part of the run."""
-        what = f"follow lr_scheduler_type={self.args.lr_scheduler_type.value!r}"
+        what = f"follow lr_scheduler_type={SchedulerType(self.args.lr_scheduler_type).value!r}"
         instead = "pass schedules={'lr': Cosine(warmup='5%')}"
         refuse((num_steps == sys.maxsize, what, "the number of steps is not known", instead))
-        self.lr_scheduler = None
+        self.lr_scheduler, kept = None, self.lr_scheduler
         unused = torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)
         found = super().create_scheduler(num_steps, unused)
+        self.lr_scheduler = kept
         refuse((type(found) is not LambdaLR, what, "it is no function of the step", instead))
         factor: Callable[[Any], float] = found.lr_lambdas[0]
         return lambda elapsed: float(factor(elapsed * num_steps))
@@ -393,22 +383,19 @@ class Follows(Trainer):
         Raises:
             TrainingError: it cannot be computed in micro-batches, or is not what it was.
         """
-        own, size, ranks = self.stretto, step.num_samples, self.stretto.run.loader.ranks
-        is_cut, guest = len(step) > 1 or self.args.world_size > 1, None
+        own, ranks = self.stretto, self.stretto.run.loader.ranks
         if own.meter is None:  # the first step
-            own.meter, own.num_cut, own.sizes = StepMeter(own.run, model), 0, set()
-            own.probe, guest = Probe("compute_loss"), self._guest()
+            own.meter, own.num_cut, own.probe = StepMeter(own.run, model), 0, Probe("compute_loss")
             own.kind, own.divisor, refused = None, None, None
-            with as_it_was(model):
-                try:
-                    own.kind, own.divisor = measure(guest, model, step.micro_batches, num_items)
-                except TrainingError as error:  # not finite on any rank, or so it seems
-                    refused = error
-            is_known = own.kind is not None or not ranks.agree([own.probe.error is not None])[0]
-            if refused is not None and is_known:
+            try:
+                with own.probe.beside(model, self):
+                    own.kind, own.divisor = measure(self, model, step.micro_batches, num_items)
+            except TrainingError as error:  # the loss is finite on no rank, or so it seems
+                refused = error
+            if own.kind is None and ranks.agree([own.probe.error is not None])[0]:
+                own.kind = "samples" if num_items is None else "divided"  # as without stretto
+            elif refused is not None:
                 raise refused
-            if not is_known:  # go on as transformers itself would
-                own.kind = "samples" if num_items is None else "divided"
             check_loss(self, own.run, own.kind)
         if len(step) > 1 and not own.num_cut:
             warn_of_batch_norm(model)
@@ -416,41 +403,32 @@ class Follows(Trainer):
             counted = unit_counter(units(own.divisor, ignored_pixel(self.model)))
             found = units_of(step, counted, ranks)[1]
             num_items = torch.as_tensor(found, device=self.args.device).to(torch.int64)
+        is_cut = len(step) > 1 or self.args.world_size > 1
         own.num_cut += is_cut
-        is_new = size not in own.sizes and len(own.sizes) < _MOST_MEASURED_SIZES
-        if is_cut and own.kind is not None and (is_new or own.num_cut.bit_count() == 1):
-            own.sizes.add(size)
-            with as_it_was(model):
-                is_kept = keeps_kind(self._guest(), model, step.micro_batches[:2], num_items)
+        if is_cut and own.kind is not None and own.num_cut.bit_count() == 1:
+            with own.probe.beside(model, self):
+                is_kept = keeps_kind(self, model, step.micro_batches[:2], num_items)
             check_loss(self, own.run, own.kind if is_kept else None)
         own.probe.tell()
         return num_items
-
-    def _guest(self) -> Any:
-        """Return a copy of the trainer to measure the loss with: what it notes is not kept."""
-        guest, own = copy.copy(self), self.stretto
-
-        def compute(model: Any, inputs: Any, **options: Any) -> Any:
-            given = copy.deepcopy(inputs)
-            return own.probe(lambda: type(self).compute_loss(guest, model, given, **options))
-
-        vars(guest).update({name: unshared(value) for name, value in vars(self).items()})
-        vars(guest).update(compute_loss=compute, log=lambda *_, **__: None)
-        return guest
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of a micro-batch with its weight in the step."""
         options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+        weight, probe = self.stretto.weight, self.stretto.probe
+        if probe.is_open:
+            return probe(super().compute_loss, model, copy.deepcopy(inputs), **options)
         found = super().compute_loss(model, inputs, **options)
-        weight = self.stretto.weight
         if weight is None or weight == 1.0:
             return found
         return (found[0] * weight, found[1]) if return_outputs else found * weight
 
     def log(self, logs: dict[str, float], *rest: Any) -> None:
         """Log the batch size and the clock beside the loss."""
+        if self.stretto.probe.is_open:
+            return
         if "loss" in logs:
             run = self.stretto.run
             logs |= {"batch_size": run.batch_size, "samples": run.timer.sample}
