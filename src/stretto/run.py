@@ -410,6 +410,13 @@ class Run:
         Raises:
             PlanError: a stage that is still to come has fewer samples than there are ranks.
         """
+        if self._loader is None and self.prepared.sizes is not None:  # before `bind`
+            return plan_prepared(
+                self.prepared,
+                world_size=Ranks.of(None, None).dp_world_size,
+                micro_batch_size=self.micro_batch_size,
+                idle_ranks=self.idle_ranks,
+            )
         if self._plan is None and self.prepared.sizes is not None:
             self._plan = plan_prepared(
                 self.prepared,

@@ -5,20 +5,24 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs stretto[huggingface]: make test-adapters")
-pytest.importorskip("datasets", reason="needs stretto[huggingface]: make test-adapters")
 
-import datasets
 import torch
 from tests.integrations import huggingface_toys as toys
 from torch.optim.lr_scheduler import CyclicLR
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, get_cosine_schedule_with_warmup
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_cosine_schedule_with_warmup,
+)
 
 from stretto.batching import NoiseScale
 from stretto.errors import CheckpointError, StrettoError, TrainingError
@@ -63,8 +67,8 @@ def make(
     trainer = Trainer(
         model=settings.pop("model", None) or toys.llama(),
         args=toys.arguments(**settings),
-        train_dataset=settings.pop("data", None) or toys.dataset(),
-        eval_dataset=toys.dataset(20),
+        train_dataset=settings.pop("data", None) or toys.rows(),
+        eval_dataset=toys.rows(20),
         data_collator=toys.collate,
         callbacks=[watch],
     )
@@ -190,7 +194,7 @@ def test_a_checkpoint_of_a_stock_trainer_is_refused(tmp_path: Path) -> None:
     stock = Trainer(
         model=toys.llama(),
         args=toys.arguments(out=str(tmp_path), save_strategy="steps", save_steps=1, max_steps=2),
-        train_dataset=toys.dataset(),
+        train_dataset=toys.rows(),
         data_collator=toys.collate,
     )
     stock.train()
@@ -239,8 +243,9 @@ def test_sizes_follow_the_noise() -> None:
     assert len(set(sizes)) > 2
 
 
-def streamed() -> Any:
-    return datasets.IterableDataset.from_generator(toys.rows)
+def streamed(rows: Callable[[], Any] = toys.rows) -> Any:
+    datasets = pytest.importorskip("datasets", reason="make test-adapters has it")
+    return datasets.IterableDataset.from_generator(rows)
 
 
 @pytest.mark.parametrize("facts", [{}, {"num_samples": toys.N}], ids=["unknown length", "known"])
@@ -296,7 +301,7 @@ def test_a_weighted_sampler_is_refused() -> None:
     trainer = Weighted(
         model=toys.llama(),
         args=toys.arguments(),
-        train_dataset=toys.dataset(),
+        train_dataset=toys.rows(),
         data_collator=toys.collate,
     )
     with pytest.raises(StrettoError, match="WeightedRandomSampler"):
@@ -310,7 +315,7 @@ def test_a_scheduler_object_is_refused() -> None:
     trainer = Trainer(
         model=model,
         args=toys.arguments(),
-        train_dataset=toys.dataset(),
+        train_dataset=toys.rows(),
         data_collator=toys.collate,
         optimizers=(optimizer, scheduler),
     )
@@ -324,6 +329,7 @@ def test_a_scheduler_object_is_refused() -> None:
 def test_two_ranks_train_as_one_and_resume_what_one_has_begun(
     whole: Any, launch_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
+    pytest.importorskip("datasets", reason="make test-adapters has it")
     trainer, recorder, _, out = whole
     script = Path(__file__).with_name("distributed_huggingface.py")
     launch_ranks(script, tmp_path, out / "checkpoint-7")
@@ -352,21 +358,23 @@ def test_two_ranks_train_as_one_and_resume_what_one_has_begun(
 
 
 def stock(**settings: Any) -> Any:
-    data = settings.pop("data", None) or toys.dataset()
+    data = settings.pop("data", None) or toys.rows()
     return Trainer(
         model=toys.llama(),
         args=toys.arguments(**settings),
         train_dataset=data,
-        eval_dataset=toys.dataset(10),
+        eval_dataset=toys.rows(10),
         data_collator=toys.collate,
     )
 
 
 def test_a_notebook_cell_may_be_run_again(whole: Any) -> None:
     trainer = stock()
-    for _ in range(2):
+    attach(trainer, 8)
+    assert trainer.evaluate()["eval_loss"] > 0
+    with pytest.warns(RuntimeWarning, match="replaces the run"):
         attach(trainer, toys.SIZES, toys.SCHEDULES)
-        assert trainer.evaluate()["eval_loss"] > 0
+    assert trainer.evaluate()["eval_loss"] > 0
     recorder = toys.Recorder(trainer)
     trainer.train()
     assert recorder.ids == whole[1].ids
@@ -392,7 +400,7 @@ def test_a_dataloader_of_your_own_over_a_stream_is_read(workers: int) -> None:
 
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:
-            stream = datasets.IterableDataset.from_generator(rows.__iter__)
+            stream = streamed(rows.__iter__)
             return self.accelerator.prepare(DataLoader(stream, 4, collate_fn=toys.collate))
 
     trainer = Own(
@@ -411,9 +419,121 @@ def test_a_dataloader_of_your_own_over_a_stream_is_read(workers: int) -> None:
 
 def test_a_stock_curve_over_an_unknown_number_of_steps_is_refused() -> None:
     trainer = stock(lr_scheduler_type="cosine", max_steps=999, data=streamed())
-    attach(trainer, 8, max_duration="1500tok")
     with pytest.raises(TrainingError, match="number"):
+        attach(trainer, 8, max_duration="1500tok")
+
+
+# What `attach` reads of `TrainingArguments`, and a value that changes a run or is refused.
+ARGUMENTS: dict[str, Any] = {
+    "num_train_epochs": 3,
+    "max_steps": 5,
+    "per_device_train_batch_size": 3,
+    "gradient_accumulation_steps": 2,
+    "average_tokens_across_devices": False,
+    "dataloader_drop_last": True,
+    "dataloader_num_workers": 1,
+    "seed": 8,
+    "data_seed": 5,
+    "train_sampling_strategy": "sequential",
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 4,
+    "learning_rate": 3e-3,
+    "ignore_data_skip": False,
+    "load_best_model_at_end": True,
+}
+
+
+def trained(changed: dict[str, Any], how: str) -> Any:
+    """Return what a trainer says or sees whose arguments are changed at some time."""
+
+    def model_init() -> Any:
+        return toys.llama()
+
+    settings = {"max_steps": -1, **(changed if how == "before" else {})}
+    steps = {"eval_strategy": "steps", "eval_steps": 9, "save_strategy": "steps", "save_steps": 9}
+    args = toys.arguments(**{"num_train_epochs": 1} | settings)
+    for name, value in steps.items():  # not checked beside `load_best_model_at_end`
+        setattr(args, name, value)
+    trainer = Trainer(
+        model_init=model_init,
+        args=args,
+        train_dataset=toys.rows(44),
+        eval_dataset=toys.rows(4),
+        data_collator=toys.collate,
+    )
+    found: list[Any] = []
+    try:
+        attach(trainer, 8, every={"evaluate": "100ep"})
+        if how == "again":
+            trainer.train()
+        if how in ("after", "again"):
+            for name, value in changed.items():
+                setattr(trainer.args, name, value)
+        if how == "search":  # as `hyperparameter_search` trains
+            trainer._hp_search_setup = partial(search, trainer, changed)
+        own = trainer.stretto.run
+        planned = None if how in ("again", "search") else own.plan.to_json()
+        trainer.add_callback(Steps(trainer, found))
         trainer.train()
+        run = trainer.stretto.run
+        if planned is not None:
+            assert planned["num_batches"] == run.plan.num_batches
+        loading = run.loading
+        return found, run.timer.sample, loading.num_workers, loading.pin_memory
+    except StrettoError as error:
+        return str(error)
+
+
+def search(trainer: Any, changed: dict[str, Any], _: Any) -> None:
+    """Set arguments as `Trainer._hp_search_setup` does, without the package of a backend."""
+    for name, value in changed.items():
+        setattr(trainer.args, name, value)
+    trainer._train_batch_size = trainer.args.train_batch_size
+    trainer.create_accelerator_and_postprocess()
+
+
+class Steps(TrainerCallback):
+    """The size, the micro-batches, the samples and the rate of each step."""
+
+    def __init__(self, trainer: Any, found: list[Any]) -> None:
+        self.trainer, self.found = trainer, found
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        step, rate = self.trainer.stretto.run.step, self.trainer.lr_scheduler.get_last_lr()
+        ids = [ids for micro in step for ids in toys.ids_of(micro.batch)]
+        self.found.append((step.num_samples, len(step), ids, rate))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_arguments_count_when_training_starts(name: str) -> None:
+    usual, changed = trained({}, "before"), {name: ARGUMENTS[name]}
+    expected = trained(changed, "before")
+    for how in ("after", "search", "again"):
+        assert trained(changed, how) == expected, how
+    alike = {"average_tokens_across_devices", "ignore_data_skip"}  # on one rank; at a resume
+    assert (expected == usual) == (name in alike)
+
+
+def test_attach_reads_no_argument_that_training_does_not_read_again() -> None:
+    read: set[str] = set()
+
+    class Recorded(TrainingArguments):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    trainer = Trainer(
+        model=toys.llama(),
+        args=toys.arguments(Recorded),
+        train_dataset=toys.rows(8),
+        data_collator=toys.collate,
+    )
+    read.clear()
+    attach(trainer, 8)
+    attached, _ = set(read), read.clear()
+    trainer.get_train_dataloader()
+    assert {"max_steps", "gradient_accumulation_steps"} <= attached <= read
 
 
 def test_a_version_without_the_hooks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs stretto[huggingface]")
-pytest.importorskip("datasets", reason="needs datasets: make test-adapters")
 
 from tests.integrations import huggingface_losses as losses
 from tests.integrations import huggingface_toys as toys

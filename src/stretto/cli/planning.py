@@ -96,7 +96,10 @@ def print_plan(
             typer.echo(moments_table(planned, times))
         return
     if to is not None:
-        settings, warnings = engine_settings(every_batch(config, prepared, "--to"), to)
+        planned, optimizer = every_batch(config, prepared, "--to"), config.optimizer
+        stated = {} if optimizer is None else {"clip_norm": config.clip_norm, **optimizer.arguments}
+        stated |= {"groups": optimizer.groups} if optimizer is not None and optimizer.groups else {}
+        settings, warnings = engine_settings(planned, to, stated)
         print_notes(warnings)
         if as_json:
             print_json(settings)

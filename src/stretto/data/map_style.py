@@ -84,7 +84,8 @@ class MapSource:
         found = count_samples(batch) if count is None else count(batch)
         if found is not None and found != num_samples:
             why = f"it was collated from {num_samples} samples and has {found}"
-            instead = "keep all in collate_fn, or pass DataSpec(data, get_num_samples_in_batch=...)"
+            all_count = "get_num_samples_in_batch=lambda batch: None"
+            instead = f"keep all in collate_fn; or count all of them: DataSpec(data, {all_count})"
             raise DataError.cannot("use a batch", why=why, instead=instead)
 
     def pieces(self, plan: PlannedBatch, start: int) -> list[Piece]:

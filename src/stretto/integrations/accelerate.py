@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, final
 
 from accelerate import Accelerator, DistributedType
@@ -36,6 +37,7 @@ from stretto.integrations.shared import (
     ClockScheduler,
     Pass,
     StepMeter,
+    check_call,
     counted_as_collated,
     refuse,
     with_lengths,
@@ -85,15 +87,21 @@ def attach(
     Raises:
         StrettoError: the arguments do not fit; the message says what to write instead.
     """
+    call = "attach(accelerator, 8, {'lr': Cosine()}, data=..., optimizer=..., max_duration='2ep')"
+    check_call(call, Accelerator, accelerator, batch_size, schedules=schedules, every=every)
     each: Any = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     is_list = isinstance(each, Sequence) and all(isinstance(item, Optimizer) for item in each)
+    is_list = is_list and len(each) > 0
     given = f"follow optimizer={type(optimizer).__name__}"
     refuse((not is_list, given, "it is no optimizer", "pass what accelerator.prepare returned"))
     steps, kind = accelerator.gradient_accumulation_steps, accelerator.distributed_type
     is_own = steps != 1 and type(steps) is not _Set
     engines = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     prepared = isinstance(data, (DataLoaderShard, DataLoaderDispatcher))
+    other = getattr(accelerator.backward, "__self__", None)
+    is_twice = isinstance(other, AccelerateLoader) and not other.run.is_done
     refuse(
+        (is_twice, "attach twice", "the run before has not ended", "make a new Accelerator()"),
         (kind in engines, f"use {kind.value}", "it accumulates by itself", "use DDP or FSDP2"),
         (is_own, f"use gradient_accumulation_steps={steps}", BY_SIZE, "leave it out"),
         (prepared, f"read {type(data).__name__}", "it is cut for ranks", "do not prepare the data"),
@@ -153,7 +161,8 @@ class AccelerateLoader:
         self.run = run
         self._accelerator, self._units = accelerator, units
         self._meter = StepMeter(run, model)
-        self._backward: Callable[..., None] = accelerator.backward
+        # Of the class: the loader of a run before has replaced that of the object.
+        self._backward: Callable[..., None] = partial(type(accelerator).backward, accelerator)
         self._loss: Tensor | float = 0.0
         self._signals = NO_SIGNALS
         self._has_stepped = False

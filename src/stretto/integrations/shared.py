@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
 from stretto.batching.metrics import measured_value, one_metric
 from stretto.data import DataSpec, Step
 from stretto.data.weights import Units, unit_counter, units_of
-from stretto.errors import DataError, TrainingError
+from stretto.errors import DataError, TrainingError, first_line, shown
 from stretto.integrations.counts import steps_between, steps_left
 from stretto.noise import NoiseMeter
 from stretto.run import Run
+from stretto.runtime.rewind import kept_buffers
 from stretto.timing import Timer, TimeUnit
 
 BY_SIZE = "the batch size decides how many micro-batches a step has"
@@ -39,6 +44,99 @@ def refuse(*rows: tuple[object, str, str, str]) -> None:
     for is_wrong, what, why, instead in rows:
         if is_wrong:
             raise TrainingError.cannot(what, why=why, instead=instead)
+
+
+def check_call(
+    call: str, kind: type, owner: Any, batch_size: Any, **named: Mapping[str, Any] | None
+) -> None:
+    """Refuse arguments of `attach` in another order, and those that are not by name.
+
+    Args:
+        call: how `attach` is called, for the message.
+        kind: what it attaches to.
+        owner: what it was given.
+        batch_size: the batch size that it was given.
+        named: arguments that are mappings or None.
+
+    Raises:
+        TrainingError: there are some.
+    """
+    it, instead = type(batch_size).__name__, f"write {call}"
+    is_object = isinstance(batch_size, (kind, nn.Module, Optimizer, DataLoader))
+    what = f"attach to a {type(owner).__name__}"
+    refuse(
+        (not isinstance(owner, kind), what, f"it is no {kind.__name__}", instead),
+        (is_object, f"use a {it} as a batch size", "it is no number of samples", instead),
+    )
+    for name, value in named.items():
+        is_other = value is not None and not isinstance(value, Mapping)
+        refuse((is_other, f"use {name}={shown(value)}", "it has nothing by name", instead))
+
+
+def warn_of_replaced(*, has_begun: bool) -> None:
+    """Warn if `attach` replaces a run that has not begun, as when it is called twice."""
+    if not has_begun:
+        said = "attach() replaces the run that was attached before, which has not begun"
+        warnings.warn(said, RuntimeWarning, stacklevel=3)
+
+
+@final
+class Probe:
+    """Calls code of the user beside the run; an exception in it does not end the run.
+
+    Args:
+        name: what it calls.
+    """
+
+    is_open = False
+    """Whether code is called `beside` the run at present."""
+
+    def __init__(self, name: str) -> None:
+        self.error: Exception | None = None
+        """The first exception."""
+        self._name, self._is_told = name, False
+
+    def __call__(self, function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        """Return what a function returns; nan, which is true, if it raises."""
+        try:
+            return function(*given, **options)
+        except Exception as error:  # noqa: BLE001  of the user's
+            self.error = self.error or error
+            return torch.tensor(math.nan)
+
+    @contextmanager
+    def beside(self, model: nn.Module, *others: Any) -> Iterator[None]:
+        """While open, objects note nothing: their numbers, texts, lists and so on are restored.
+
+        Args:
+            model: whose modules and buffers are restored.
+            others: further objects.
+        """
+        each = [vars(one) for one in (*others, *model.modules())]
+        plain, containers = (bool, int, float, str, type(None)), (list, dict, set, deque)
+        kept = [dict(own) for own in each]
+        values = [one for own in each for one in own.values() if type(one) in containers]
+        inner, self.is_open = [copy.copy(one) for one in values], True
+        try:
+            with kept_buffers(model):
+                yield
+        finally:
+            self.is_open = False
+            for own, before in zip(each, kept, strict=True):
+                for key in own.keys() - before.keys():
+                    del own[key]
+                own.update({key: one for key, one in before.items() if isinstance(one, plain)})
+            for one, items in zip(values, inner, strict=True):
+                one.clear()
+                (one.update if isinstance(one, (dict, set)) else one.extend)(items)
+
+    def tell(self) -> None:
+        """Warn once, after the first exception, of what is not checked."""
+        if self.error is not None and not self._is_told:
+            self._is_told = True
+            said = f"cannot check what the loss is a mean over, since a trial of {self._name}"
+            line = f"{said} raised {first_line(self.error)}; the run goes on without this check"
+            warnings.warn(line, RuntimeWarning, stacklevel=2)
 
 
 @final

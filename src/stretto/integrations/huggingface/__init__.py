@@ -23,7 +23,7 @@ from transformers import Trainer
 from stretto.batching import PolicyLike, RuleLike
 from stretto.batching.seesaw import Pair
 from stretto.integrations.huggingface.trainer import Follows, StrettoCallback, check_hugging_face
-from stretto.settings import Loading
+from stretto.integrations.shared import check_call, warn_of_replaced
 from stretto.timing import LastBatch, TimeLike, Trigger
 
 __all__ = ["StrettoCallback", "attach"]
@@ -66,25 +66,27 @@ def attach(
     Raises:
         StrettoError: the trainer or its settings cannot follow; the message says why.
     """
+    call = "attach(trainer, 8, {'lr': Cosine()}, every={'save': '10%'})"
+    check_call(call, Trainer, trainer, batch_size, schedules=schedules, every=every)
     when = {} if every is None else every
     check_hugging_face(trainer, when)
-    args, kind = trainer.args, type(trainer)
+    kind = type(trainer)
     if issubclass(kind, Follows):  # attached before, as in a notebook
         kind = next(one for one in kind.__mro__ if not issubclass(one, Follows))  # type: ignore[assignment]
+        warn_of_replaced(has_begun=trainer.stretto.begun is not None)
         trainer.pop_callback(StrettoCallback)
-    length = f"{args.max_steps}ba" if args.max_steps > 0 else f"{args.num_train_epochs}ep"
     trainer.stretto = own = StrettoCallback(
         batch_size=batch_size,
         schedules={} if isinstance(batch_size, Pair) and schedules is None else schedules,
         rule=rule,
-        max_duration=length if max_duration is None else max_duration,
+        max_duration=max_duration,
         every=when,
         micro_batch_size=micro_batch_size,
+        last_batch=last_batch,
     )
-    ending: LastBatch = "drop" if args.dataloader_drop_last else "keep"
-    own.loading, own.facts = Loading(last_batch=ending if last_batch is None else last_batch), facts
+    own.facts = facts
     trainer.__class__ = type(f"Stretto{kind.__name__}", (Follows, kind), {})
     trainer.callback_handler.callbacks.insert(0, own)
-    args.ignore_data_skip = True  # the run itself finds its place in the data
-    trainer.get_train_dataloader()  # refuse now what cannot be followed
+    own.look = trainer.get_train_dataloader
+    own.look()  # refuse now what cannot be followed
     return trainer

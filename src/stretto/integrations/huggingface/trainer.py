@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,15 +14,15 @@ import torch
 from accelerate.data_loader import IterableDatasetShard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import SchedulerType, Trainer, TrainerCallback
 from transformers import __version__ as version
 from transformers.trainer_callback import ExportableState
 
 from stretto.batching import NO_SIGNALS, Tokens
-from stretto.data import Step, count_target_tokens
+from stretto.data import Step, StepLoader, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units, unit_counter, units_of
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations.counts import end_of, steps_in_epoch, steps_left
 from stretto.integrations.huggingface.losses import (
     LossKind,
@@ -34,6 +35,7 @@ from stretto.integrations.loss_checks import warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
+    Probe,
     StepMeter,
     counted_as_collated,
     has_random_order,
@@ -48,8 +50,6 @@ from stretto.timing import Timestamp
 
 _EVENTS = ("evaluate", "save", "log")
 """What a trainer can do during a run."""
-_MOST_MEASURED_SIZES = 32
-"""Sizes at which the loss is measured: a policy that follows the noise may have one each step."""
 _MEANS = frozenset(
     {
         "BinaryCrossEntropyLoss", "ContrastiveLoss", "CosineSimilarityLoss", "CrossEntropyLoss",
@@ -73,6 +73,7 @@ def check_hugging_face(trainer: Any, every: Mapping[str, Any]) -> None:
     is_apart = args.world_size > 1 and not args.average_tokens_across_devices
     is_lost = args.load_best_model_at_end and len(every) and args.save_strategy != "best"
     own = trainer.lr_scheduler
+    own = None if isinstance(own, ClockScheduler) else own  # that of the training before
     refuse(
         (is_other, f"use transformers {version}", "it has other hooks", "install 5.22 to 5.24"),
         (unknown, f"wait for {unknown}", "there is no such event", f"write one of {_EVENTS}"),
@@ -121,7 +122,7 @@ def _is_known_mean(loss: Any) -> bool:
 
 @final
 class TrainerLoader:
-    """The train dataloader: one pass over it is one epoch of steps."""
+    """The train dataloader: as long as an epoch of steps. The trainer draws them from the run."""
 
     def __init__(self, run: Run, dataset: Any) -> None:
         self.run, self.dataset = run, dataset
@@ -139,8 +140,19 @@ class TrainerLoader:
             raise TypeError("the number of steps is not known")
         return self.longest
 
-    def __iter__(self) -> Iterator[Step]:
-        return self.run.steps()
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the micro-batches of one rank from the beginning; a run does not notice.
+
+        Raises:
+            TrainingError: the data are a stream, whose place would change.
+        """
+        run, instead = self.run, "iterate over trainer.train_dataset"
+        is_stream, micro = not run.spec.is_map_style, run.micro_batch_size
+        refuse((is_stream, "look at batches of a stream", "its place would change", instead))
+        loader = StepLoader(run.spec, run.prepared, loading=run.loading, rank=0, world_size=1)
+        loader.set_micro_batch_size(micro or 1)
+        for step in loader:
+            yield from (one.batch for one in step)
 
 
 @final
@@ -150,37 +162,49 @@ class StrettoCallback(TrainerCallback, ExportableState):
     It moves the clock after each step. `trainer_state.json` has the state of the run.
     """
 
-    run: Run
-    """The run: its clock is `run.timer`."""
-    loading: Loading
+    look: Callable[[], TrainerLoader]
+    """Prepares a run as the settings of the trainer are now."""
     facts: Mapping[str, Any]
     """Fields of `DataSpec`."""
+    steps: Iterator[Step]
+    """Those of the present epoch."""
     meter: StepMeter | None
     """None before the first step."""
     kind: LossKind | None
     """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
     divisor: LossKind | None
     """What counts the number that a loss is divided by; None: the trainer does."""
-    num_steps: int
-    """Steps of this call of `trainer.train()`."""
-    sizes: set[int]
-    """Sizes of steps that the loss was measured at."""
-    is_warned: bool
-    """Whether a step had several micro-batches before."""
+    num_cut: int
+    """Steps of several micro-batches or ranks in this call of `trainer.train()`."""
     is_counted: bool
     """Whether the number of steps that are left is known."""
 
     def __init__(self, *_: Any, **settings: Any) -> None:
         self.settings = settings  # without any if transformers restores it; it is then replaced
-        self.curve: Callable[[float], float] = lambda _: 1.0
         self.weight: float | None = None
+        self.probe = Probe("compute_loss")
         self.signals = NO_SIGNALS
+        self.begun: Run | None = None
+        """The run of the last call of `trainer.train()`."""
         self.saved: dict[str, Any] | None = None
         """The state of the run in the last checkpoint."""
+
+    @property
+    def run(self) -> Run:
+        """The run, whose clock is `run.timer`; before `train()`, as the settings are now."""
+        return self.look().run if self.begun is None else self.begun
+
+    @run.setter
+    def run(self, run: Any) -> None:  # transformers restores `state()` into an unused callback
+        self.begun = run
 
     def state(self) -> dict[str, Any]:
         """Return the state of the run, for `trainer_state.json`."""
         return {"args": {}, "attributes": {"run": self.saved}}
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin to draw the steps of an epoch."""
+        self.steps = self.run.steps()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Count the step; say what is due."""
@@ -200,12 +224,15 @@ class StrettoCallback(TrainerCallback, ExportableState):
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Warn if the run has not reached its end."""
-        warn_of_end(self.run, "The trainer", "trainer.train(resume_from_checkpoint=True)")
+        """Warn if the run has not reached its end, and no callback has stopped it."""
+        if not control.should_training_stop or state.global_step >= state.max_steps:
+            warn_of_end(self.run, "The trainer", "trainer.train(resume_from_checkpoint=True)")
 
     def on_evaluate(self, *_: Any, metrics: Mapping[str, Any], **__: Any) -> None:
         """Give the run the metric that it follows: `eval/loss` for what is called `eval_loss`."""
-        note_metrics(self.run, {name.replace("_", "/", 1): metrics[name] for name in metrics})
+        if self.begun is not None:
+            given = {name.replace("_", "/", 1): metrics[name] for name in metrics}
+            note_metrics(self.begun, given)
 
 
 class Follows(Trainer):
@@ -216,10 +243,27 @@ class Follows(Trainer):
     lr_scheduler: Any
 
     def get_train_dataloader(self) -> TrainerLoader:
-        """Prepare the run of the data and the order of the stock dataloader."""
-        stock, args, own = super().get_train_dataloader(), self.args, self.stretto
-        data, workers = stock.dataset, args.dataloader_num_workers
-        loading = replace(own.loading, seed=args.seed if args.data_seed is None else args.data_seed)
+        """Prepare a run of the data and the order of the stock dataloader.
+
+        All arguments are read here: a search over hyper-parameters sets them in `train()`, which
+        takes the run in `set_initial_training_values`.
+        """
+        args, own = self.args, self.stretto
+        check_hugging_face(self, own.settings["every"])
+        args.ignore_data_skip = True  # the run itself finds its place in the data
+        if not args.auto_find_batch_size:
+            self._train_batch_size = args.train_batch_size
+        stock, workers = super().get_train_dataloader(), args.dataloader_num_workers
+        data, settings = stock.dataset, dict(own.settings)
+        length = f"{args.max_steps}ba" if args.max_steps > 0 else f"{args.num_train_epochs}ep"
+        defaults = {
+            "max_duration": length,
+            "micro_batch_size": self._train_batch_size,
+            "last_batch": "drop" if args.dataloader_drop_last else "keep",
+        }
+        settings |= {name: one for name, one in defaults.items() if settings[name] is None}
+        seed = args.seed if args.data_seed is None else args.data_seed
+        loading = Loading(seed=seed, last_batch=settings.pop("last_batch"))
         if isinstance(data, IterableDataset):  # as the stock dataloader reads it on all ranks
             while isinstance(data, IterableDatasetShard):
                 data = data.dataset
@@ -243,14 +287,18 @@ class Follows(Trainer):
                 prefetch_factor=args.dataloader_prefetch_factor,
                 pin_memory=args.dataloader_pin_memory,
             )
-        settings = {**own.settings, "loading": loading}
+        curve: list[Callable[[float], float]] = [lambda _: 1.0]
         if settings["schedules"] is None:
-            settings["schedules"] = {"lr": lambda timer: own.curve(timer.get_elapsed_duration())}
-        own.run = with_lengths(prepare(counted_as_collated(data, **own.facts), **settings))
-        return TrainerLoader(own.run, stock.dataset)
+            settings["schedules"] = {"lr": lambda timer: curve[0](timer.get_elapsed_duration())}
+        run = prepare(counted_as_collated(data, **own.facts), loading=loading, **settings)
+        found = TrainerLoader(with_lengths(run), stock.dataset)
+        if own.settings["schedules"] is None:
+            curve[0] = self._stock_curve(found.num_steps)
+        return found
 
     def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> tuple[Any, ...]:
-        """Return the numbers of a run; see `Trainer`."""
+        """Take the run, and return its numbers; see `Trainer`."""
+        self.stretto.run = dataloader.run
         longest, end = dataloader.longest, dataloader.end or 0
         num_samples = dataloader.run.horizon.dataset_num_samples or end
         size, num_steps = self.get_total_train_batch_size(args), dataloader.num_steps
@@ -259,11 +307,8 @@ class Follows(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Bind the run to the optimizer, and continue it if the trainer resumes."""
         own, optimizer = self.stretto, self.optimizer if optimizer is None else optimizer
-        if own.settings["schedules"] is None:
-            own.curve = self._stock_curve(num_training_steps)
         rank, world_size = self.args.process_index, self.args.world_size
-        most = self._train_batch_size if own.settings["micro_batch_size"] is None else None
-        own.run.bind(optimizer, rank=rank, world_size=world_size, micro_batch_size=most)
+        own.run.bind(optimizer, rank=rank, world_size=world_size)
         own.meter = None
         self.lr_scheduler = ClockScheduler(optimizer, own.run.timer)
         callbacks = self.callback_handler.callbacks  # first, so that others see the right epoch
@@ -283,19 +328,20 @@ class Follows(Trainer):
 
     def _stock_curve(self, num_steps: int) -> Callable[[float], float]:
         """Return what `lr_scheduler_type` says, as a function of the part of the run."""
-        what = f"follow lr_scheduler_type={self.args.lr_scheduler_type.value!r}"
+        what = f"follow lr_scheduler_type={SchedulerType(self.args.lr_scheduler_type).value!r}"
         instead = "pass schedules={'lr': Cosine(warmup='5%')}"
         refuse((num_steps == sys.maxsize, what, "the number of steps is not known", instead))
-        self.lr_scheduler = None
+        self.lr_scheduler, kept = None, self.lr_scheduler
         unused = torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)
         found = super().create_scheduler(num_steps, unused)
+        self.lr_scheduler = kept
         refuse((type(found) is not LambdaLR, what, "it is no function of the step", instead))
         factor: Callable[[Any], float] = found.lr_lambdas[0]
         return lambda elapsed: float(factor(elapsed * num_steps))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return one step as the only batch, and the targets in it over all ranks."""
-        step = next(epoch_iterator, None)
+        step = next(self.stretto.steps, None)
         if step is None:
             self.control.should_epoch_stop = True
             return [], None
@@ -338,26 +384,33 @@ class Follows(Trainer):
         Raises:
             TrainingError: it cannot be computed in micro-batches, or is not what it was.
         """
-        own, size = self.stretto, step.num_samples
+        own, ranks = self.stretto, self.stretto.run.loader.ranks
         if own.meter is None:  # the first step
-            own.meter = StepMeter(own.run, model)
-            own.kind, own.divisor = measure(self, model, step.micro_batches, num_items)
+            own.meter, own.num_cut, own.probe = StepMeter(own.run, model), 0, Probe("compute_loss")
+            own.kind, own.divisor, refused = None, None, None
+            try:
+                with own.probe.beside(model, self):
+                    own.kind, own.divisor = measure(self, model, step.micro_batches, num_items)
+            except TrainingError as error:  # the loss is finite on no rank, or so it seems
+                refused = error
+            if own.kind is None and ranks.agree([own.probe.error is not None])[0]:
+                own.kind = "samples" if num_items is None else "divided"  # as without stretto
+            elif refused is not None:
+                raise refused
             check_loss(self, own.run, own.kind)
-            own.num_steps, own.sizes, own.is_warned = 0, set(), False
-        if len(step) > 1 and not own.is_warned:
-            own.is_warned = True
+        if len(step) > 1 and not own.num_cut:
             warn_of_batch_norm(model)
         if num_items is not None and own.divisor is not None:
             counted = unit_counter(units(own.divisor, ignored_pixel(self.model)))
-            found = units_of(step, counted, own.run.loader.ranks)[1]
+            found = units_of(step, counted, ranks)[1]
             num_items = torch.as_tensor(found, device=self.args.device).to(torch.int64)
-        own.num_steps += 1
-        is_due = own.num_steps.bit_count() == 1
-        if size not in own.sizes and len(own.sizes) < _MOST_MEASURED_SIZES:
-            is_due, own.sizes = True, own.sizes | {size}
-        if is_due and own.kind is not None:
-            is_kept = keeps_kind(self, model, step.micro_batches, num_items)
+        is_cut = len(step) > 1 or self.args.world_size > 1
+        own.num_cut += is_cut
+        if is_cut and own.kind is not None and own.num_cut.bit_count() == 1:
+            with own.probe.beside(model, self):
+                is_kept = keeps_kind(self, model, step.micro_batches[:2], num_items)
             check_loss(self, own.run, own.kind if is_kept else None)
+        own.probe.tell()
         return num_items
 
     def compute_loss(
@@ -365,14 +418,18 @@ class Follows(Trainer):
     ) -> Any:
         """Return the loss of a micro-batch with its weight in the step."""
         options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+        weight, probe = self.stretto.weight, self.stretto.probe
+        if probe.is_open:
+            return probe(super().compute_loss, model, copy.deepcopy(inputs), **options)
         found = super().compute_loss(model, inputs, **options)
-        weight = self.stretto.weight
         if weight is None or weight == 1.0:
             return found
         return (found[0] * weight, found[1]) if return_outputs else found * weight
 
     def log(self, logs: dict[str, float], *rest: Any) -> None:
         """Log the batch size and the clock beside the loss."""
+        if self.stretto.probe.is_open:
+            return
         if "loss" in logs:
             run = self.stretto.run
             logs |= {"batch_size": run.batch_size, "samples": run.timer.sample}
@@ -381,8 +438,9 @@ class Follows(Trainer):
 
     def save_model(self, *given: Any, **options: Any) -> None:
         """Save the model, and note the state of the run: only the first rank saves callbacks."""
-        if self.stretto.run.is_bound:
-            self.stretto.saved = self.stretto.run.state_dict()
+        run = self.stretto.begun
+        if run is not None and run.is_bound:
+            self.stretto.saved = run.state_dict()
         super().save_model(*given, **options)
 
     def floating_point_ops(self, inputs: Step) -> int:

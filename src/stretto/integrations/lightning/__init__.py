@@ -20,11 +20,11 @@ docs/coming-from/.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
@@ -39,7 +39,7 @@ from stretto.integrations.lightning.callback import (
     own_interval,
     own_length,
 )
-from stretto.integrations.shared import with_lengths
+from stretto.integrations.shared import check_call, with_lengths
 from stretto.run import prepare
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
@@ -89,6 +89,8 @@ def attach(
     Raises:
         StrettoError: the trainer or the settings cannot be followed; the message says why.
     """
+    call = "attach(trainer, 8, {'lr': Cosine()}, data=..., every={'save': '10%'})"
+    check_call(call, Trainer, trainer, batch_size, schedules=schedules, every=every)
     when = {} if every is None else every
     check_lightning(trainer, when)
     unit_counter(units)  # checks them
@@ -127,9 +129,14 @@ def _opened(module: LightningDataModule, trainer: Trainer) -> Any:
 
     Lightning does not set it up again, since that might split the data anew.
     """
-    kind, module.trainer = type(module), trainer  # it may read it, as when Lightning calls it
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        module.prepare_data()
+    kind, strategy = type(module), trainer.strategy
+    module.trainer, trainer.datamodule = trainer, module  # as when Lightning calls its hooks
+    environment = getattr(strategy, "cluster_environment", None)
+    # Processes that Lightning launches itself begin when the first one is past this line.
+    is_launched = environment is None or isinstance(environment, LightningEnvironment)
+    if not is_launched and environment.creates_processes_externally:
+        strategy.setup_environment()
+    trainer._data_connector.prepare_data()  # on one rank, or one of each node; others wait
     kind.setup(module, "fit")
     module.setup = lambda stage: None if stage == "fit" else kind.setup(module, stage)
     return kind.train_dataloader(module)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self, final
@@ -13,6 +12,7 @@ from typing import Any, Self, final
 import lightning
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as stock
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -31,6 +31,7 @@ from stretto.integrations.loss_checks import FirstStep, keeps, warn_of_batch_nor
 from stretto.integrations.shared import (
     BY_SIZE,
     Pass,
+    Probe,
     StepMeter,
     counted_steps,
     ends_epoch,
@@ -38,10 +39,13 @@ from stretto.integrations.shared import (
     note_metrics,
     refuse,
     warn_of_end,
+    warn_of_replaced,
 )
 from stretto.run import Run
 from stretto.runtime.losses import only_looking, tolerance_for
 from stretto.timing import Timestamp
+
+_EVALUATE = "leave it out, and pass every={'evaluate': '10%'}"
 
 
 def check_lightning(trainer: Trainer, every: Iterable[str]) -> None:
@@ -56,11 +60,13 @@ def check_lightning(trainer: Trainer, every: Iterable[str]) -> None:
     sized = stock.BatchSizeFinder | stock.GradientAccumulationScheduler
     rated = stock.LearningRateFinder | stock.StochasticWeightAveraging
     others = [type(own).__name__ for own in trainer.callbacks if isinstance(own, sized | rated)]
+    is_timed = getattr(trainer, "_val_check_time_interval", None) is not None
     cut = f"use limit_train_batches={limit}, overfit_batches or fast_dev_run"
     refuse(
         (is_other, f"use Lightning {version}", "its loop may differ", "install lightning 2.6"),
         (unknown, f"wait for {unknown}", "there is no such event", "write evaluate or save"),
         (steps != 1, f"use accumulate_grad_batches={steps}", BY_SIZE, "leave it out"),
+        (is_timed, "use val_check_interval as a time", "the run decides", _EVALUATE),
         (is_cut, cut, "a run has all batches of its length", "pass max_duration='2ba' to attach"),
         (others, f"use {others}", "they change batches or learning rates", "leave them out"),
     )
@@ -74,8 +80,8 @@ def own_interval(trainer: Trainer) -> str:
     """
     epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     is_time = isinstance(interval, float) and (interval == 1.0 or epochs == 1)
-    what, instead = f"use val_check_interval={interval!r}", "pass every={'evaluate': '10%'}"
-    refuse((not is_time, what, "it counts micro-batches", instead))
+    what = f"use val_check_interval={interval!r}"
+    refuse((not is_time, what, "it counts micro-batches", _EVALUATE))
     return f"{interval * (epochs or 1):g}ep"
 
 
@@ -240,7 +246,8 @@ class LightningCallback(Callback):
         self._num_cut = 0
         """Steps of several micro-batches."""
         self._seen: list[tuple[Any, int]]
-        """The micro-batches of the step that is checked, and their samples."""
+        """The last micro-batches of the step that is checked, and their samples."""
+        self._probe = Probe("training_step")
         self._kept: tuple[Any, Any, Any] | None = None
         """The settings of the trainer that are changed during a fit."""
 
@@ -289,6 +296,7 @@ class LightningCallback(Callback):
     def leave(cls, trainer: Trainer) -> None:
         """Take the callback of an earlier run out of a trainer."""
         for one in [one for one in trainer.callbacks if isinstance(one, cls)]:
+            warn_of_replaced(has_begun=one._run.is_bound)
             one.on_fit_end(trainer)
             trainer.callbacks.remove(one)
 
@@ -370,9 +378,10 @@ class LightningCallback(Callback):
         loop._restart_stage = "restarted_mid_epoch" if is_inside else "none"
         inner._restart_stage = "restarted_on_last" if is_inside else "none"
 
-    def on_train_end(self, *_: Any) -> None:
-        """Warn if the run has not reached its end."""
-        warn_of_end(self._run, "Lightning", "fit(..., ckpt_path=...)")
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        """Warn if the run has not reached its end, and nobody has stopped it."""
+        if not trainer.should_stop:
+            warn_of_end(self._run, "Lightning", "fit(..., ckpt_path=...)")
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         """Keep the dataloaders during the epoch."""
@@ -407,7 +416,9 @@ class LightningCallback(Callback):
                 self._checks = FirstStep(self._run, is_counted=callable(batches.units))
         if self._num_cut.bit_count() != 1:
             return
-        self._seen.append((batch, present.num_samples))
+        # Copies: a training_step may change its batch.
+        given = self._probe(copy.deepcopy, batch)
+        self._seen = [*self._seen[-1:], (given, present.num_samples)]
         if not present.is_last:
             return
         if self._num_cut == 1:
@@ -416,7 +427,8 @@ class LightningCallback(Callback):
             why, instead = "its loss has no weight", "multiply it: dataloader.weight * loss"
             refuse((not batches.is_weighed, "train in manual optimization", why, instead))
         elif not isinstance(trainer.strategy, ModelParallelStrategy):
-            is_mean = _has_mean(trainer, pl_module, self._seen[-2:], batches.units, batch_idx)
+            is_mean = bool(self._probe(self._has_mean, trainer, pl_module, batch_idx))
+            self._probe.tell()
             is_other = self._run.loader.ranks.agree([not is_mean])[0]
             why = "that of a batch is not the mean over samples, or units=, of those of its parts"
             instead = "return a mean, and pass what it is over (units='tokens')"
@@ -472,40 +484,30 @@ class LightningCallback(Callback):
         if not trainer.sanity_checking:
             note_metrics(self._run, trainer.callback_metrics)
 
+    def _has_mean(self, trainer: Any, module: Any, batch_idx: int) -> bool:
+        """Return whether the loss of a Lightning module is a mean over its units; see `keeps`.
 
-def _has_mean(
-    trainer: Any, module: Any, pair: Sequence[tuple[Any, int]], units: Units, batch_idx: int
-) -> bool:
-    """Return whether the loss of a Lightning module is a mean over its units; see `keeps`.
+        Its `training_step` is computed on a copy of it that shares the parameters, without
+        gradients. What it logs, and what it sets in itself or the trainer, is not kept.
+        """
+        guest = copy.copy(trainer)
+        guest._loggers = [DummyLogger() for _ in trainer.loggers]
+        shared = {id(each): each for each in (*module.parameters(), trainer.datamodule)}
+        other = copy.deepcopy(module, {**shared, id(trainer): guest})
+        other.trainer = guest  # a copy has none
+        other.log = other.log_dict = other.print = lambda *_, **__: None
 
-    Its `training_step` is computed on a copy of it that shares the parameters, without gradients,
-    and that logs nothing.
+        def loss_of(batch: Any) -> float:
+            random.restore()
+            given = copy.deepcopy(batch)
+            arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, given, batch_idx).values()
+            with trainer.precision_plugin.train_step_context():
+                found = other.training_step(*arguments)
+            found = found.get("loss") if isinstance(found, Mapping) else found
+            return math.nan if found is None else float(found)
 
-    Args:
-        trainer: the trainer.
-        module: the module.
-        pair: two micro-batches of a step as the module gets them, and their samples.
-        units: what the loss is a mean over.
-        batch_idx: the number of the second.
-    """
-    shared = (*module.parameters(), trainer, trainer.datamodule)
-    try:
-        other = copy.deepcopy(module, {id(each): each for each in shared})
-    except Exception as error:  # noqa: BLE001  from attributes of the user
-        said = f"cannot check what the loss is a mean over; the module cannot be copied: {error!r}"
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
-        return True
-    other.log = other.log_dict = lambda *_, **__: None
-
-    def loss_of(batch: Any) -> float:
-        random.restore()
-        arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx).values()
-        with trainer.precision_plugin.train_step_context():
-            found = other.training_step(*arguments)
-        found = found.get("loss") if isinstance(found, Mapping) else found
-        return math.nan if found is None else float(found)
-
-    is_coarse = "32" not in str(trainer.precision) and "64" not in str(trainer.precision)
-    tolerance = tolerance_for(module.parameters(), is_coarse=is_coarse)
-    with only_looking(other) as random:
-        return keeps("mean", pair, loss_of, units, tolerance)
+        is_coarse = "32" not in str(trainer.precision) and "64" not in str(trainer.precision)
+        tolerance = tolerance_for(module.parameters(), is_coarse=is_coarse)
+        units, probe = self._batches.units, self._probe
+        with only_looking(other) as random:
+            return keeps("mean", self._seen, lambda one: probe(loss_of, one), units, tolerance)
