@@ -532,13 +532,12 @@ def _add(found: list[Stage], stage: Stage) -> None:
     """Add a stage, to the last one if the arithmetic of that covers it."""
     last = found[-1] if found else stage
     is_one = (last.row, last.asked, 0) == (stage.row, stage.asked, stage.skipped)
-    if found and is_one and is_same(last.size, stage.size):
-        assert last.batches is not None, "counted"
-        if last.equal.timestamp(last.batches)[:7] == stage.first[:7]:
-            total = None if stage.batches is None else last.batches + stage.batches
-            found[-1] = replace(last, batches=total, end=stage.end)
-            return
-    found.append(replace(stage, number=len(found) + 1))
+    is_one = is_one and bool(found) and is_same(last.size, stage.size)
+    if is_one and last.equal.timestamp(last.batches or 0)[:7] == stage.first[:7]:
+        total = None if stage.batches is None else (last.batches or 0) + stage.batches
+        found[-1] = replace(last, batches=total, end=stage.end)
+    else:
+        found.append(replace(stage, number=len(found) + 1))
 
 
 def _placed(horizon: Horizon, found: list[Stage], now: Timestamp, sample: int) -> Timestamp:
