@@ -229,3 +229,18 @@ def test_a_resumed_plan_takes_no_more_than_the_past_and_the_policy() -> None:
     assert again.sizes is not None
     assert [(one.size, one.batches) for one in again.sizes.stages] == [(10, 6), (5, 8)]
     assert again.policy == run.policy
+
+
+@pytest.mark.parametrize("lengths", [None, [8] * NUM_SAMPLES])
+def test_a_run_of_one_size_is_one_stage_however_often_it_is_resumed(lengths: Any) -> None:
+    def made() -> stretto.StepLoader:
+        data = DataSpec(Data, lengths=lengths)
+        return stretto.StepLoader(data, 4, max_duration="3ep", loading={"last_batch": "drop"})
+
+    loader = made()
+    for stop in (3, 1, 15, 2):
+        for _ in range(stop):
+            loader.finish(next(loader), seconds=0.0)
+        state, loader = loader.state_dict(), made()
+        loader.load_state_dict(state)
+    assert loader.prepared.planned_sizes().stages == made().prepared.planned_sizes().stages

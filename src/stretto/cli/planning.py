@@ -225,7 +225,7 @@ def as_resumed(prepared: Prepared, folder: Path | None) -> tuple[Prepared, int]:
     if folder is None:
         return prepared, 0
     kept, past = read_json(folder / PLAN), list[Had]()
-    at = kept.get("resumed_at", 0) if isinstance(kept, dict) else 0
+    at, after = kept.get("resumed_at", 0) if isinstance(kept, dict) else 0, -1
     for row in read_ledger(folder) if at else ():
         counts = row.counts
         now = Timestamp(*(counts[name] for name in ("epoch", "batch", "sample", "token")))
@@ -233,6 +233,7 @@ def as_resumed(prepared: Prepared, folder: Path | None) -> tuple[Prepared, int]:
             had, bound = [*past, Had(at, 1, now.sample)], prepared.bound_policy
             before = PlannedSizes(prepared.facts, prepared.policy, bound=bound, had=had)
             return resumed(prepared, before.end or now, past, bound.start), at
-        if not past or past[-1].size != counts["decided_size"]:
+        if now.sample != after or past[-1].size != counts["decided_size"]:
             past.append(Had(now.batch, counts["decided_size"], now.sample))
+        after = now.sample + counts["size"]
     return prepared, 0

@@ -362,6 +362,10 @@ def dump_run_file(config: RunConfig) -> str:
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=90)
 
 
+_ALONE = {Fixed: "size", Product: "schedules", Custom: "function"}
+"""What is written as its one argument alone."""
+
+
 def written(value: Any) -> Any:
     """Return the plain values that a run file has for a value: what it is read from.
 
@@ -375,12 +379,10 @@ def written(value: Any) -> Any:
         return [written(one) for one in value]
     if isinstance(value, dict):
         return {name: written(one) for name, one in value.items()}
-    if isinstance(value, Fixed) or value == AsManyAsFit():
-        return written(value.size)
-    if isinstance(value, Product):
-        return written(value.schedules)
-    if isinstance(value, Custom):
-        return written(value.function)
+    if value == AsManyAsFit():
+        return value.size
+    if type(value) in _ALONE:
+        return written(getattr(value, _ALONE[type(value)]))
     if isinstance(value, (Timed, Referenced)):
         kind: Any = type(value)
         own = {

@@ -43,13 +43,8 @@ def steps_left(run: Run, now: Timestamp | None = None) -> NumSteps:
     length = run.prepared.facts.max_duration
     if length.unit is TimeUnit.BATCH:
         return NumSteps(max(0, math.ceil(length.amount) - now.batch), is_exact=True)
-    sizes, end = run.prepared.sizes, end_of(run)
-    if end is None:
-        return NumSteps(None, is_exact=False)
-    places = sizes and (sizes.after_batch(now.batch).sample, sizes.sample_at_batch(now.batch))
-    if places and not places[0] <= now.sample <= places[1]:
-        return _most_between(run, now.sample, end)  # resumed after other sizes
-    return steps_between(run, now.sample, end)
+    end = end_of(run)
+    return NumSteps(None, is_exact=False) if end is None else steps_between(run, now.sample, end)
 
 
 def steps_in_epoch(run: Run, epoch: int) -> NumSteps:

@@ -321,10 +321,10 @@ class Stage:
 
     def size_of(self, number: int) -> int:
         """Return the samples of batch `number` (from 0): fewer if an epoch or the run cuts it."""
-        size = self.equal.size_of(number)
-        if self.end is None or number + 1 != self.batches:
-            return size
-        return min(size, self.end.sample - self.equal.position(number))
+        is_last = self.end is not None and number + 1 == self.batches
+        if self.end is None or not is_last or self.equal.horizon.last_batch == "drop":
+            return self.equal.size_of(number)
+        return self.end.sample - self.equal.position(number)
 
     def batch(self, number: int) -> PlannedBatch:
         """Return batch `number` (from 0), without the policy's state."""
@@ -524,7 +524,20 @@ def past_stages(
         count = following.first - had.first
         after = batches.timestamp(count)
         fill(found[-1], batches=count, end=after)
+        _add(found, found.pop())
     return _placed(horizon, found, after, past[-1].sample or 0)
+
+
+def _add(found: list[Stage], stage: Stage) -> None:
+    """Add a stage, to the last one if the arithmetic of that covers it."""
+    last = found[-1] if found else stage
+    is_one = (last.row, last.asked, 0) == (stage.row, stage.asked, stage.skipped)
+    is_one = is_one and bool(found) and is_same(last.size, stage.size)
+    if is_one and last.equal.timestamp(last.batches or 0)[:7] == stage.first[:7]:
+        total = None if stage.batches is None else (last.batches or 0) + stage.batches
+        found[-1] = replace(last, batches=total, end=stage.end)
+    else:
+        found.append(replace(stage, number=len(found) + 1))
 
 
 def _placed(horizon: Horizon, found: list[Stage], now: Timestamp, sample: int) -> Timestamp:
@@ -701,17 +714,12 @@ class PlannedSizes:
     def stages(self) -> tuple[Stage, ...]:
         """The parts of the run with one decided size."""
         self._search.find()
-        stages, past = self._search.stages, () if self._past is None else self._past.stages
-        if not past or not stages:
-            return (*past, *stages)
-        last, first = past[-1], stages[0]
-        assert last.batches is not None, "counted"
-        # One stage if the arithmetic of the past covers it, too.
-        covered = last.equal.timestamp(last.batches)[:7] == first.first[:7]
-        if covered and _is_like(last, first.batch(0)) and last.asked == first.asked:
-            total = None if first.batches is None else last.batches + first.batches
-            past, stages = (*past[:-1], replace(last, batches=total, end=first.end)), stages[1:]
-        return (*past, *(replace(one, number=at) for at, one in enumerate(stages, len(past) + 1)))
+        if self._past is None:
+            return tuple(self._search.stages)
+        found = [*self._past.stages]
+        for stage in self._search.stages:
+            _add(found, stage)
+        return tuple(found)
 
     def after_batch(self, batch: int) -> Timestamp:
         """Return the clock after so many batches, before the next one skips any samples.
