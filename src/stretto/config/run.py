@@ -387,11 +387,12 @@ def written(value: Any) -> Any:
             for name, one in parameters_of(kind).items()
             if one.default is one.empty or getattr(value, name) != one.default
         }
-        if isinstance(value, Periods):
-            own = {"periods": value.given}
+        if isinstance(value, Periods) and value.names:
+            own = {"periods": dict(zip(value.names, value.periods, strict=True))}
         function = own.get("function")
         is_plain = [*own] == ["function"] and isinstance(function, Target)
-        return written(function) if is_plain else {kind.__name__: written(own)}
+        name = "from_torch" if "factory" in own else kind.__name__
+        return written(function) if is_plain else {name: written(own)}
     if not is_dataclass(value) or isinstance(value, type):
         return value
     names = [name for name in parameters_of(type(value)) if name != "arguments"]
