@@ -52,6 +52,7 @@ _CURVES = st.one_of(
     _made("Linear", {"start": FACTORS, "end": FACTORS}),
     _made("StepDecay", {"every": TIMES}, gamma=FACTORS),
     _made("Constant", warmup=TIMES),
+    _made("from_torch", {"factory": st.just({"target": "my.module:Decay"})}, every=TIMES),
     st.fixed_dictionaries({"target": st.just("my.module:curve")}, optional={"width": PLAIN}),
 )
 _PERIODS = st.builds(
@@ -59,6 +60,14 @@ _PERIODS = st.builds(
     _CURVES,
     _CURVES,
     st.sampled_from(["", "until "]),
+    TIMES,
+) | st.builds(
+    lambda first, rest, word, duration: {
+        "Periods": {"a": [duration, first], "b": {"duration": "rest", word: rest}}
+    },
+    _CURVES,
+    _CURVES,
+    st.sampled_from(["schedule", "scheduler"]),
     TIMES,
 )
 _SEVERAL = st.lists(_CURVES, min_size=1, max_size=3)

@@ -203,7 +203,7 @@ class Triangle:
 
 
 def test_an_object_with_get_factor_is_a_schedule() -> None:
-    planned = stretto.plan(Horizon("1ep", dataset_num_samples=64), 8, schedules={"lr": Triangle()})  # type: ignore[dict-item]
+    planned = stretto.plan(Horizon("1ep", dataset_num_samples=64), 8, schedules={"lr": Triangle()})
     assert [planned.values_at(batch)["lr"] for batch in range(8)] == [
         0, 0.125, 0.25, 0.375, 0.5, 0.375, 0.25, 0.125
     ]  # fmt: skip

@@ -122,7 +122,7 @@ def test_periods_may_have_names(given: Any) -> None:
     assert periods.names == ("warmup", "main")
     assert periods == Periods(WORDS["pairs by name"]) != plain
     assert eval(repr(periods)) == periods
-    begin = [(mark.tick, mark.period) for mark in periods.borders(Scope.of(RUN))]
+    begin: list[Any] = [(mark.tick, mark.period) for mark in periods.borders(Scope.of(RUN))]
     assert (0, "warmup") in begin
     assert (12, "main") in begin
 

@@ -33,7 +33,7 @@ from stretto.batching import BatchSizePolicy, Pair, Rule, as_policy, as_rule
 from stretto.batching.noise_scale import NormTest
 from stretto.batching.policy import FoundSize
 from stretto.batching.rules import RULES
-from stretto.config.targets import Function, Target
+from stretto.config.targets import Function, Maker, Target
 from stretto.config.yaml import Path, Source
 from stretto.errors import ConfigError, Message, StrettoError, nearest, shown
 from stretto.schedules import Schedule, as_schedule
@@ -286,7 +286,7 @@ def section(make: Callable[..., Any]) -> Kind:
         return {"$ref": f"#/$defs/{name}"}
 
     text = f"some of the keys {', '.join(known)}"
-    if make in (Target, Function):
+    if make in (Target, Function, Maker):
         text = "{target: 'package.module:name'}"
     return Kind(text, lambda value: isinstance(value, dict), schema, read, is_section=True)
 
@@ -419,7 +419,26 @@ def _names_in(module: types.ModuleType, *bases: type) -> dict[str, type]:
     }
 
 
-_CURVES = _names_in(schedules, Schedule) | _names_in(batching, Schedule)
+def from_torch(
+    factory: Maker, every: TimeLike | None = None, monitor: str | None = None
+) -> Schedule:
+    """A scheduler of torch.
+
+    Args:
+        factory: the scheduler, without its optimizer.
+        every: the time of one step; by default, a batch.
+        monitor: the metric that steps it, such as `validation/loss`; then there is no `every`.
+    """
+    from stretto.optim import from_torch as wrapped
+
+    return wrapped(factory, every, monitor=monitor)
+
+
+_CURVES: Mapping[str, Callable[..., Any]] = {
+    **_names_in(schedules, Schedule),
+    **_names_in(batching, Schedule),
+    "from_torch": from_torch,
+}
 _SIZES: Mapping[str, Callable[..., Any]] = {
     **_names_in(batching, BatchSizePolicy, Pair),
     "NormTest": NormTest,

@@ -12,7 +12,7 @@ from stretto.batching.metrics import check_monitored, followed_metric, metrics_o
 from stretto.batching.rows import as_lengths
 from stretto.batching.seesaw import paired
 from stretto.config.run import RunConfig
-from stretto.config.targets import Function, Target, bound_target, call_target
+from stretto.config.targets import Function, Maker, Target, bound_target, call_target, import_target
 from stretto.config.yaml import Path
 from stretto.errors import ConfigError, PlanError
 from stretto.planning import Plan, Prepared, bind_run
@@ -71,6 +71,9 @@ def imported(config: RunConfig, value: Any, *path: str | int) -> Any:
 
     def make(section: Target, path: Path) -> Any:
         with config.source.at(*path):
+            if isinstance(section, Maker):
+                import_target(section.target)  # it is called with an optimizer
+                return section
             return bound_target(section) if isinstance(section, Function) else call_target(section)
 
     with config.source.at(*path):
@@ -337,8 +340,8 @@ def prepare_run(config: RunConfig, run: TimesAndSizes, *, resumes: bool = False)
     if prepared.refused is not None and not resumes:
         raise prepared.refused
     measured = metrics_of(config.evaluate)
-    with config.source.at("batch_size"):
-        followed_metric(prepared.bound_policy.reads, measured)
+    with config.source.at("schedules" if prepared.metrics else "batch_size"):
+        followed_metric(prepared.bound_policy.reads | prepared.metrics, measured)
     if config.checkpoint is not None and config.checkpoint.monitor is not None:
         with config.source.at("checkpoint", "monitor"):
             check_monitored(config.checkpoint.monitor, measured)

@@ -390,11 +390,12 @@ def written(value: Any) -> Any:
             for name, one in parameters_of(kind).items()
             if one.default is one.empty or getattr(value, name) != one.default
         }
-        if isinstance(value, Periods):
-            own = {"periods": value.given}
+        if isinstance(value, Periods) and value.names:
+            own = {"periods": dict(zip(value.names, value.periods, strict=True))}
         # A bare target is read as this policy, or as `Custom`; others have a function as well.
         is_plain = kind is SizeFunction and [*own] == ["function"]
-        return written(own["function"] if is_plain else {kind.__name__: own})
+        name = "from_torch" if "factory" in own else kind.__name__
+        return written(own["function"] if is_plain else {name: own})
     if not is_dataclass(value) or isinstance(value, type):
         return value
     names = [name for name in parameters_of(type(value)) if name != "arguments"]

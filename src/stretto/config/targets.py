@@ -69,6 +69,16 @@ class Function(Target):
         return bound_target(self)(*positional)
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class Maker(Target):
+    """A function or class that makes an object of what it is called with, such as an optimizer."""
+
+    def __call__(self, *positional: Any) -> Any:
+        """Return what it makes of the arguments of the file and these."""
+        return call_target(self, *positional)
+
+
 def import_target(target: str) -> Any:
     """Return the object that `package.module:attribute` names.
 

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyLike, Signals, Tokens
+from stretto.batching.metrics import one_metric
 from stretto.batching.pack import checked_micro_batch
 from stretto.batching.rows import LengthsLike
 from stretto.data.decisions import Decisions, other_order, reading_state
@@ -309,11 +310,14 @@ class StepLoader(Iterator[Step]):
         """Whether a state of another order may be loaded; samples may then come twice."""
         self.reads = self.prepared.bound_policy.reads | self.prepared.metrics
         """The signals that the policy or a schedule reads (see `Bound.reads`)."""
+        one_metric(self.reads)
         # If only the clock can tell when the run is over, it is checked before each step.
         self._asks_clock = (
             self.horizon.end_sample is None and self.horizon.max_duration.unit != "ba"
         )
         self._decisions = Decisions(self.prepared, self.timer)
+        self.measured: Sequence[float] = self._decisions.measured
+        """The metric that schedules follow, in each evaluation so far."""
         self._fetched_steps: Iterator[FetchedStep] | None = None
         self._pending: tuple[Step, FetchedStep] | None = None
         self.ranks = Ranks.of(rank, world_size) if ranks is None else ranks
@@ -439,12 +443,9 @@ class StepLoader(Iterator[Step]):
             self._cross(fetched, open_step, tokens, seconds)
         else:
             timer.update(fetched.size, tokens=tokens, seconds=seconds)
-        if (
-            plan is not self._decisions.last
-            or signals is not self._decisions.signals
-            or signals.metric is not None
-        ):
-            self._decisions.finish(plan, signals, fetched.size, tokens)
+        decided = self._decisions
+        if plan is not decided.last or signals is not decided.signals or signals.metric is not None:
+            decided.finish(plan, signals, fetched.size, tokens)
         if self._source.chunks is not None:
             self._source.chunks.keep()
         return timer.timestamp
@@ -471,11 +472,6 @@ class StepLoader(Iterator[Step]):
             self._decisions.note(value)
         else:
             self._decisions.noted = value
-
-    @property
-    def measured(self) -> Sequence[float]:
-        """The metric that schedules follow, in each evaluation so far."""
-        return self._decisions.measured
 
     def note_cost(self, ratio: float) -> None:
         """Give the policy the price of a step, `a / b` of `StepCost`, from now on.

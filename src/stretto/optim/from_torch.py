@@ -8,8 +8,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NoReturn, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch.optim import Optimizer
@@ -19,12 +18,15 @@ from stretto.batching.plateau import Metric
 from stretto.errors import ScheduleError, first_line
 from stretto.optim.hyperparameters import INITIAL, plain
 from stretto.schedules import BoundSchedule, Schedule
-from stretto.schedules.fields import Interval, check_fields
+from stretto.schedules.fields import Interval, check_fields, fill
 from stretto.schedules.schedule import Base, Column
 from stretto.schedules.scope import Scope, over_common_denominator
 from stretto.timing import Time, TimeLike, Timestamp
 
 Factory = Callable[[Optimizer], Any]
+Groups: TypeAlias = Sequence[Mapping[str, Any]]
+Measured: TypeAlias = Sequence[float] | None
+"""The metric in each evaluation so far; None: nothing is followed."""
 Cell: TypeAlias = tuple[int, Column]
 """A value: the number of its parameter group, and its column there."""
 
@@ -35,14 +37,20 @@ class TorchSchedule(Schedule):
     """A torch scheduler as a function of time; made by `from_torch`."""
 
     factory: Factory
-    every: Interval = "1ba"
+    every: Interval | None = None
+    """The time of a step; None: a batch, or with a monitor an evaluation."""
     monitor: Metric | None = None
     """The metric that each step of the scheduler takes, at an evaluation; None: none."""
     _read: Callable[[Any], float] | None = field(default=None, compare=False, kw_only=True)
     """Returns the factor after so many steps, or now; None: no optimizer is known."""
 
     def __post_init__(self) -> None:
+        if self.monitor is None and self.every is None:
+            fill(self, every="1ba")
         check_fields(self)
+        if self.monitor is not None and self.every is not None:
+            why = "evaluations step a scheduler that follows a metric"
+            raise ScheduleError.bad("every", str(self.every), why, "leave one of the two out")
         factory: object = self.factory
         if not callable(factory):  # a scheduler itself is not
             instead = "pass a function optimizer -> scheduler"
@@ -79,9 +87,9 @@ class TorchSchedule(Schedule):
         Raises:
             ScheduleError: the scheduler cannot be stepped.
         """
-        if self.monitor is not None:
-            return self._read or partial(_unmeasured, self.monitor)
-        every = Time(self.every)
+        if self.monitor is not None and self._read is not None:
+            return self._read
+        every = Time(self.every or "1ba")
         own = scope.along(every.unit)
         scale, start, interval = over_common_denominator(own.start, own.length(every))
         read = own.axis.read
@@ -101,17 +109,12 @@ class TorchSchedule(Schedule):
 _RATE: Column = ("lr", None)
 
 
-def _unmeasured(metric: str, _: Timestamp) -> NoReturn:
-    why, instead = "it is measured during the run", "schedule 'lr' of an optimizer with it"
-    raise _refused(f"follow {metric!r} before the run", why, instead)
-
-
 def _steps(schedule: TorchSchedule, base: Base, column: Column = _RATE) -> _Steps:
     """Return the values of a scheduler, which all schedules of an optimizer share.
 
     The value in `column` takes the place of the learning rate of its group.
     """
-    key = schedule.factory, schedule.monitor, column
+    key = id(schedule.factory), schedule.monitor, column  # one of a run file has no hash
     if key not in base.made:
         groups = [dict(group) for group in base.groups]
         for group in groups:
@@ -148,7 +151,7 @@ def _relative(factory: Factory) -> Callable[[int], float]:
 class _Shadow(Optimizer):
     """The groups of an optimizer without its parameters."""
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, groups: Groups) -> None:
         without = ("params", f"{INITIAL}lr")
         settings = [
             {key: plain(value) for key, value in group.items() if key not in without}
@@ -163,11 +166,7 @@ class _Steps:
     """The values of a torch scheduler, stepped on a shadow of an optimizer."""
 
     def __init__(
-        self,
-        factory: Factory,
-        groups: Sequence[Mapping[str, Any]],
-        rate: str = "lr",
-        measured: Sequence[float] | None = None,
+        self, factory: Factory, groups: Groups, rate: str = "lr", measured: Measured = None
     ) -> None:
         optimizer = self._optimizer = _Shadow(groups)
         self._rate = rate  # what the learning rate stands for
@@ -189,14 +188,14 @@ class _Steps:
             instead = "return a scheduler of the given optimizer"
             raise _refused("build the torch scheduler", first_line(error), instead) from error
         self.name = type(self._scheduler).__name__
-        if follows and measured is None:
-            instead = "write monitor='validation/loss', an evaluation and what it measures"
-            raise _refused(
-                f"read {self.name} as a function of time", "it follows a metric", instead
-            )
-        if measured is not None and not follows:
-            why = "its step() takes no metric"
-            raise _refused(f"step {self.name} with a metric", why, "leave monitor out")
+        if follows is (measured is None):
+            why, instead = "its step() takes no metric", "leave monitor out"
+            if follows:
+                why = "it follows a metric, which is measured during the run"
+                instead = (
+                    "write monitor='validation/loss', for 'lr' or another value of an optimizer"
+                )
+            raise _refused(f"step {self.name}", why, instead)
         self._record()
         if follows:
             return
@@ -302,7 +301,4 @@ def from_torch(
             scheduled, or follows a metric and has no monitor. When it is read: it cannot be stepped
             so often, or its values need an optimizer.
     """
-    if monitor is not None and every is not None:
-        why = "evaluations step a scheduler that follows a metric"
-        raise ScheduleError.bad("every", every, why, "leave one of the two out")
-    return TorchSchedule(factory, every="1ba" if every is None else every, monitor=monitor)
+    return TorchSchedule(factory, every=every, monitor=monitor)

@@ -16,10 +16,9 @@ from stretto.batching import (
     as_policy,
     as_rules,
 )
-from stretto.batching.metrics import one_metric
 from stretto.batching.rows import LENGTH, LengthsLike, as_rows, length_of, whole_rows
 from stretto.batching.rules import Referenced
-from stretto.errors import PlanError, ScheduleError, StrettoError
+from stretto.errors import PlanError, StrettoError
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, bind_sizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
 from stretto.schedules.names import check_value_names
@@ -197,9 +196,6 @@ def bind_run(
     read = {name: as_schedule(schedule) for name, schedule in given.items()}
     own = {name: as_schedule(schedule) for name, schedule in (values or {}).items()}
     check_value_names(own, read if sequence_length is None else [*read, LENGTH])
-    for name in [name for name, one in own.items() if one.metrics()]:
-        why, instead = "only values of an optimizer can", "schedule 'lr' with it"
-        raise ScheduleError.cannot(f"follow a metric with {name!r}", why=why, instead=instead)
     fires = {name: parse_trigger(trigger) for name, trigger in (triggers or {}).items()}
     facts, sizes, refusal, rows = horizon.with_batch_sizes(None), None, None, None
     with at("sequence_length"):
@@ -239,7 +235,7 @@ def bind_run(
     for name, trigger in fires.items():
         with at("triggers", name):
             due[name] = trigger.bind(horizon)
-    run = Prepared(
+    return Prepared(
         facts,
         horizon,
         policy,
@@ -254,8 +250,6 @@ def bind_run(
         bound["values"],
         left_out,
     )
-    one_metric(bound_policy.reads | run.metrics)
-    return run
 
 
 @final

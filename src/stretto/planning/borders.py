@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import final
+from typing import TypeAlias, final
 
 from stretto.batching.rows import LENGTH
 from stretto.planning.sizes import PlannedSizes, Stage
@@ -29,16 +29,23 @@ class Change:
     """The clock at the start of the batch."""
 
 
+NamedPeriods: TypeAlias = Mapping[tuple[str, int], str]
+"""What begins at a batch, by the name of the value and the batch."""
+
+
 def split_at_borders(
     sizes: PlannedSizes, schedules: Mapping[str, Schedule], horizon: Horizon
-) -> list[Stage]:
-    """Return the stages of a run, split where any schedule changes its formula."""
-    names: dict[int, list[str]] = {}
+) -> tuple[list[Stage], NamedPeriods]:
+    """Return the stages, split where a schedule changes its formula, and named periods."""
+    names, periods = dict[int, list[str]](), dict[tuple[str, int], str]()
     for name, schedule in schedules.items():
-        marks = schedule.borders(Scope.of(horizon))
-        batches = {first_after(mark.axis, mark.first_tick, sizes) for mark in marks}
+        batches: dict[int, str] = {}
+        for mark in schedule.borders(Scope.of(horizon)):
+            batch = first_after(mark.axis, mark.first_tick, sizes)
+            batches[batch] = mark.period or batches.get(batch, "")
         for batch in batches if len(batches) <= MOST_BORDERS else ():
             names.setdefault(batch, []).append(name)
+        periods |= {(name, at): f"{one!r} begins" for at, one in batches.items() if one}
     cuts, found = sorted(names), list[Stage]()
     for stage in sizes.stages:
         start, equal = stage.first.batch, stage.equal
@@ -59,7 +66,7 @@ def split_at_borders(
                 begins=tuple(names.get(first, ())) if first else (),
             )
             found.append(one)
-    return found
+    return found, periods
 
 
 def value_text(value: float) -> str:
@@ -72,11 +79,7 @@ def value_text(value: float) -> str:
 
 
 def changes_of(
-    stages: Sequence[Stage],
-    sizes: PlannedSizes,
-    values: Values,
-    schedules: Mapping[str, Schedule],
-    horizon: Horizon,
+    stages: Sequence[Stage], sizes: PlannedSizes, values: Values, periods: NamedPeriods
 ) -> Iterator[Change]:
     """Yield what each scheduled value begins to do where its schedule changes.
 
@@ -84,18 +87,10 @@ def changes_of(
         stages: split where the schedules change.
         sizes: where each batch begins.
         values: every value at a timestamp, as its schedule says, without a rule.
-        schedules: the schedules of the values.
-        horizon: the run.
+        periods: the named periods.
     """
     if sizes.num_batches is None:
         return
-    marks = {name: one.borders(Scope.of(horizon)) for name, one in schedules.items()}
-    periods = {
-        (name, first_after(mark.axis, mark.first_tick, sizes)): f"{mark.period!r} begins"
-        for name in marks
-        for mark in marks[name]
-        if mark.period
-    }
     begin = [name for name, batch in periods if batch == 0]
     for name in dict.fromkeys([*begin, *(name for stage in stages for name in stage.begins)]):
         if name in begin:

@@ -350,6 +350,7 @@ def plan_prepared(
     horizon = run.horizon if sizes.is_exact else run.facts.with_batch_sizes(sizes)
     at = hyperparameters(run.facts, known, base, rules)
     schedules = {name: one for name, (one, _) in values.items() if name in known}
+    split, periods = split_at_borders(sizes, schedules, run.horizon)
     stages = tuple(
         replace(
             stage,
@@ -357,7 +358,7 @@ def plan_prepared(
             micro_batch_size=micro,
             values=first_last(stage, at),
         )
-        for stage in split_at_borders(sizes, schedules, run.horizon)
+        for stage in split
     )
     ahead = [
         stage
@@ -375,7 +376,7 @@ def plan_prepared(
         micro_batch_size=micro,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
-        changes=tuple(changes_of(stages, sizes, unruled, schedules, run.horizon)),
+        changes=tuple(changes_of(stages, sizes, unruled, periods)),
         warnings=(
             *warnings_of(horizon, sizes, stages, even=even),
             *rows_text(stages, run.left_out),

@@ -184,13 +184,8 @@ class Periods(Schedule):
         ]
 
     def __repr__(self) -> str:
-        return f"Periods({self.given!r})"
-
-    @property
-    def given(self) -> dict[str, Any] | list[Any]:
-        """The periods as they may be written: by name if they have one."""
         named = dict(zip(self.names, self.periods, strict=False))
-        return named or list(self.periods)
+        return f"Periods({named or list(self.periods)!r})"
 
 
 def _end(scope: Scope, begin: Mark, span: Span) -> Mark:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 from stretto.errors import ConversionError, PlanWarning, ScheduleError
 from stretto.schedules.fields import (
@@ -198,7 +198,15 @@ class Schedule(Timed):
         return Sum(other, self)
 
 
-ScheduleLike: TypeAlias = Schedule | float | Callable[[Timer], float]
+class HasFactor(Protocol):
+    """An object that is a schedule by its method."""
+
+    def get_factor(self, timer: Timer, /) -> float:
+        """Return the factor at the time of a timer."""
+        ...
+
+
+ScheduleLike: TypeAlias = Schedule | float | Callable[[Timer], float] | HasFactor
 """Anything that `as_schedule` reads as a schedule."""
 
 
