@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, final
 
 from stretto.memory.alone import alone, recover
@@ -43,9 +42,9 @@ def trials(
         FitError: the model is sharded in a way that cannot be tried on one rank alone.
     """
     whole = WholeStep.of(step)
-    with alone(whole.model) as by_itself, sandbox(whole.model, vars(whole.step)) as undo:
+    with sandbox(whole.model, vars(whole.step)) as undo:
         try:
-            yield Trials(whole, make_batch, undo=undo, by_itself=by_itself, reserve=reserve)
+            yield Trials(whole, make_batch, undo=undo, reserve=reserve)
         finally:
             release_memory()
 
@@ -60,10 +59,9 @@ class Trials:
         make_batch: Callable[[int], Any],
         *,
         undo: Callable[[], None],
-        by_itself: AbstractContextManager[object],
         reserve: int = 0,
     ) -> None:
-        self._step, self._make_batch, self._by_itself = step, make_batch, by_itself
+        self._step, self._make_batch, self._by_itself = step, make_batch, alone(step.model)
         self._undo, self._reserve = undo, reserve
         self._is_warm = False
         self.num_samples = 0
