@@ -117,11 +117,11 @@ def test_the_optimizer_may_fail_in_the_middle() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_sharded_models_are_refused() -> None:
+def test_models_of_which_only_parts_are_sharded_are_refused() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        model = nn.Linear(3, 1)
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        model = nn.Sequential(nn.Linear(3, 1))
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
         with pytest.raises(FitError, match="sharded"), trials(make_step(model), batch):
             pass
     finally:

@@ -190,9 +190,12 @@ def test_other_models_are_not_fully_sharded() -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_search_for_a_micro_batch_is_refused_on_every_rank(
+def test_a_search_on_a_sharded_model_finds_what_fits_on_every_rank(
     tmp_path: Path, launch_ranks: Callable[..., Any]
 ) -> None:
+    """The ranks run out of memory at other sizes, and none waits for another."""
     launch_ranks(SCRIPT.with_name("distributed_auto.py"), tmp_path)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert all("the others" in why for why in found)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert "barrier" in found.pop("refused")
+        assert found == {"micro": 11, "is_same": True, "whole": [22], "splits": 0}

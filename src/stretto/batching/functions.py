@@ -303,17 +303,13 @@ class AsManyAsFit(BatchSizePolicy):
 _FOUND = ("maximum", "max_batch_size", "size")
 
 
-def awaits_maximum(value: object) -> bool:
+def awaits_maximum(value: BatchSizePolicy) -> bool:
     """Return whether a size of a policy, or of one inside it, is still to be found.
 
     >>> awaits_maximum(IncreaseFunction(lambda epoch, size: 8, 8, "auto"))
     True
     """
-    if isinstance(value, Timed):
-        if any(is_auto(getattr(value, name, None)) for name in _FOUND):
-            return True
-        value = tuple(getattr(value, name) for name in getattr(value, "__dataclass_fields__", ()))
-    return isinstance(value, tuple) and any(map(awaits_maximum, value))
+    return with_maximum(value, None) is not value
 
 
 def with_maximum(policy: BatchSizePolicy, size: int | None) -> BatchSizePolicy:

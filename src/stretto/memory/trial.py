@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from stretto.errors import FitError
+from stretto.memory.alone import alone, recover
 from stretto.memory.limits import bounded
 from stretto.memory.sandbox import sandbox
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import attempt, release_memory
-from stretto.runtime.sharded import is_fully_sharded
 
 _WARM_UP_SIZE = 2
 """Samples of the step that creates the optimizer state; batch normalisation refuses 1."""
@@ -40,15 +39,9 @@ def trials(
     (True, 10)
 
     Raises:
-        FitError: the model communicates with other ranks in its forward pass.
+        FitError: the model is sharded in a way that cannot be tried on one rank alone.
     """
     whole = WholeStep.of(step)
-    if any(map(is_fully_sharded, whole.model.modules())):
-        raise FitError.cannot(
-            "try batch sizes with a model that is sharded over ranks",
-            why="a rank that runs out of memory would leave the others waiting",
-            instead="ask the phantom: gpu=..., world_size=..., with the model before it is sharded",
-        )
     with sandbox(whole.model, vars(whole.step)) as undo:
         try:
             yield Trials(whole, make_batch, undo=undo, reserve=reserve)
@@ -68,7 +61,7 @@ class Trials:
         undo: Callable[[], None],
         reserve: int = 0,
     ) -> None:
-        self._step, self._make_batch = step, make_batch
+        self._step, self._make_batch, self._by_itself = step, make_batch, alone(step.model)
         self._undo, self._reserve = undo, reserve
         self._is_warm = False
         self.num_samples = 0
@@ -92,11 +85,12 @@ class Trials:
         release_memory(scratch=False)  # in a run, steps of other sizes leave scratch memory, too
         self.num_steps += 1
         self.num_samples += size * self._step.accumulation
-        with bounded(self._step.device, self._reserve):
+        with bounded(self._step.device, self._reserve), self._by_itself:
             done = attempt(lambda: self._steps(size), in_finder=True)
         if done.out_of_memory is None:
             return True
         self.num_out_of_memory += 1
+        recover(self._step.model)
         self._undo()
         self._is_warm = False
         return False

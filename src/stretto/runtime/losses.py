@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import TrainingError
+from stretto.runtime.modes import kept_modes
 from stretto.runtime.random_state import RandomState
 
 Reduction: TypeAlias = Literal["mean", "sum", "other"]
@@ -120,13 +121,11 @@ def only_looking(model: nn.Module) -> Iterator[RandomState]:
     Yields:
         The random state, to restore before each of several losses.
     """
-    modes, random = [(module, module.training) for module in model.modules()], RandomState.now()
+    random = RandomState.now()
     try:
-        for module, _ in modes:
-            module.training = False
-        with torch.no_grad():
+        with kept_modes(model), torch.no_grad():
+            for module in model.modules():
+                module.training = False
             yield random
     finally:
-        for module, mode in modes:
-            module.training = mode
         random.restore()

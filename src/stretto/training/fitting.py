@@ -27,8 +27,8 @@ def find_micro_batch(step: TrainStep, run: Run, ranks: Ranks, plan: Plan | None)
     """Find the largest micro-batch of a rank that fits, and set it; the same on all ranks.
 
     Raises:
-        TrainingError: the data are an iterable, or the model is sharded over ranks.
-        FitError: not even one sample fits.
+        TrainingError: the data are an iterable.
+        FitError: not even one sample fits, or the model is sharded in another way than by FSDP2.
     """
     loader = run.loader
     bounds, num_samples = run.prepared.decided_between, run.horizon.dataset_num_samples
@@ -66,8 +66,8 @@ def find_maximum(step: TrainStep, run: Run, ranks: Ranks) -> FoundMaximum:
         ranks: the processes of the run.
 
     Raises:
-        TrainingError: the data are an iterable, or the model is sharded over ranks.
-        FitError: not even one sample fits.
+        TrainingError: the data are an iterable.
+        FitError: not even one sample fits, or the model is sharded in another way than by FSDP2.
     """
     loading = Loading(collate_fn=run.loading.collate_fn)
     loader = StepLoader(run.spec, run.prepared, loading=loading, rank=0, world_size=1)
@@ -109,19 +109,18 @@ def _largest(
     from stretto.memory.limits import free_memory
 
     check_shapes(step.model, "find a micro-batch size for")
-    if not loader.spec.is_map_style or is_fully_sharded(step.model):
+    if not loader.spec.is_map_style:
         raise TrainingError.cannot(
             "find a micro-batch size that fits",
-            why="the model is sharded over ranks, and a rank out of memory would block the others"
-            if loader.spec.is_map_style
-            else "the data are an iterable, so no sample can be read before the run",
+            why="the data are an iterable, so no sample can be read before the run",
             instead="write a number, such as what 'stretto find-batch-size --gpu' answers",
         )
     margin, packed = None, run.loading.packed
     finds = _finds_budget(run)
     batch = unequal_samples(loader, packed=packed) if finds else example_batches(loader)
     if ranks.world_size > 1:  # DDP copies the gradients
-        copies = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
+        copied = () if is_fully_sharded(step.model) else step.model.parameters()
+        copies = sum(p.nbytes for p in copied if p.requires_grad)
         percent = 40 if ranks.device.type == "cpu" else 3
         margin = copies + free_memory(ranks.device).bytes * percent // 100
     transforms, step.transforms = step.transforms, ()

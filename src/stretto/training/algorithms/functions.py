@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +62,10 @@ def num_of(part: float, layers: Sequence[object]) -> int:
     return math.floor(part * len(layers) + 1e-9)  # 0.3 * 10 is 2.9999999999999996
 
 
-def truncate(
-    batch: Any,
-    length: int,
-    *,
-    count: Callable[[Any], int | None] | None = None,
-    looks_at_values: bool = True,
-) -> Any:
+Count: TypeAlias = Callable[[Any], int | None] | None
+
+
+def truncate(batch: Any, length: int, *, count: Count = None, looks_at_values: bool = True) -> Any:
     """Cut every sequence of a batch to a length.
 
     >>> truncate({"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]])}, 2)
@@ -93,11 +91,9 @@ def truncate(
     if count is not None and count(batch) not in (None, count_samples(batch)):
         wrong = "it is packed, so whole samples would be cut off"
     if wrong is not None:
-        raise TrainingError.cannot(
-            f"cut the sequences of a batch to {length} tokens",
-            why=wrong,
-            instead="cut them in the data set or in collate_fn",
-        )
+        instead = "cut them in the data set or in collate_fn"
+        what = f"cut the sequences of a batch to {length} tokens"
+        raise TrainingError.cannot(what, why=wrong, instead=instead)
     return mapped(lambda one: one[:, :length] if one.dim() > 1 else one, batch)
 
 
@@ -122,15 +118,11 @@ def select(batch: Any, losses: Tensor, keep: float = 0.5) -> Any:
         raise TrainingError.bad("keep", keep, "it is not in (0, 1]", "write a part such as 0.5")
     counts = {len(one) for one in nodes(batch) if isinstance(one, Tensor) and one.dim()}
     if losses.dim() != 1 or len(losses) not in counts:
-        raise TrainingError.cannot(
-            f"select samples by losses of shape {list(losses.shape)}",
-            why="no tensor of the batch has as many samples",
-            instead="return the loss of each sample, shape [n]",
-        )
+        why, instead = "no tensor of the batch has as many samples", "return losses of shape [n]"
+        raise TrainingError.bad("losses", list(losses.shape), why, instead)
     count = len(losses)
     percentile = (losses.argsort().argsort() + 1) / count
-    kept = max(1, round(keep * count))
-    chosen = torch.multinomial(percentile ** (1 / keep), kept).sort().values
+    chosen = torch.multinomial(percentile ** (1 / keep), max(1, round(keep * count))).sort().values
     return mapped(lambda one: one[chosen] if one.dim() and len(one) == count else one, batch)
 
 
@@ -164,13 +156,10 @@ def drop_layers(
         raise TrainingError.bad("rate", rate, "it is not in [0, 1)", "write a rate such as 0.2")
     found = find_modules(model, blocks, "leave out")
     now = rate if callable(rate) else lambda: rate
-    undo = [_lottery(one, now, depth / len(found)) for depth, one in enumerate(found, start=1)]
-
-    def restore() -> None:
-        while undo:
-            undo.pop()()
-
-    return restore
+    undo = ExitStack()
+    for depth, one in enumerate(found, start=1):
+        undo.callback(_lottery(one, now, depth / len(found)))
+    return undo.close
 
 
 def _lottery(module: nn.Module, rate: Callable[[], float], depth: float) -> Callable[[], None]:
@@ -206,9 +195,7 @@ def find_modules(model: nn.Module, names: Sequence[str], what: str) -> list[nn.M
     known = list(modules)[1:]
     for name in names:
         if name not in modules:
-            raise TrainingError.cannot(
-                f"{what} {name!r}",
-                why="the model has no such module",
-                instead=f"write one of {shown(known)}" if known else "leave it out: it has none",
-            )
+            instead = f"write one of {shown(known)}" if known else "leave it out: it has none"
+            why = "the model has no such module"
+            raise TrainingError.cannot(f"{what} {name!r}", why=why, instead=instead)
     return [modules[name] for name in names]
