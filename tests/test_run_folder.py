@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from stretto._location import replacing
 from stretto.batching import NoiseScale
+from stretto.errors import ConfigError
 from stretto.run_folder import (
     CLOCK,
     EVENTS,
@@ -28,6 +31,8 @@ from stretto.run_folder import (
     parsed_ledger,
     parsed_metrics,
     read_json,
+    replace_file,
+    write_named,
 )
 from stretto.schedules import Linear, Periods
 from stretto.training import Callback, Checkpointing, Evaluation, Trainer
@@ -247,3 +252,53 @@ def test_half_a_line_is_left_for_later(tmp_path: Path) -> None:
 def test_rows_that_are_not_whole_are_left_out() -> None:
     block = "1,2,nan\n1,2\nx,y,z\n3,4,5\n"
     assert parsed_ledger(["a", "b", "c"], block)["b"].tolist() == [2, 4]
+
+
+def test_of_many_that_write_one_file_one_is_whole(tmp_path: Path) -> None:
+    texts = [f"{number}\n" * 20_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda text: replace_file(tmp_path / "a", text), texts * 4))
+    assert (tmp_path / "a").read_text() in texts
+    assert [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_another_process_has_touched_is_not_put_in_place(tmp_path: Path) -> None:
+    path, precious = tmp_path / "a", tmp_path / "precious"
+    precious.write_text("mine")
+    path.symlink_to(precious)
+
+    def fail_after(what: str) -> None:
+        with replacing(path) as file:
+            file.write(b"new")
+            (own,) = tmp_path.glob("a.*.tmp")
+            if what == "written to":
+                own.write_bytes(b"longer than that")
+            elif what == "replaced":
+                own.unlink()
+                own.write_bytes(b"new")
+            else:
+                raise ValueError(what)
+
+    for what in ("written to", "replaced", "an error"):
+        with pytest.raises((OSError, ValueError), match=r"Another process|an error"):
+            fail_after(what)
+        assert path.read_text() == "mine"
+        assert {one.name for one in tmp_path.iterdir()} == {"a", "precious"}
+    replace_file(path, "new")
+    assert (path.read_text(), precious.read_text()) == ("new", "mine")
+    with pytest.raises(ConfigError, match="holds something else"):
+        write_named(path, "newer", "mine")
+
+
+def test_what_a_kill_has_left_of_a_deletion_is_cleaned_up(tmp_path: Path) -> None:
+    """Only what is named like a checkpoint of the run; the user's stays."""
+    settings = {"checkpoint": Checkpointing("8ba", keep=2)}
+    trainer_of(tmp_path, **settings).fit()
+    folder = tmp_path / "checkpoints"
+    left = folder / "checkpoint-000000000064.tmp"
+    for path in (left, folder / "checkpoint-mine.tmp", folder / "notes.tmp"):
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"half")
+    trainer_of(tmp_path, **settings, max_duration="3ep").fit(resume="auto")
+    assert not left.exists()
+    assert {"checkpoint-mine.tmp", "notes.tmp"} < {one.name for one in folder.iterdir()}

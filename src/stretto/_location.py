@@ -183,7 +183,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         with file:
             yield file
             file.flush()
-            check_same(file, unfinished, file.seek(0, os.SEEK_END))
+            check_same(file, unfinished, file.tell())
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)

@@ -33,7 +33,14 @@ from stretto._location import (
     read_plain,
     replacing,
 )
-from stretto.errors import CheckpointError, ConfigError, DataError, TrainingError, first_line
+from stretto.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    StrettoError,
+    TrainingError,
+    first_line,
+)
 from stretto.timing.grammar import as_float
 
 if TYPE_CHECKING:
@@ -390,7 +397,7 @@ def reading_run(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except DataError:
+    except StrettoError:
         raise
     except (*UNFIT, OSError) as error:
         raise unreadable(folder, getattr(error, "strerror", None) or first_line(error)) from error

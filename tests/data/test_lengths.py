@@ -197,7 +197,7 @@ class Met(Texts):
         super().__init__(texts(*lengths))
         self._barrier, self._has_met = barrier, False
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if not self._has_met:
             self._has_met = True
             self._barrier.wait()

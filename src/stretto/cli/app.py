@@ -204,7 +204,7 @@ def advise(folder: Path, *, write: Path | None = None, as_json: bool = False) ->
 
     Args:
         folder: The folder of a run.
-        write: Write the sizes to a file, as 'batch_size' of a run file.
+        write: Write the sizes to a new file, as 'batch_size' of a run file.
         as_json: Print JSON.
     """
     from stretto.cli import advising

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -25,6 +24,9 @@ from stretto.report.engines import Engine, engine_settings
 from stretto.report.tables import moments_table, plan_table
 from stretto.run_folder import PLAN, RUN_FILE, read_json, read_ledger
 from stretto.timing import Timestamp
+
+_KEPT = (int, str, type(None))
+"""What a plan keeps of a size."""
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -212,12 +214,11 @@ def as_it_ran(config: RunConfig, folder: Path) -> RunConfig:
     kept = read_json(folder / PLAN)
     if not isinstance(kept, dict):
         return config
-    found: dict[str, Any] = {}
-    if config.world_size is None:
-        found["world_size"] = kept.get("world_size")
-    if config.micro_batch_size == "auto":
-        found["micro_batch_size"] = kept.get("micro_batch_size")
-    return replace(config, **found)
+    given = {"world_size": None, "micro_batch_size": "auto"}
+    names = [name for name, value in given.items() if getattr(config, name) == value]
+    return replace(
+        config, **{one: kept.get(one) for one in names if isinstance(kept.get(one), _KEPT)}
+    )
 
 
 def as_resumed(prepared: Prepared, folder: Path | None) -> tuple[Prepared, int]:

@@ -339,8 +339,8 @@ def _size_at(
     """
     if line.get("ba") == row["ba"]:
         return line.get("batch_size")
-    places = (ledger["batch"] == row["ba"] - 1).nonzero()[0] if ledger else ()
-    return float(ledger["decided_size"][places[0]]) if len(places) else None
+    sizes = ledger["decided_size"][ledger["batch"] == row["ba"] - 1] if ledger else ()
+    return next(map(float, sizes), None)
 
 
 def _evenly_spaced(rows: list[Mapping[str, float]]) -> list[Mapping[str, float]]:

@@ -48,6 +48,17 @@ def nothing(here: Path, runs: Path) -> None:
     del here, runs
 
 
+def link_metrics(here: Path, runs: Path) -> None:
+    (here / "run" / METRICS).unlink(missing_ok=True)
+    (here / "run" / METRICS).symlink_to(runs / "b" / METRICS)
+
+
+def drop_manifest(here: Path, runs: Path) -> None:
+    del runs
+    for one in sorted((here / "up").glob("*/manifest.json"))[-1:]:
+        one.unlink()
+
+
 # What is done to the folder `run` and the bucket `up`, which are those of `a` or empty.
 FOLDERS: dict[str, Callable[[Path, Path], object]] = {
     "as it was": nothing,
@@ -71,19 +82,14 @@ FOLDERS: dict[str, Callable[[Path, Path], object]] = {
         if (here / "run" / "checkpoints").exists()
         else None
     ),
-    "with metrics that are a link": lambda here, runs: [
-        (here / "run" / METRICS).unlink(missing_ok=True),
-        (here / "run" / METRICS).symlink_to(runs / "b" / METRICS),
-    ],
+    "with metrics that are a link": link_metrics,
 }
 BUCKETS: dict[str, Callable[[Path, Path], object]] = {
     "as it was": nothing,
     "with copies of another run": lambda here, runs: shutil.copytree(
         runs / "b-up", here / "up", dirs_exist_ok=True
     ),
-    "with a manifest that is gone": lambda here, _: [
-        one.unlink() for one in sorted((here / "up").glob("*/manifest.json"))[-1:]
-    ],
+    "with a manifest that is gone": drop_manifest,
     "with a damaged newest": lambda here, _: [
         one.write_text("{") for one in sorted((here / "up").glob("*/state.json"))[-1:]
     ],
