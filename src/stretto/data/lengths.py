@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from stretto._foreign import knows_foreign
 from stretto.data.indices import permuted_block
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder
@@ -60,6 +61,7 @@ def checked_lengths(value: Any, num_samples: int) -> Tensor:
     return lengths
 
 
+@knows_foreign
 def count_lengths(
     dataset: Any,
     path: str | Path,

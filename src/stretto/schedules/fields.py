@@ -24,7 +24,7 @@ from typing import (
     get_type_hints,
 )
 
-from stretto._foreign import check_foreign
+from stretto._foreign import check_foreign, names_of
 from stretto.errors import ScheduleError, StrettoError, nearest, shown
 from stretto.timing import Time, TimeLike, TimeUnit
 from stretto.timing.grammar import exact, is_number
@@ -106,7 +106,7 @@ class Timed(ABC):
 
     def __new__(cls, *_: Any, **named: Any) -> Self:
         """Make a value; refuse names of other libraries, such as `T_max`."""
-        check_foreign(named, inspect.signature(cls).parameters if named else ())
+        check_foreign(named, names_of(cls) if named else ())
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ from stretto.planning import Plan
 from stretto.planning.bind import check_tokens
 from stretto.run import Run, prepare
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.agreement import plain
 from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
 from stretto.schedules.fields import one_of
@@ -64,7 +65,7 @@ from stretto.training.checkpointing.state import (
     share_random_state,
 )
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
-from stretto.training.describe import Setup, compare_ranks, describe_run, plain
+from stretto.training.describe import Setup, compare_ranks, describe_run
 from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
 from stretto.training.fitting import NO_LIMIT, FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.loggers import ConsoleLogger, has_terminal
@@ -434,8 +435,8 @@ class Trainer:
         """The run as it is planned.
 
         None if its batches are not known before the run, for example because their sizes follow
-        tokens that have to be counted: `run.horizon.batch_sizes` says why. `plan.is_exact` says
-        whether it is only a bound.
+        tokens that have to be counted: `run.why_not_planned` says why. `plan.is_exact` says whether
+        it is only a bound.
         """
         return None if self._refusal is not None else self.run.plan
 
@@ -474,6 +475,7 @@ class Trainer:
             return None
         return BestEvaluation(checkpoint_path(folder, best.sample), best.monitor, best.value)
 
+    @knows_foreign
     def fit(
         self,
         *,
@@ -616,6 +618,7 @@ class Trainer:
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
         return self._loop.evaluations.look()
 
+    @knows_foreign
     def resume(self, path: str | Path = "latest", *, unpickle: bool = False) -> Path | None:
         """Continue from a checkpoint. Every rank must call it.
 

@@ -17,6 +17,7 @@ from stretto.checkpoint.formats import is_dcp
 from stretto.checkpoint.manifest import MANIFEST, DamagedError
 from stretto.errors import CheckpointError, TrainingError
 from stretto.run_folder import locked, set_aside, unwritable
+from stretto.runtime.agreement import check_agreement
 from stretto.runtime.ranks import Ranks
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.copies import (
@@ -28,7 +29,6 @@ from stretto.training.checkpointing.copies import (
     reading,
     writing,
 )
-from stretto.training.describe import check_agreement
 from stretto.training.logs.recorder import Recorder
 
 FOLDER = "checkpoints"
