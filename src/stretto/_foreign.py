@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import wraps
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, nearest
 
 _TORCHRUN = "leave it out, and start a process for each device with torchrun"
 _UNITS = "leave it out: fractions of the run and periods are exact in any unit of max_duration"
@@ -78,6 +80,7 @@ OLD_WORDS = {
 }
 """Words of earlier run files inside a schedule or a batch size, and what to write."""
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 
 
 def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -91,29 +94,99 @@ def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def check_foreign(given: Iterable[str], own: Collection[str] = ()) -> None:
-    """Refuse names of other libraries.
+    """Refuse names of other libraries, and unknown ones if the `own` names are known.
 
     Raises:
-        ConfigError: there is one that is not among the `own` names.
+        ConfigError: there is one.
     """
     for name in given:
-        if name in FOREIGN and name not in own:
-            answers = FOREIGN[name][:-1]
+        if name in own:
+            continue
+        near = None if name in FOREIGN else nearest(name, own)
+        known = name if name in FOREIGN else nearest(name, FOREIGN) if own else None
+        if known and not near:
+            answers = FOREIGN[known][:-1]
             fitting = [one for one in answers if re.split(r"\W", one)[1] in {*own, "it"}]
-            raise ConfigError.cannot(
-                f"use {name}=...",
-                why="stretto has no argument of that name",
-                instead=fitting[0] if fitting else f"{answers[-1]} in Trainer",
-            )
+            instead = fitting[0] if fitting else f"{answers[-1]} in Trainer"
+        elif own:
+            names = [one for one in own if one != "self"]
+            instead = f"did you mean {near!r}?" if near else f"write {' or '.join(names)}"
+        else:
+            continue
+        raise ConfigError.cannot(
+            f"use {name}=...", why="there is no argument of that name", instead=instead
+        )
+
+
+def names_of(function: Callable[..., Any]) -> Collection[str]:
+    """Return the names that a function takes; none if it takes any."""
+    own = inspect.signature(function).parameters
+    return () if any(one.kind is one.VAR_KEYWORD for one in own.values()) else own
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "None": ("None", lambda one: one is None),
+    "bool": ("True or False", lambda one: isinstance(one, bool)),
+    "str": ("a text", lambda one: isinstance(one, str)),
+    "Path": ("a path", lambda one: isinstance(one, Path)),
+    "Mapping": ("a mapping such as {'name': ...}", lambda one: hasattr(one, "keys")),
+    "Sequence": (
+        "a list",
+        lambda one: isinstance(one, (Sequence, Set)) and not isinstance(one, (str, bytes)),
+    ),
+    **dict.fromkeys(("Callable", "LossFunction", "Predict"), ("a function", callable)),
+    **{
+        name: (
+            f"{'an' if name[0] == 'O' else 'a'} {name}",
+            partial(lambda kind, one: kind in _classes(one), name),
+        )
+        for name in ("Horizon", "Optimizer", "Loading", "TrainStep", "Strategy")
+    },
+}
+"""What an annotation begins with, in words, and whether a value is of that kind."""
+
+
+def _classes(value: object) -> list[str]:
+    return [one.__name__ for one in type(value).__mro__]
+
+
+def _check_kinds(annotations: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse values of another kind than the annotations say, as far as they are simple.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, value in given.items():
+        text = str(annotations.get(name, "Any"))
+        heads = re.sub(r"\[.*?\](?=$| )", "", text).split(" | ")
+        kinds = [_KINDS[head] for head in heads if head in _KINDS]
+        fits = len(kinds) < len(heads) or any(one(value) for _, one in kinds)
+        inner = re.search(r"Sequence\[(\w+)\]", text)
+        if fits and inner and inner[1] in _KINDS and isinstance(value, (list, tuple, Set)):
+            fits = all(map(_KINDS[inner[1]][1], value))
+        if not fits:
+            words = " or ".join(dict.fromkeys(word for word, _ in kinds))
+            raise ConfigError.bad(name, value, f"it is a {type(value).__name__}", f"pass {words}")
 
 
 def knows_foreign(function: F) -> F:
-    """Decorate a function so that an argument of another library is answered by what to write."""
-    own = inspect.signature(function).parameters
+    """Decorate a function so that arguments that it does not have are answered.
+
+    So are those of another kind than the annotations say.
+    """
+    own, signature = names_of(function), inspect.signature(function)
 
     @wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         check_foreign(named, own)
+        with suppress(TypeError):  # Python says itself what is missing
+            _check_kinds(function.__annotations__, signature.bind(*given, **named).arguments)
         return function(*given, **named)
 
     return call  # type: ignore[return-value]
+
+
+def knows_names(kind: C) -> C:
+    """Decorate a class so that an argument that it does not have is answered."""
+    kind.__init__ = knows_foreign(kind.__init__)  # type: ignore[misc]
+    return kind

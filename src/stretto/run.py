@@ -37,9 +37,11 @@ from stretto.optim.hyperparameters import (
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.plan import plan_prepared
 from stretto.planning.stages import mistakes_of, single_sample
+from stretto.runtime.agreement import check_agreement, in_batch
 from stretto.runtime.packing import PackingError, count, pack, unpack
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.rewind import kept_buffers
+from stretto.runtime.weights import WeightWatch
 from stretto.schedules.fields import one_of
 from stretto.schedules.names import check_value_names
 from stretto.settings import Loading, Stepping, read_settings
@@ -169,7 +171,7 @@ def prepare(
     )
     if optimizer is not None:
         run.bind(optimizer)
-        run.own_loop = LoopMistakes(run.optimizers, model)
+        run.own_loop = LoopMistakes(run.optimizers, model) if run.optimizers else None
     return run
 
 
@@ -185,6 +187,10 @@ class Run:
     >>> run.prepared.num_batches, run.is_bound
     (3, False)
     """
+
+    _weights: WeightWatch | None = None
+    _look_at = 0
+    """The number of batches at which weights are looked at next."""
 
     def __init__(
         self,
@@ -251,6 +257,7 @@ class Run:
         self._limits: list[tuple[Callable[[Timestamp], int], int]] = []
         """Counters, and the tick of each at which something may be due."""
 
+    @knows_foreign
     def bind(
         self,
         optimizers: Optimizer | Sequence[Optimizer],
@@ -267,7 +274,7 @@ class Run:
         of what is scheduled. A later one (a retry, a second `fit`) writes them back.
 
         Args:
-            optimizers: one or several.
+            optimizers: one or several; an empty list reads the data alone.
             rank: this process among those that share each batch; None: torch.distributed's.
             world_size: how many processes share each batch; None: torch.distributed's.
             micro_batch_size: replaces that of `prepare`; None: keep it.
@@ -289,7 +296,7 @@ class Run:
         if strategy is None and rank is None and self._mesh is not None:
             self._mesh.tell(ranks)
         self.prepared, self.horizon = self._from_start, self._from_start.horizon
-        self._is_shared = ranks.dp_world_size > 1
+        self._is_shared, self._is_checked = ranks.dp_world_size > 1, strategy is not None
         self._loader = StepLoader(
             self.spec,
             self.prepared,
@@ -299,7 +306,10 @@ class Run:
             idle_ranks=self.idle_ranks,
         )
         self.optimizers = tuple(each)
+        if ranks.are_all_dp:  # of others, each may have a part of the model
+            self._loader.also_described = self._optimizer_settings
         groups = [group for one in each for group in one.param_groups]
+        self._num_groups = len(groups)
         check_value_names(self.prepared.values, {key for group in groups for key in group})
         self._hyperparameters = Hyperparameters(
             joined(each),
@@ -320,6 +330,41 @@ class Run:
             self.load_state_dict(state)
         return self
 
+    def _optimizer_settings(self) -> dict[str, Any]:
+        """Return the plain values that optimizers were built with, by name."""
+        groups = [(one.defaults, group) for one in self.optimizers for group in one.param_groups]
+        return {
+            f"{key} of parameter group {number} of {len(groups)}": value
+            for number, (defaults, group) in enumerate(groups)
+            for key, value in group.items()
+            if key in defaults and isinstance(value, (bool, int, float, str))
+        }
+
+    def _watch_weights(self) -> WeightWatch:
+        """Begin to look at the weights, before the first step."""
+        ranks = self.loader.ranks
+        found = WeightWatch(
+            self.optimizers,
+            self.timer.timestamp,
+            # A trainer looks at each step.
+            None if self._is_checked or not (ranks.can_compare and ranks.are_all_dp) else ranks,
+            checks_finite=not self._is_checked,
+        )
+        self._look_at = found.next
+        return found
+
+    def _look_at_weights(self, after: Timestamp) -> None:
+        """Look whether weights are trained, and whether the ranks are at the same place."""
+        watch, ranks = self._weights, self.loader.ranks
+        assert watch is not None, "made by begin"
+        if ranks.can_compare and not self._is_checked:
+            now = {"batch size": self.batch_size, "number of samples": after.sample}
+            values = now | self.hyperparameters.values() | dict(self.values)
+            check_agreement(in_batch(after.batch, values), ranks, call="the same step")
+        last = self.prepared.num_batches
+        watch.look(after, is_last=after.batch == last)
+        self._look_at = watch.next if last is None else min(watch.next, last)
+
     def _warn(self) -> None:
         """Warn once of what is probably a mistake."""
         sizes, micro = self.prepared.sizes, self.micro_batch_size
@@ -338,15 +383,35 @@ class Run:
                     f"{type(norm).__name__}, which takes its statistics from it; write "
                     "last_batch='drop' or 'carry', or other sizes"
                 )
+        lines += self._untrained()
         for line in lines:
             if line not in self.mistakes and self.is_first_rank:
                 warnings.warn(line, PlanWarning, stacklevel=2)
         self.mistakes = tuple(lines)
 
+    def _untrained(self) -> Iterator[str]:
+        """Yield what says that weights are not trained."""
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        if self.is_scheduled and groups and not any(group.get("lr", 1) for group in groups):
+            yield (
+                "the learning rate of the optimizer is 0, and schedules are factors of it; write "
+                "the highest one there, such as lr=1e-3"
+            )
+        own = {id(one) for group in groups for one in group["params"]}
+        named = [] if self._model is None else [*self._model.named_parameters()]
+        left = [name for name, one in named if one.requires_grad and id(one) not in own]
+        if left and any(id(one) in own for _, one in named):
+            yield (
+                f"no optimizer has {', '.join(left[:3])}{' ...' if len(left) > 3 else ''} of the "
+                "model; build the optimizer of all parameters, or call requires_grad_(False) on "
+                "those that are not trained"
+            )
+
     def _start(self) -> None:
         """Begin at the present clock."""
         self._values = self.prepared.bound_values
         self.step, self.is_open, self.due, self._plan = None, False, _NOTHING, None
+        self._weights = None
         self._look(self.timer.timestamp)
 
     @property
@@ -407,6 +472,8 @@ class Run:
     def plan(self) -> Plan | None:
         """The plan of the run; None if the sizes are decided during the run.
 
+        `why_not_planned` says why. Before `bind`, base values are 1.
+
         Raises:
             PlanError: a stage that is still to come has fewer samples than there are ranks.
         """
@@ -418,18 +485,29 @@ class Run:
                 idle_ranks=self.idle_ranks,
             )
         if self._plan is None and self.prepared.sizes is not None:
+            known: dict[str, Any] = {"world_size": Ranks.of().dp_world_size}
+            if self._loader is not None:
+                known = {
+                    "world_size": self.world_size,
+                    "values": self.hyperparameters.bound,
+                    "rules": self.hyperparameters.rules,
+                    "base": self.hyperparameters.base,
+                    "tracks_tokens": self.loader.tracks_tokens,
+                    "resume_at": self.timer.timestamp,
+                }
             self._plan = plan_prepared(
                 self.prepared,
-                world_size=self.loader.world_size,
-                micro_batch_size=self.loader.micro_batch_size,
-                values=self.hyperparameters.bound,
-                rules=self.hyperparameters.rules,
-                base=self.hyperparameters.base,
-                tracks_tokens=self.loader.tracks_tokens,
-                resume_at=self.timer.timestamp,
+                micro_batch_size=self.micro_batch_size,
                 idle_ranks=self.idle_ranks,
+                **known,
             )
         return self._plan
+
+    @property
+    def why_not_planned(self) -> str | None:
+        """Why `plan` is None; None if there is one."""
+        refusal = self.prepared.refusal
+        return None if refusal is None else refusal.message.why
 
     def set_micro_batch_size(self, size: int | str) -> None:
         """Cut later batches into micro-batches of at most `size` samples, or so many tokens."""
@@ -452,7 +530,13 @@ class Run:
         # Not `or`: asking whether a loader is true is a call.
         loader = self.loader if self._loader is None else self._loader
         step = next(loader, None)
-        if step is not None:
+        if step is None:
+            if self._weights is not None:
+                self._weights.look(self.timer.timestamp, is_last=True)
+                self._weights = None
+        else:
+            if self._weights is None:
+                self._weights = self._watch_weights()
             self.step, self.is_open, self.batch_size = step, True, step.batch_size
             self.latest_loss = _NAN
             if self._values:
@@ -472,6 +556,8 @@ class Run:
             if loop is not None:
                 loop.check_values(row)
             if scheduled is not None:
+                if len(scheduled.optimizer.param_groups) != self._num_groups:
+                    self._follow_groups(scheduled)
                 scheduled.apply(step.timestamp, step.batch_size)
             if loop is not None:
                 loop.begin(step, row)
@@ -512,6 +598,8 @@ class Run:
         if self.own_loop is not None:
             row = None if self._scheduled is None else self._scheduled.row
             self.own_loop.finish(row, is_done=self.horizon.is_done(after))
+        if after.batch >= self._look_at:
+            self._look_at_weights(after)
         for read, tick in self._limits:
             if read(after) >= tick:
                 before, each = self._seen, self._triggers.items()
@@ -519,6 +607,19 @@ class Run:
                 self._look(after)
                 break
         return self.due
+
+    def _follow_groups(self, scheduled: Hyperparameters) -> None:
+        """Schedule the parameter groups that were added since, from their present values."""
+        if self._is_checked:
+            raise TrainingError.cannot(
+                "train parameter groups that were added during the run",
+                why="a Trainer clips, checks and saves the groups that it was built with",
+                instead="give the optimizer all of them, and call requires_grad_(False) on those "
+                "that wait",
+            )
+        scheduled.follow(self.horizon, self.prepared.bound_schedules)
+        self._num_groups = len(scheduled.optimizer.param_groups)
+        self._base = [read_base_values(one, {}) for one in self.optimizers]
 
     def take_back(self) -> None:
         """Yield the open step once more: it could not be run."""

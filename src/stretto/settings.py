@@ -7,13 +7,13 @@ classes, so this module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, Field, dataclass, replace
 from dataclasses import fields as fields_of
 from datetime import timedelta
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, final
 
-from stretto._foreign import check_foreign
-from stretto.errors import ConfigError, TrainingError, nearest, shown
+from stretto._foreign import check_foreign, knows_names
+from stretto.errors import ConfigError, TrainingError, shown
 from stretto.schedules import fields
 from stretto.timing import LastBatch, Time, TimeLike, Trigger, read_wall_clock
 from stretto.timing.grammar import checked_whole
@@ -28,6 +28,7 @@ WallClock: TypeAlias = Annotated[TimeLike, fields.Check(lambda value, *_: read_w
 Kind = TypeVar("Kind")
 
 
+@knows_names
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
@@ -64,10 +65,6 @@ class Loading:
     """Whether chance inside the data set depends on (seed, epoch, sample) alone."""
 
     def __post_init__(self) -> None:
-        packed: object = self.packed
-        if not isinstance(packed, bool):
-            why = "it is neither True nor False"
-            raise ConfigError.bad("packed", packed, why, "write packed=True")
         for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
             value = getattr(self, name)
             if value is not None:
@@ -108,6 +105,7 @@ class Computing:
             raise ConfigError.bad("clip_norm", norm, "it is not positive", "write 1.0")
 
 
+@knows_names
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepping:
@@ -144,7 +142,7 @@ class Stepping:
     with NCCL, 30 with gloo)."""
 
     def __post_init__(self) -> None:
-        if not callable(self.loss_weight):
+        if not callable(self.loss_weight) or isinstance(self.loss_weight, type):
             fields.one_of(self.loss_weight, "loss_weight", ("samples", "tokens"), ConfigError)
         if self.shifts_labels is not None and self.loss_weight != "tokens":
             why = "the loss is not weighed by target tokens"
@@ -186,6 +184,7 @@ class Stepping:
         return timedelta(seconds=float(read_wall_clock(self.rank_timeout).amount))
 
 
+@knows_names
 @final
 @dataclass(frozen=True, slots=True)
 class Checkpointing:
@@ -221,6 +220,11 @@ class Checkpointing:
         checked_whole(self.keep, ConfigError, what, instead)
 
 
+def is_needed(one: Field[Any]) -> bool:
+    """Return whether a field has no default."""
+    return one.default is MISSING and one.default_factory is MISSING
+
+
 def read_settings(kind: type[Kind], given: Any, name: str) -> Kind:
     """Return settings from themselves, a mapping of their fields, or how often they are due.
 
@@ -234,20 +238,19 @@ def read_settings(kind: type[Kind], given: Any, name: str) -> Kind:
     """
     if isinstance(given, kind):
         return given
+    needed = [one.name for one in fields_of(kind) if is_needed(one)]  # type: ignore[arg-type]
     names = [one.name for one in fields_of(kind)]  # type: ignore[arg-type]
-    if isinstance(given, Mapping):
-        check_foreign(given, names)
-        for key in given:
-            if key not in names:
-                near = nearest(key, names)
-                raise ConfigError.cannot(
-                    f"use {name}={{{key!r}: ...}}",
-                    why=f"{kind.__name__} has no field of that name",
-                    instead=f"did you mean {near!r}?" if near else f"write {' or '.join(names)}",
-                )
-        return kind(**given)
-    if "every" in names and isinstance(given, (str, Time, Trigger, timedelta)):
-        return kind(every=given)  # type: ignore[call-arg]
+    is_time = "every" in names and isinstance(given, (str, Time, Trigger, timedelta))
+    if isinstance(given, Mapping) or is_time:
+        fields_given: Mapping[str, Any] = {"every": given} if is_time else given
+        check_foreign(map(str, fields_given), names)
+        for missing in (one for one in needed if one not in fields_given):
+            raise ConfigError.cannot(
+                f"use {name}={shown(given)}",
+                why=f"it has no {missing}",
+                instead=f"write {name}={kind.__name__}({missing}, ...)",
+            )
+        return kind(**fields_given)
     example = f"{name}='1ep'" if "every" in names else f"{name}={{{names[0]!r}: ...}}"
     raise ConfigError.cannot(
         f"use {name}={shown(given)}",

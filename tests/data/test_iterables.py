@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.policies import cycled
 from tests.data.records import loader_with, read
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConversionError, DataError
@@ -250,3 +250,44 @@ def test_a_plan_of_an_iterable_says_at_least_where_an_epoch_cuts_a_batch() -> No
     loader = StepLoader(Chunks([9]), 4, max_duration="18sp")
     assert plan(loader.horizon, 4).num_batches == 5
     assert [step.num_samples for step in loader] == [4, 4, 1, 4, 4, 1]
+
+
+class Yields(IterableDataset[Any]):
+    """Yields what it is given, as a torch `IterableDataset`."""
+
+    def __init__(self, *given: Any) -> None:
+        self._given = given
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._given * 8)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.ones(4, 2), torch.ones(4, 1)),
+        (torch.ones(4, 2), torch.ones(4)),
+        {"input_ids": torch.ones(4, 16), "labels": torch.ones(4, 16)},
+    ],
+)
+def test_samples_that_look_like_batches_are_said(batch: Any) -> None:
+    """Torch batches what an `IterableDataset` yields once more."""
+    with pytest.warns(UserWarning, match="batch_size=None"):
+        next(StepLoader(Yields(batch), 8, max_duration="1ep"))
+    step = next(StepLoader(DataLoader(Yields(batch), batch_size=None), 8, max_duration="1ep"))
+    assert step.local_num_samples == 8
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        torch.ones(3),
+        (torch.ones(3, 8, 8), 1),
+        (torch.ones(3, 8, 8), torch.ones(())),
+        (torch.ones(4), torch.ones(4)),
+        {"input_ids": torch.ones(16), "attention_mask": torch.ones(16)},
+        (torch.ones(1, 2), torch.ones(1, 1)),
+    ],
+)
+def test_samples_are_no_batches(sample: Any) -> None:
+    assert next(StepLoader(Yields(sample), 8, max_duration="1ep")).local_num_samples == 8

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from stretto import Trainer
 from stretto.distributed import Ddp, Mesh, Single, Strategy
 from stretto.distributed.strategy import adopted
+from stretto.errors import TrainingError
 from stretto.runtime.ranks import Ranks
 
 DataParallel = Callable[[nn.Module], nn.parallel.DistributedDataParallel]
@@ -118,3 +119,37 @@ def test_samples_are_those_of_the_ranks_that_have_samples_of_their_own() -> None
     (half, trainer), (whole, _) = gradient(OneOfTwo()), gradient(None)
     assert (trainer.run.loader.rank, trainer.run.loader.world_size) == (1, 2)
     assert not torch.equal(half, whole)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_weight_that_was_frozen_when_the_model_was_wrapped_is_not_trained_later() -> None:
+    """DDP would not average its gradient, and the ranks would part without a word."""
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(
+        model,
+        TensorDataset(torch.randn(16, 2), torch.randn(16, 1)),
+        optimizer=optimizer,
+        loss=nn.MSELoss(),
+        max_duration="2ep",
+        batch_size=8,
+        strategy=Ddp(),
+    )
+    model[1].requires_grad_(False)  # frozen since: nothing is wrong with that
+    model[1].requires_grad_(True)
+    model[0].requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"0\.weight"):
+        trainer.fit()
+
+
+def test_a_model_without_memory_is_refused() -> None:
+    model = nn.Linear(2, 1, device="meta")
+    with pytest.raises(TrainingError, match="to_empty"):
+        Trainer(
+            model,
+            [(torch.ones(2), torch.ones(1))],
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=nn.MSELoss(),
+            max_duration="1ep",
+            batch_size=1,
+        )

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.distributed.strategy import strategy_for
+from stretto.runtime.agreement import check_agreement
 from stretto.runtime.rank_monitor import RankMonitor
 from stretto.runtime.ranks import Ranks
-from stretto.training.describe import check_agreement
 
 
 class Two(nn.Module):

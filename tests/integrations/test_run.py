@@ -15,12 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stretto.batching import NO_SIGNALS, NoiseScale, SquareRootRule
 from stretto.data import DataSpec
-from stretto.errors import CheckpointError, ScheduleError, TrainingError
+from stretto.errors import CheckpointError, ConfigError, PlanError, ScheduleError, TrainingError
 from stretto.integrations import ClockScheduler, StepMeter
 from stretto.integrations.counts import steps_left
 from stretto.noise import NoiseSums
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
+from stretto.report import plan_table
 from stretto.schedules import Cosine, Linear
 from stretto.settings import Loading
 from stretto.timing import Horizon, Timestamp
@@ -376,3 +377,58 @@ def test_a_stream_of_unknown_length_is_read_epoch_by_epoch() -> None:
     assert not run.plan.is_exact
     assert steps_left(run, Timestamp()) == (None, False)
     assert run.timer.batch == 14
+
+
+def test_data_can_be_read_without_optimizers() -> None:
+    run = make(schedules=None, rule=None).bind([])
+    assert (
+        sum(step.num_samples for step in iter(run.begin, None) if run.finish() is not None) == 2 * N
+    )
+    assert run.log_values()["sp"] == 2 * N
+    assert run.plan is not None
+    with pytest.raises(ScheduleError, match="no optimizers"):
+        make().bind([])
+
+
+@pytest.mark.parametrize("wrong", ["adam", 3, None, [nn.Linear(1, 1)], torch.ones(2)])
+def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="an Optimizer"):
+        make().bind(wrong)
+
+
+def test_a_run_is_planned_before_it_has_optimizers() -> None:
+    run = make()
+    early = run.plan
+    assert early is not None
+    assert run.why_not_planned is None
+    late = run.bind(make_model()[1]).plan
+    assert late is not None
+    assert late.base == {"lr": 0.05}
+    assert [one.size for one in early.batches()] == [one.size for one in late.batches()]
+    values = [(early.values_at(at)["lr"], late.values_at(at)["lr"]) for at in range(10)]
+    assert [0.05 * factor for factor, _ in values] == pytest.approx([value for _, value in values])
+
+
+def test_a_run_without_a_plan_says_why() -> None:
+    run = prepare(DATA, NoiseScale(4, 16), max_duration="2ep")
+    assert run.plan is None
+    assert run.why_not_planned == "they follow what the run measures"
+    with pytest.raises(PlanError, match="why_not_planned"):
+        plan_table(run.plan)  # type: ignore[arg-type]
+
+
+def test_parameter_groups_that_are_added_during_the_run_are_scheduled() -> None:
+    """As a gradual unfreezing adds them."""
+    _, optimizer = make_model()
+    late = nn.Parameter(torch.ones(1))
+    run = make().bind(optimizer)
+    bound = run.hyperparameters.bound["lr"][1]
+    for step in run:
+        if step.timestamp.batch > 2:
+            expected = bound(step.timestamp) * SquareRootRule(5)(step.batch_size)
+            first, second = (group["lr"] for group in optimizer.param_groups)
+            assert first == pytest.approx(0.05 * expected)
+            assert second == pytest.approx(0.01 * expected)
+        if step.timestamp.batch == 2:
+            optimizer.add_param_group({"params": [late], "lr": 0.01})
+        run.finish()

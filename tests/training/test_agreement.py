@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from stretto.training.describe import first_difference
+from stretto.runtime.agreement import first_difference
 
 SCRIPT = Path(__file__).with_name("forked_ranks.py")
 
@@ -81,6 +81,7 @@ def test_a_difference_deep_in_a_long_setting_is_shown() -> None:
     said = first_difference(
         [{"batch_size": f"{long} 100ep:7')"}, {"batch_size": f"{long} 100ep:8')"}]
     )
+    assert said is not None
     assert "100ep:7')... on rank 0 and" in said
     assert "100ep:8')... on rank 1" in said
     assert len(said) < 300

@@ -334,3 +334,45 @@ def test_what_is_due_stays_so_for_foreign_objects_and_other_sizes(tmp_path: Path
         trainer.fit(resume="auto")
         seen.append(callback.seen)
     assert seen == [[32, 64, 96, 128], [*range(32, 257, 32)]]
+
+
+@pytest.mark.parametrize(
+    ("name", "event"),
+    [
+        ("on_batch_ends", "on_batch_end"),
+        ("on_epoch_stop", "on_epoch_end"),
+        ("on_train_batch_end", "on_batch_end"),
+        ("transform_batches", "transform_batch"),
+    ],
+)
+def test_a_method_that_looks_like_an_event_is_said(name: str, event: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name} is no event.*{event}"):
+        type("Misspelt", (Callback,), {name: lambda self, run: None})
+
+
+def test_other_methods_and_those_of_another_base_are_left_alone() -> None:
+    class Other:
+        def on_train_batch_end(self) -> None:
+            """An event of another library."""
+
+    both = {"on_train_batch_end": lambda self: None, "read": len, "on_log": lambda *_: None}
+    assert type("Both", (Callback, Other), both).every is None
+
+
+def test_a_group_that_a_callback_adds_is_refused() -> None:
+    class Unfreezing(Callback):
+        def on_epoch_end(self, run: Run) -> None:
+            run.optimizers[0].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+
+    model = torch.nn.Linear(4, 1)
+    trainer = Trainer(
+        model,
+        TensorDataset(torch.randn(16, 4), torch.randn(16, 1)),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=torch.nn.MSELoss(),
+        max_duration="2ep",
+        batch_size=8,
+        callbacks=[Unfreezing()],
+    )
+    with pytest.raises(TrainingError, match="requires_grad_"):
+        trainer.fit()

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from stretto.data import DataSpec
+from stretto.data.described import samples_mark
 from stretto.errors import CheckpointError
 from stretto.schedules import Cosine, Linear
 from stretto.training import Callback, Checkpointing, Evaluation, Loading, Stepping
 from stretto.training.algorithms import ExponentialMovingAverage
-from stretto.training.describe import changes, samples_mark
+from stretto.training.describe import changes
 
 Make = Callable[..., Any]
 

@@ -158,7 +158,7 @@ def test_settings_may_be_texts_and_mappings(problem: Make, tmp_path: Path) -> No
 def test_precision_and_clipping_are_arguments(problem: Make) -> None:
     top = trained(problem, clip_norm=0.1, device="cpu")
     assert not torch.equal(top, trained(problem, device="cpu"))
-    with pytest.raises(ConfigError, match="field"):
+    with pytest.raises(ConfigError, match="clip_norm"):
         problem().trainer(stepping={"clip_norm": 0.2})
     with pytest.raises(ValueError, match="clip_norm"):
         problem().trainer(clip_norm=-1)

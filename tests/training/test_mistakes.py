@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from stretto import Trainer, prepare
 from stretto.errors import PlanWarning
+from stretto.schedules import Cosine
 
 DATA = TensorDataset(torch.randn(33, 4), torch.randn(33, 4))
 
@@ -25,7 +26,8 @@ def said(**given: Any) -> list[str]:
     found = []
     model = given.pop("model", None) or nn.Linear(4, 4)
     usual: dict[str, Any] = {"batch_size": 8, "max_duration": "1ep"}
-    usual |= given | {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    lr = given.pop("lr", 0.1)
+    usual |= given | {"optimizer": torch.optim.SGD(model.parameters(), lr=lr)}
     for make in (
         lambda: prepare(DATA, model=model, **usual),
         lambda: Trainer(model, DATA, loss=nn.MSELoss(), **usual),
@@ -69,3 +71,20 @@ def test_mistakes(given: dict[str, Any], word: str) -> None:
 )
 def test_what_is_none(given: dict[str, Any]) -> None:
     assert said(**given) == []
+
+
+def test_weights_that_no_optimizer_has_are_said() -> None:
+    class Rebuilt(nn.Linear):
+        def named_parameters(self, *args: Any, **named: Any) -> Any:
+            yield from super().named_parameters(*args, **named)
+            yield "late", nn.Parameter(torch.ones(1))
+
+    (line,) = said(model=Rebuilt(4, 4))
+    assert "no optimizer has late of the model" in line
+
+
+@pytest.mark.parametrize("schedules", [{"lr": Cosine()}, {"lr": 1.0}])
+def test_a_schedule_of_a_learning_rate_of_zero_is_said(schedules: dict[str, Any]) -> None:
+    (line,) = said(schedules=schedules, lr=0.0)
+    assert "learning rate of the optimizer is 0" in line
+    assert said(lr=0.0) == []  # nothing is scheduled: it is meant

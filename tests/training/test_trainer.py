@@ -340,7 +340,7 @@ def test_dropout_is_the_same_after_a_resume(tmp_path: Path, problem: Make) -> No
 def test_another_models_checkpoint_is_refused(problem: Make, tmp_path: Path) -> None:
     problem().trainer(folder=tmp_path, checkpoint=Checkpointing()).fit()
     other = problem()
-    other.model.append(nn.Linear(2, 2).double())
+    other.model.append(nn.Linear(2, 2).double().requires_grad_(False))
     with pytest.raises(CheckpointError, match="model"):
         other.trainer(folder=tmp_path).resume()
 

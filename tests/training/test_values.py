@@ -16,7 +16,7 @@ from tests.schedules.strategies import schedules
 from stretto import Horizon, plan
 from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig, dump_run_file, parse_run_file
-from stretto.errors import PlanError, ScheduleError, StrettoError, TrainingError
+from stretto.errors import ConfigError, PlanError, ScheduleError, StrettoError, TrainingError
 from stretto.report import compare, plan_table
 from stretto.run_folder import CLOCK, LEDGER_COLUMNS
 from stretto.schedules import Custom, Linear, Periods, Schedule
@@ -178,7 +178,7 @@ def test_a_name_of_a_hyper_parameter_is_refused(problem: Make, name: str) -> Non
 
 
 def test_values_need_names_and_schedules(problem: Make) -> None:
-    with pytest.raises(ScheduleError, match="by name"):
+    with pytest.raises(ConfigError, match="a mapping"):
         problem().trainer(values=[1.0])
     with pytest.raises(ScheduleError, match="at least 0"):
         problem().trainer(values={"fade": -1.0})

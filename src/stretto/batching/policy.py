@@ -235,12 +235,16 @@ class Bound:
     fits: Callable[[PolicyState], bool] | None = None
     """Returns whether a saved state could be one of this policy; None: if it has the fields of
     `start`."""
+
     row_at: Callable[[Timestamp], int] | None = None
     """Returns how many samples are joined to a row at a timestamp; None: none ever are."""
     asked: Callable[[Timestamp, PolicyState, Signals], Decision] | None = None
     """If samples are joined to rows: `decide` before sizes are rounded to whole rows."""
 
     def __post_init__(self) -> None:
+        reads: object = self.reads
+        if isinstance(reads, str):
+            raise BatchSizeError.bad("reads", reads, "it is a text", f"write {{{reads!r}}}")
         if self.is_static:
             fill(self, reads=frozenset())
 

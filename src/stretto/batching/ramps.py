@@ -330,7 +330,9 @@ def from_megatron(
     """
     text = str(ramp).strip("[]()").replace(",", " ").upper()
     if ":" in text and global_batch_size is None:
-        steps = PiecewiseConstant(re.sub(r"(\S+):(\S+)", r"\1sp:\2sp", text)).steps
+        parts = re.sub(r"(\S+):(\S+)", r"\1sp:\2sp", text).split()
+        parts.sort(key=lambda part: Time(part.partition(":")[0]) if ":" in part else Time("0sp"))
+        steps = PiecewiseConstant(" ".join(parts)).steps
         each = 1 if seq_length is None else checked_number(seq_length, "a sequence length")
         return PiecewiseConstant(" ".join(f"{at.amount // each}sp:{size}" for at, size in steps))
     numbers = [f"{number}sp" for number in text.split()]

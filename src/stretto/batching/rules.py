@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias, final
 
+from stretto._foreign import knows_names
 from stretto.batching.policy import Size, checked_size, has_tokens
 from stretto.errors import BatchSizeError
 from stretto.schedules.fields import checked_factor, fill
@@ -86,6 +87,7 @@ class Referenced(ABC):
         return bound
 
 
+@knows_names
 @final
 @dataclass(frozen=True, slots=True)
 class LinearRule(Referenced):
@@ -106,6 +108,7 @@ class LinearRule(Referenced):
         return self.ratio(size)
 
 
+@knows_names
 @final
 @dataclass(frozen=True, slots=True)
 class SquareRootRule(Referenced):
@@ -182,7 +185,7 @@ def as_rule(rule: RuleLike) -> Rule:
     if isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in RULES:
         [(name, argument)] = value.items()
         return RULES[name](argument)
-    if callable(value):
+    if callable(value) and not isinstance(value, type):
         return value
     why = f"it is not exactly one of {', '.join(RULES)}, with the size that the value is meant for"
     instead = "write {'linear': 256}, {'sqrt': 256} or a function size -> factor"

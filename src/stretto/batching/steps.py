@@ -139,8 +139,8 @@ class PiecewiseConstant(BatchSizePolicy):
     """Sizes that change at given times, the first of them 0.
 
     Text has the form of Megatron's `--step-batch-size-schedule`, with units: spaces or commas
-    between the steps. Times of one unit may come in any order. Times of different units must be in
-    ascending order: each is read on its own counter, so batches, samples and epochs mix exactly.
+    between the steps, in ascending order. Each time is read on its own counter, so batches, samples
+    and epochs mix exactly.
 
     >>> PiecewiseConstant("0tok:768 250Btok:1536")
     PiecewiseConstant('0tok:768 250Btok:1536')
@@ -227,7 +227,7 @@ def _step(text: str, whole: str) -> tuple[Time, int]:
 
 
 def _checked(pairs: list[tuple[Time, int]]) -> tuple[tuple[Time, int], ...]:
-    pairs = _sorted(pairs)
+    pairs.sort(key=lambda pair: pair[0].amount != 0)  # the first size may come last, as in Megatron
     shown = " ".join(f"{time}:{size}" for time, size in pairs)
     if not pairs:
         raise _refused(shown, "there are none")
@@ -237,15 +237,6 @@ def _checked(pairs: list[tuple[Time, int]]) -> tuple[tuple[Time, int], ...]:
         if after.amount <= 0 or (after.unit is before.unit and after <= before):
             raise _refused(shown, f"'{after}' does not come after '{before}'")
     return tuple(pairs)
-
-
-def _sorted(pairs: list[tuple[Time, int]]) -> list[tuple[Time, int]]:
-    """Put steps in order: 0 first, then the others if they share a unit, else as they are."""
-    zeros = [pair for pair in pairs if pair[0].amount == 0]
-    others = [pair for pair in pairs if pair[0].amount != 0]
-    if len({time.unit for time, _ in others}) == 1:
-        others.sort(key=lambda pair: pair[0].amount)
-    return zeros + others
 
 
 def _refused(steps: object, why: str) -> BatchSizeError:
@@ -285,6 +276,10 @@ def as_policy(value: object) -> BatchSizePolicy:
         return Fixed(checked_size(value, instead=steps))
     if callable(value) and not isinstance(value, type):
         return SizeFunction(value)
+    if isinstance(value, (list, tuple)):
+        what, why = f"use {shown(value)} as a batch size", f"it is a {type(value).__name__}"
+        instead = "write steps such as '0ep:8 1ep:16' or {'0ep': 8, '1ep': 16}"
+        raise BatchSizeError.cannot(what, why=why, instead=instead)
     if hasattr(value, "policy") and hasattr(value, "schedule"):
         why, instead = "it is a pair", "pass its policy, its schedule as 'lr', and its rule"
         raise BatchSizeError.bad("batch_size", value, why, instead)

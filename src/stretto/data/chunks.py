@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, final
@@ -352,6 +353,8 @@ class ChunkSource:
                 raise
             num_samples = self.spec.count_samples(batch)
             if num_samples:
+                if self.example is None and isinstance(self.spec.data, IterableDataset):
+                    _warn_of_batches(batch)
                 self.example = Chunk(batch, num_samples, state, self._passed)
                 return self.example
             first = False
@@ -363,6 +366,20 @@ class ChunkSource:
             if found < wanted:
                 why = f"the data end after {start + found}"
                 raise DataError.bad("position", count, why, "resume with the same data")
+
+
+def _warn_of_batches(batch: Any) -> None:
+    """Warn if the samples of an `IterableDataset` look like batches: equally many rows in each."""
+    shapes = [tuple(one.shape) for one in nodes(batch) if isinstance(one, Tensor)]
+    rows = {shape[1] if len(shape) > 1 else 1 for shape in shapes}
+    if len(shapes) > 1 and max(map(len, shapes)) > 2 and len(rows) == 1 and rows != {1}:
+        warnings.warn(
+            f"each sample of the IterableDataset has {rows.pop()} rows in all its tensors; if they "
+            "are batches, pass DataLoader(data, batch_size=None), and if not, "
+            "DataLoader(data, batch_size=32)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def read_once(what: str) -> DataError:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from stretto._foreign import knows_foreign
 from stretto._location import check_same, has_locked, is_at, local_path, open_plain, own_name
 from stretto.data.indices import permuted_block
 from stretto.errors import DataError
@@ -65,6 +66,7 @@ def checked_lengths(value: Any, num_samples: int) -> Tensor:
     return lengths
 
 
+@knows_foreign
 def count_lengths(
     dataset: Any,
     path: str | Path,

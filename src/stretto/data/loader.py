@@ -11,11 +11,13 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, final
 
+from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, PolicyLike, Signals, Tokens
 from stretto.batching.metrics import one_metric
 from stretto.batching.pack import checked_micro_batch
 from stretto.batching.rows import LengthsLike
 from stretto.data.decisions import Decisions, other_order, reading_state
+from stretto.data.described import OWN_OF_A_RANK, described_run, samples_mark
 from stretto.data.fetch import FetchedStep, RankShare, pinned
 from stretto.data.source import BatchSource, make_source, prepared_for
 from stretto.data.spec import DataSpec, uncountable
@@ -24,11 +26,14 @@ from stretto.data.tokens import counts_padding
 from stretto.errors import CheckpointError, DataError
 from stretto.planning import Prepared, resumed
 from stretto.planning.sizes import next_size
+from stretto.runtime.agreement import check_agreement, plain
+from stretto.runtime.packing import as_json
 from stretto.runtime.ranks import Ranks, all_same, marks
 from stretto.settings import Loading, read_settings
 from stretto.timing import TimeLike, Timer, Timestamp, TimeUnit
 
 _VERSION = 1
+_SAMPLES = "first, middle and last sample"
 _CHECKED_BATCHES = 8
 """How many of the first batches have their own count compared with the lengths."""
 
@@ -277,6 +282,7 @@ class StepLoader(Iterator[Step]):
         StrettoError: the arguments do not fit; the message says what to write instead.
     """
 
+    @knows_foreign
     def __init__(
         self,
         data: Any,
@@ -322,6 +328,9 @@ class StepLoader(Iterator[Step]):
         self._pending: tuple[Step, FetchedStep] | None = None
         self.ranks = Ranks.of(rank, world_size) if ranks is None else ranks
         """The processes that share each batch."""
+        self.also_described: Callable[[], Mapping[str, Any]] = dict
+        """Returns what the ranks must have alike besides, by name."""
+        self._is_compared = False
         self._agrees = max(self.ranks.world_size, self.ranks.dp_world_size) > 1
         self._read(micro_batch_size)
 
@@ -560,13 +569,15 @@ class StepLoader(Iterator[Step]):
                 instead="call finish() first, or write state_dict(again=True) if it must come "
                 "again after a resume",
             )
-        return {
-            "version": _VERSION,
-            "clock": self.timer.state_dict(),
-            **self._decisions.state_dict(),
-            "order": self._source.order_record,
-            "source": self._source.state_dict(self.timer.timestamp),
-        }
+        return as_json(
+            {
+                "version": _VERSION,
+                "clock": self.timer.state_dict(),
+                **self._decisions.state_dict(),
+                "order": self._source.order_record,
+                "source": self._source.state_dict(self.timer.timestamp),
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from where `state_dict` was called, with the first unseen sample.
@@ -578,7 +589,7 @@ class StepLoader(Iterator[Step]):
                 damaged.
         """
         self.close()
-        self._pending = None
+        self._pending, self._is_compared = None, False
         with reading_state():
             if state.get("version") != _VERSION:
                 why = f"this version of stretto reads {_VERSION}"
@@ -596,8 +607,30 @@ class StepLoader(Iterator[Step]):
         self.horizon = self.timer.horizon = self.prepared.horizon
         self._source.load_state_dict(source)  # outside `read`: errors of the data are not damage
 
+    def _compare(self) -> None:
+        """Compare what the ranks were given, before one of them reads or waits."""
+        self._is_compared = True
+        run, spec, loading = self._from_start, self.spec, self._loading
+        found = described_run(spec, run, loading) | {
+            "max_duration": self.horizon.max_duration,
+            "micro_batch_size": self.micro_batch_size,
+            "idle_ranks": self._idle_ranks,
+            "samples so far": self.timer.sample,
+            **{
+                f"every.{name}": [(str(axis.unit), tick) for axis, tick in one.next(Timestamp())]
+                for name, one in run.bound_triggers.items()
+            },
+            **self.also_described(),
+        }
+        shared = {name: str(plain(one)) for name, one in found.items() if name not in OWN_OF_A_RANK}
+        # Workers would share the files that reading a sample here may open.
+        samples = {_SAMPLES: None if loading.num_workers else samples_mark(spec)}
+        check_agreement(shared | samples, self.ranks, call="the first step")
+
     def _open(self) -> Iterator[FetchedStep]:
         source, decisions = self._source, self._decisions
+        if self.ranks.can_compare and not self._is_compared:
+            self._compare()
         if self.ranks.dp_world_size > 1:
             if not self._idle_ranks:
                 decisions.check_shares(self.prepared, source.part)

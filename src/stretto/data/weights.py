@@ -28,7 +28,7 @@ def unit_counter(units: Units, *, shifts_labels: bool | None = None) -> UnitCoun
     Raises:
         TrainingError: there are no such units.
     """
-    if callable(units):
+    if callable(units) and not isinstance(units, type):
         return partial(_counted, units)
     one_of(units, "units", ("samples", "tokens"), TrainingError)
     return TargetTokens(shifts_labels=shifts_labels) if units == "tokens" else None

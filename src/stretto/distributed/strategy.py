@@ -77,6 +77,12 @@ class Strategy:
         Raises:
             TrainingError: it cannot be trained in this way.
         """
+        if any(one.is_meta for one in model.parameters()):
+            raise _refused(
+                model,
+                "its weights are on the meta device",
+                "call model.to_empty(device=...) and load its weights",
+            )
         return model.to(self.ranks.device)
 
     def wrap(self, model: nn.Module, *, is_called: bool) -> nn.Module:
@@ -104,6 +110,9 @@ class Strategy:
 
     def average(self) -> None:
         """Average over ranks what each has accumulated."""
+
+    def check(self) -> None:
+        """Refuse weights that are trained since the model was wrapped, if nothing averages them."""
 
     def attach(self, gradients: MicroGradients) -> None:
         """Let `gradients` see the gradient of this rank before it is averaged."""
@@ -145,6 +154,7 @@ class Ddp(Strategy):
         self.averaging = "last" if is_called else "after"
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module  # another run has wrapped it
+        self._frozen = [pair for pair in model.named_parameters() if not pair[1].requires_grad]
         device = self.ranks.device
         with self.ranks.monitor.watch(inside_a_pass=True):
             self.model = nn.parallel.DistributedDataParallel(
@@ -153,6 +163,21 @@ class Ddp(Strategy):
                 find_unused_parameters=self.find_unused_parameters,
             )
         return self.model
+
+    def check(self) -> None:
+        """Refuse weights that are trained since the model was wrapped.
+
+        Raises:
+            TrainingError: there is one.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise TrainingError.cannot(
+                    f"train {name} on {self.ranks.world_size} ranks",
+                    why="it was frozen when the model was wrapped, so no rank averages its "
+                    "gradient",
+                    instead="leave it trainable, and drop its gradient in on_gradient until then",
+                )
 
     def sync(self, *, averages: bool, is_empty: bool) -> AbstractContextManager[Any]:
         """Return a context without averaging, or without any gradient."""

@@ -17,6 +17,7 @@ import torch
 
 from phantomgpu import Report
 from phantomgpu.searching import Method, Range, bisect, downwards
+from stretto._foreign import knows_foreign
 from stretto.batching.policy import size_text
 from stretto.data import move_batch
 from stretto.errors import FitError, shown
@@ -45,6 +46,7 @@ _NEAR = 0.01
 """A search by real steps may end this fraction below the largest that fits."""
 
 
+@knows_foreign
 def find_batch_size(
     step: TrainStep | WholeStep | Callable[[], TrainStep],
     batch: Any,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stretto._foreign import knows_foreign
 from stretto.batching import Rule, RuleLike, as_rules
 from stretto.batching.rules import moved
 from stretto.errors import ScheduleError
@@ -64,6 +65,11 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
     check_names(schedules)
     found = {name: as_one_schedule(value) for name, value in schedules.items()}
     groups = optimizer.param_groups
+    if not groups:
+        if found:
+            why, instead = "there are no optimizers", "pass optimizer=..., or leave schedules out"
+            raise ScheduleError.bad("schedules", schedules, why, instead)
+        return {}
     for name in found:
         find_name(name, groups[0])
         check_group(name, groups)
@@ -229,6 +235,7 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
+    @knows_foreign
     def __init__(
         self,
         optimizer: Optimizer,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import cast, final
 
+from stretto._foreign import knows_foreign
 from stretto.batching import BatchSizePolicy, PolicyLike, Rule, RuleLike
 from stretto.batching.pack import checked_micro_batch
 from stretto.batching.policy import Tokens, checked_world_size, saved_size
@@ -229,6 +230,7 @@ class Plan:
         )
 
 
+@knows_foreign
 def plan(
     horizon: Horizon,
     policy: PolicyLike,

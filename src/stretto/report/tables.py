@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from stretto.batching import Tokens
 from stretto.batching.policy import in_unit_of
 from stretto.batching.step_cost import StepCost, shown_seconds
+from stretto.errors import PlanError
 from stretto.planning import Event, Plan, Stage, bound_of
 from stretto.planning.borders import value_text
 from stretto.planning.stages import FIRST
@@ -48,6 +49,10 @@ def plan_table(plan: Plan, *, max_rows: int = 24) -> str:
         max_rows: if there are more stages than this, neighbours share a row.
     """
     size = "as many batches as that takes,"
+    given: object = plan
+    if not isinstance(given, Plan):
+        why, instead = f"it is a {type(given).__name__}", "look at run.why_not_planned"
+        raise PlanError.bad("plan", given, why, instead)
     if plan.num_batches is not None and plan.num_samples is not None:
         unit = "tokens" if plan.horizon.tokens_per_sample == 1 else "samples"
         size = f"{plan.num_batches:,} batches, {plan.num_samples:,} {unit}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from stretto.errors import StrettoError, cannot, shown
+from stretto.errors import StrettoError, TrainingError, cannot, shown
 
 _KIND = "__kind__"
 _MOST = 2**63
@@ -57,6 +58,24 @@ def pack(state: Any, tensors: dict[str, Tensor] | None = None, *, name: str = ""
     if isinstance(state, Tensor):
         return _packed_tensor(state, tensors, name)
     raise PackingError(f"{name or 'it'} is of type {type(state).__name__}")
+
+
+def as_json(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state exactly as reading it from a JSON file returns it.
+
+    >>> from stretto.batching import Tokens
+    >>> type(as_json({"size": Tokens(8)})["size"])
+    <class 'int'>
+
+    Raises:
+        TrainingError: something in it is no JSON value.
+    """
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(state))
+    except TypeError as error:
+        instead = "keep numbers, texts, None, and lists and dicts of them"
+        raise TrainingError.cannot("save a state", why=str(error), instead=instead) from None
+    return found
 
 
 def packed(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 from math import isnan, nan
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
 
@@ -25,6 +26,8 @@ from stretto.runtime.sharded import is_dtensor
 from stretto.timing.grammar import whole
 
 _T = TypeVar("_T")
+_GO_ON = "go on with the other ranks"
+_SUMS = ("marks", "squares")
 
 
 def is_started() -> bool:
@@ -148,6 +151,8 @@ class Ranks:
             if world_size == 1 or not is_started():  # no other process is connected
                 found.rank, found.world_size = number, 1
             found.share_samples(number, world_size)
+            # Other processes may do something else.
+            found._are_known = found.world_size in (1, world_size)
         return found
 
     @classmethod
@@ -192,6 +197,13 @@ class Ranks:
         """
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         self.is_loss_rank = is_loss_rank
+        self._are_known = True
+
+    @property
+    def can_compare(self) -> bool:
+        """Whether several processes are connected, and all of them take part in the run."""
+        is_real = not is_started() or dist.get_backend() not in ("fake", "threaded")
+        return self.world_size > 1 and self._are_known and is_real
 
     @property
     def device(self) -> torch.device:
@@ -260,8 +272,39 @@ class Ranks:
             first = {each or "another method": calls.index(each) for each in dict.fromkeys(calls)}
             why = " and ".join(f"rank {rank} has called {each}" for each, rank in first.items())
             instead = "call Trainer(), resume() and fit() on every rank, in the same order"
-            raise TrainingError.cannot("go on with the other ranks", why=why, instead=instead)
+            raise TrainingError.cannot(_GO_ON, why=why, instead=instead)
         return [value for _, value in found]
+
+    def differing(self, text: str, *, call: str = "") -> list[str]:
+        """Return the texts of all ranks if they differ, else nothing. Every rank must call it.
+
+        Before `join` the ranks meet in the store, so no group is made and no device waits.
+
+        Raises:
+            TrainingError: another rank has made another call, has ended, or does not come.
+        """
+        digest = sha256(text.encode()).hexdigest()
+        if self._gloo is not None or not is_started():
+            is_same = len(set(self.gather(digest, call=call))) == 1
+            return [] if is_same else self.gather(text)
+        number = own_store("meetings").add(str(self.rank), 1)
+        store = own_store(f"meeting/{number}")
+        for name, one in zip(_SUMS, marks(int(digest[:8], 16)), strict=True):
+            store.add(name, one)
+        if store.add("here", 1) == self.world_size:
+            store.set("all", "")
+        try:
+            store.wait(["all"], self._timeout or dist.distributed_c10d.default_pg_timeout)
+        except RuntimeError as error:
+            why = f"one of them did not come to the same step ({first_line(error)})"
+            instead = "draw the same steps on every rank, and look for an error of another one"
+            raise TrainingError.cannot(_GO_ON, why=why, instead=instead) from error
+        if store.add("here", 0) < self.world_size:  # one process plays all ranks
+            return []
+        if all_same([store.add(name, 0) for name in _SUMS], self.world_size):
+            return []
+        store.set(str(self.rank), text)
+        return [store.get(str(rank)).decode() for rank in range(self.world_size)]
 
     def gather_dp(self, value: _T) -> list[_T]:
         """Return the value of each data-parallel rank, in their order. Every process must call it.
@@ -359,7 +402,7 @@ class Ranks:
         if isinstance(copied, Exception):
             return copied
         why, instead = f"rank {self.rank} has failed: {first_line(error)}", "look for its own error"
-        return TrainingError.cannot("go on with the other ranks", why=why, instead=instead)
+        return TrainingError.cannot(_GO_ON, why=why, instead=instead)
 
 
 def marks(number: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from typing import (
     get_type_hints,
 )
 
-from stretto._foreign import arguments_of, check_foreign
+from stretto._foreign import arguments_of, check_foreign, names_of
 from stretto.errors import ScheduleError, StrettoError, nearest, shown
 from stretto.timing import Time, TimeLike, TimeUnit
 from stretto.timing.grammar import exact, is_number
@@ -105,7 +105,7 @@ class Timed(ABC):
 
     def __new__(cls, *_: Any, **named: Any) -> Self:
         """Make a value; refuse names of other libraries, such as `T_max`."""
-        check_foreign(named, arguments_of(cls) if named else ())
+        check_foreign(named, names_of(cls.__init__) if named else ())
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

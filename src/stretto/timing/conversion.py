@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from stretto._foreign import knows_foreign
 from stretto.errors import ConversionError
 from stretto.timing.grammar import TimeUnit, parse_unit
 from stretto.timing.horizon import Horizon, checked_count
 from stretto.timing.time import Time, TimeLike
 
 
+@knows_foreign
 def convert(
     time: TimeLike,
     unit: str,

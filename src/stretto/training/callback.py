@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import count
@@ -11,7 +12,7 @@ from typing import Any, Self, final
 
 from stretto.batching import Signals
 from stretto.data import Step
-from stretto.errors import TrainingError
+from stretto.errors import TrainingError, nearest
 from stretto.run import Run
 from stretto.schedules import Schedule, Scope
 from stretto.schedules.fields import stretched
@@ -42,6 +43,18 @@ class Callback:
     every: TimeLike | Trigger | None = None
     """When `on_due` is called, in any unit, the same on all ranks; None: never. It is read when the
     trainer is built."""
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Warn of methods that look like events and are none: nothing would call them."""
+        super().__init_subclass__(**named)
+        for name in vars(cls):
+            is_new = not any(hasattr(base, name) for base in cls.__bases__)
+            near = nearest(name, EVENTS) if name.startswith(("on_", "transform_")) else None
+            if is_new and near is not None:
+                said = (
+                    f"{cls.__name__}.{name} is no event and is never called; did you mean {near!r}?"
+                )
+                warnings.warn(said, UserWarning, stacklevel=2)
 
     @property
     def scheduled_values(self) -> Mapping[str, Schedule]:

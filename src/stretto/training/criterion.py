@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import TrainingError, shown
-from stretto.training.describe import as_text
+from stretto.runtime.agreement import as_text
 
 _OUTPUTS = frozenset({"input", "inputs", "output", "outputs", "pred", "preds", "prediction",
                       "predictions", "logits", "y_pred", "y_hat"})  # fmt: skip

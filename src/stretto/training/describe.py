@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cached_property, partial
-from math import isfinite
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, TypeAlias, final
+from functools import cached_property
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -20,30 +16,25 @@ from torch.optim import Optimizer
 
 from stretto import __version__
 from stretto._location import public
-from stretto.batching import Tokens
 from stretto.batching.functions import as_asked
 from stretto.checkpoint import UrlStore
 from stretto.data import DataSpec
-from stretto.data.chunks import fingerprint
-from stretto.data.indices import seed_generators
-from stretto.errors import CheckpointError, TrainingError
+from stretto.data.described import OWN_OF_A_RANK, described_data, described_run, samples_mark
+from stretto.errors import CheckpointError
 from stretto.optim.hyperparameters import INITIAL, restore_base_values
 from stretto.run import Run
 from stretto.runtime import TrainStep
+from stretto.runtime.agreement import Plain, as_text, check_agreement, plain
 from stretto.runtime.compiled import plain_naming, uncompiled
-from stretto.runtime.random_state import kept_generators
 from stretto.runtime.ranks import Ranks
 from stretto.schedules.names import group_name
 from stretto.timing import Time, parse_trigger
 from stretto.training.callback import Callback, overrides, unique
 
-_OWN_OF_A_RANK = ("num_workers", "prefetch_factor", "pin_memory", "callbacks", "torch", "stretto")
+_OWN_OF_A_RANK = (*OWN_OF_A_RANK, "callbacks", "torch", "stretto")
 """Settings that ranks need not share."""
 _NOT_DESCRIBED = ("data", "loggers", "console", "config")
 _LONGEST = 200
-Plain: TypeAlias = bool | int | float | str | None
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_LONGEST_TEXT = 100
 
 
 def describe_run(
@@ -69,7 +60,6 @@ def describe_run(
         max_duration: its length as it was given.
         given: further settings.
     """
-    prepared = run.prepared
     parameters, named = dict(step.model.named_parameters()), plain_naming(step.model)
     frozen = [named(name) for name, one in parameters.items() if not one.requires_grad]
     texts = [
@@ -78,16 +68,11 @@ def describe_run(
     ]
     found: dict[str, Any] = {
         "max_duration": max_duration,
-        "batch_size": as_asked(prepared.policy),
+        "batch_size": as_asked(run.prepared.policy),
         **given,
         "idle_ranks": run.idle_ranks,
         "folder": None if run.folder is None else "given",
-        "rule": prepared.rules.get("lr"),
-        **{f"rule.{key}": one for key, one in prepared.rules.items() if key != "lr"},
-        **{f"schedules.{key}": one for key, one in prepared.schedules.items()},
-        **{f"values.{key}": one for key, one in prepared.values.items()},
-        **_of_data("data", run.spec),
-        **_fields(run.loading),
+        **described_run(run.spec, run.prepared, run.loading),
         **{name: value for one in settings for name, value in _fields(one).items()},
         "optimizer": " and ".join(
             f"{type(one).__module__}.{type(one).__qualname__}" for one in step.optimizers
@@ -107,7 +92,7 @@ def describe_run(
         at = name if data is None else f"evaluate.{name}"
         found |= {f"{at}.{key}": value for key, value in _fields(one).items()}
         if data is not None:
-            found |= _of_data(at, DataSpec.of(data))
+            found |= described_data(at, DataSpec.of(data))
     described: dict[str, Plain] = public({name: plain(value) for name, value in found.items()})
     return described | {
         "callbacks": public(", ".join(sorted(texts))),
@@ -262,40 +247,6 @@ class Setup:
                     self._optimizer.param_groups[number][key] = value
 
 
-def samples_mark(spec: DataSpec) -> str | None:
-    """Return a fingerprint of a few samples of map-style data, to recognise another order.
-
-    None: not known, because they are random, or cannot be read here.
-    """
-    if not spec.is_map_style:
-        return None
-    length = len(spec.dataset)
-    places = sorted({0, length // 2, length - 1})
-    marks = []
-    try:
-        for seed in (1, 2):
-            with kept_generators():
-                seed_generators(seed)
-                marks.append(fingerprint([spec.dataset[place] for place in places]))
-    except Exception:  # noqa: BLE001  the loader reports what it cannot read
-        return None
-    return marks[0] if marks[0] == marks[1] else None
-
-
-def _of_data(at: str, spec: DataSpec) -> dict[str, Any]:
-    # Data of which each rank has its own part may be longer on one than on another.
-    return {
-        f"{at}.is_map_style": spec.is_map_style,
-        f"{at}.num_samples": spec.num_samples if spec.sharded else spec.known_num_samples,
-        f"{at}.num_tokens": spec.num_tokens if spec.sharded else spec.counts["dataset_num_tokens"],
-        f"{at}.tokens_per_sample": spec.counts["tokens_per_sample"],
-    } | {
-        f"{at}.{one.name}": value
-        for one in fields(spec)
-        if isinstance(value := getattr(spec, one.name), (bool, str))
-    }
-
-
 def _values_of(optimizer: Optimizer) -> Iterator[tuple[str, int, str, Any]]:
     """Yield name in a description, number of the group, key and value."""
     names = unique(group_name(*one) for one in enumerate(optimizer.param_groups))
@@ -330,94 +281,3 @@ def _fields(settings: Any) -> dict[str, Any]:
     if not (store is None or isinstance(store, (str, UrlStore))):
         found["upload"] = type(store)  # its repr may have a password
     return found
-
-
-def check_agreement(settings: Mapping[str, str], ranks: Ranks, *, call: str) -> None:
-    """Refuse to go on if `settings` are not the same on every rank, which must all call it.
-
-    Ranks with different settings would train on wrong samples, or wait for each other without end.
-    They compare a digest; only if it differs do they exchange the settings.
-
-    Args:
-        settings: by name.
-        ranks: the processes of the run.
-        call: what the user has called.
-
-    Raises:
-        TrainingError: they are not; it names the first that differs, on every rank.
-    """
-    if ranks.world_size == 1:
-        return
-    text = json.dumps(settings)
-    if len(set(ranks.gather(hashlib.sha256(text.encode()).hexdigest(), call=call))) == 1:
-        return
-    difference = first_difference([json.loads(one) for one in ranks.gather(text)])
-    raise TrainingError.cannot(
-        f"train on {ranks.world_size} ranks with different settings",
-        why=difference,
-        instead="write the same settings on every rank",
-    )
-
-
-def first_difference(records: Sequence[Mapping[str, str]]) -> str:
-    """Return the first setting that differs, its values, and who has them.
-
-    >>> first_difference([{"seed": "1"}, {"seed": "2"}, {"seed": "1"}])
-    'seed is 1 on ranks 0, 2 and 2 on rank 1'
-    """
-    for name in {name: None for record in records for name in record}:
-        values = [record.get(name, "missing") for record in records]
-        if len(set(values)) > 1:
-            return f"{name} is {_listed(values)}"
-    return "their order differs"
-
-
-def in_batch(number: int, values: Mapping[str, object]) -> dict[str, str]:
-    """Return what functions, which are compared by name only, or streams may have set apart.
-
-    >>> in_batch(3, {"lr": 0.1})
-    {'lr in batch 3': '0.1'}
-    """
-    return {
-        f"{name} in batch {number}": f"{value:g}" if isinstance(value, float) else str(value)
-        for name, value in values.items()
-    }
-
-
-def plain(value: Any) -> Plain:
-    """Return a setting as JSON keeps it: None, a number, a flag or text."""
-    if isinstance(value, Tokens):
-        return str(value)
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    return value if isinstance(value, float) and isfinite(value) else as_text(value)
-
-
-def as_text(value: Any) -> str:
-    """Return a setting as it is compared and shown: a function by its name, else its repr."""
-    while isinstance(value, partial):
-        value = value.func
-    if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType, type)):
-        return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, Tensor):
-        value = value.tolist() if value.numel() == 1 else list(value.shape)
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}={as_text(one)}" for name, one in value.items())
-    return _ADDRESS.sub("", repr(value))
-
-
-def _listed(values: Sequence[str]) -> str:
-    """Return the different values, each with its ranks; of a long one, the part that differs."""
-    letters = enumerate(zip(*values, strict=False))
-    first = next((place for place, several in letters if len(set(several)) > 1), 0)
-    start = max(0, first - _LONGEST_TEXT // 4)
-    by_value: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        by_value.setdefault(value, []).append(str(rank))
-    parts = []
-    for value, ranks in by_value.items():
-        part = value[start : start + _LONGEST_TEXT]
-        shown = value if len(value) <= _LONGEST_TEXT else f"...{part}..."
-        listed = ", ".join(ranks[:8]) + (" ..." if len(ranks) > 8 else "")
-        parts.append(f"{shown} on rank{'s' if len(ranks) > 1 else ''} {listed}")
-    return " and ".join(parts[:3]) + (" (and more)" if len(parts) > 3 else "")

@@ -13,12 +13,12 @@ from typing import Any, Literal, final
 from stretto.data import Step
 from stretto.distributed.logged import mean_loss
 from stretto.run import Run
+from stretto.runtime.agreement import check_agreement, in_batch
 from stretto.runtime.ranks import Ranks, all_same, marks
 from stretto.runtime.step import Info
 from stretto.timing import Timestamp
 from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Saver
-from stretto.training.describe import check_agreement, in_batch
 from stretto.training.evaluate import Evaluations
 from stretto.training.logs.recorder import MOST_PENDING, Recorder
 from stretto.training.stepper import LOSS_OF, Stepper, StepResult, not_finite, skipped_alone
@@ -193,6 +193,7 @@ class Loop:
         are_stopped, callbacks, has_norm = self.ranks.agree(own)
         self._wants_norm = not has_norm
         self.stepper.retry.on_fall_back = self._note_fall_back
+        self.stepper.check_weights()
         stops.has_callbacks = callbacks > 0
         if are_stopped:
             stops.stop_together()
@@ -293,6 +294,7 @@ class Loop:
     def _after_batch(self, before: Timestamp, after: Timestamp) -> None:
         """Do everything that is due now."""
         self._settle()
+        self.stepper.check_weights()
         if len(self.recorder.pending) >= MOST_PENDING:
             self.recorder.record()
         self._end_epochs(before, after)

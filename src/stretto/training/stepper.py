@@ -34,6 +34,7 @@ from stretto.errors import DataError, StrettoError, TrainingError, first_line
 from stretto.noise import NoiseMeter, NoiseSums
 from stretto.ordering import evenly
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.agreement import plain
 from stretto.runtime.losses import scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text, release_memory
 from stretto.runtime.packing import count
@@ -45,7 +46,6 @@ from stretto.settings import Stepping
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.state import MISFITS, unfit
 from stretto.training.criterion import HINT
-from stretto.training.describe import plain
 from stretto.training.further import Further
 from stretto.training.reduction import adds_up, has_sum, is_sum
 
@@ -110,7 +110,7 @@ class Stepper:
         is_found: bool = False,
     ) -> None:
         self._step = step
-        self._strategy, self._ranks = strategy, strategy.ranks
+        self._strategy, self._ranks, self.check_weights = strategy, strategy.ranks, strategy.check
         # If nobody changes the batches, the loader has counted their tokens.
         self._count_tokens = spec.count_tokens if spec.tokens_vary else None
         is_called = step.forward_model is not None

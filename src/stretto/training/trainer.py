@@ -39,6 +39,7 @@ from stretto.planning import Plan
 from stretto.planning.bind import check_tokens
 from stretto.run import Run, prepare
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.agreement import plain
 from stretto.runtime.modes import train_mode
 from stretto.runtime.ranks import Ranks
 from stretto.schedules import ScheduleLike
@@ -66,7 +67,7 @@ from stretto.training.checkpointing.state import (
     share_random_state,
 )
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
-from stretto.training.describe import Setup, compare_ranks, describe_run, plain
+from stretto.training.describe import Setup, compare_ranks, describe_run
 from stretto.training.evaluate import Best, BestEvaluation, Evaluations, Evaluator, TrainingWeights
 from stretto.training.fitting import FoundMaximum, find_maximum, find_micro_batch
 from stretto.training.logs.loggers import ConsoleLogger, has_terminal
@@ -445,8 +446,8 @@ class Trainer:
         """The run as it is planned.
 
         None if its batches are not known before the run, for example because their sizes follow
-        tokens that have to be counted: `run.horizon.batch_sizes` says why. `plan.is_exact` says
-        whether it is only a bound.
+        tokens that have to be counted: `run.why_not_planned` says why. `plan.is_exact` says whether
+        it is only a bound.
         """
         return None if self._refusal is not None else self.run.plan
 
@@ -489,6 +490,7 @@ class Trainer:
             return None
         return BestEvaluation(checkpoint_path(folder, best.sample), best.monitor, best.value)
 
+    @knows_foreign
     def fit(
         self,
         *,
@@ -631,6 +633,7 @@ class Trainer:
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
         return self._loop.evaluations.look()
 
+    @knows_foreign
     def resume(self, path: str | Path = "latest", *, unpickle: bool = False) -> Path | None:
         """Continue from a checkpoint. Every rank must call it.
 

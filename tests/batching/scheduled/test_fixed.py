@@ -123,6 +123,7 @@ def test_steps_in_order_or_not_known_to_be_out_of_it_are_taken(
         ("5ep:8", "start"),
         ("0ep:8 5ba:16 2ep:16 1ep:32", "'1ep' does not come after '2ep'"),
         ("0ep:8 2ep:16 2ep:32", "'2ep' does not come after '2ep'"),
+        ("0ep:8 50%:16 30%:32", "'0.3dur' does not come after '0.5dur'"),
         ("0ep:8 0sp:16", "'0sp' does not come after '0ep'"),
         ({"0ep": 8.5}, "use 8.5 as a batch size"),
         (["0ep:8"], "neither text nor a mapping"),

@@ -25,6 +25,7 @@ from stretto.checkpoint.manifest import MANIFEST, DamagedError
 from stretto.checkpoint.writing import remove
 from stretto.errors import CheckpointError, TrainingError
 from stretto.run_folder import locked, set_aside, unwritable
+from stretto.runtime.agreement import check_agreement
 from stretto.runtime.ranks import Ranks
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.copies import (
@@ -37,7 +38,6 @@ from stretto.training.checkpointing.copies import (
     set_copies_aside,
     writing,
 )
-from stretto.training.describe import check_agreement
 from stretto.training.logs.recorder import Recorder
 
 FOLDER = "checkpoints"

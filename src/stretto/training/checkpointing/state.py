@@ -21,12 +21,12 @@ from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, StrettoError, TrainingError, cannot, shown
 from stretto.run import Run
 from stretto.runtime import TrainStep
+from stretto.runtime.agreement import as_text
 from stretto.runtime.compiled import Weights, known_as, plain_naming
 from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import RandomState
 from stretto.runtime.ranks import Ranks
 from stretto.training.callback import Callback, overrides, unique
-from stretto.training.describe import as_text
 
 if TYPE_CHECKING:
     from stretto.training.evaluate import Evaluations, TrainingWeights

@@ -38,6 +38,7 @@ from stretto.run_folder import (
     set_aside,
     unwritable,
 )
+from stretto.runtime.agreement import as_text
 from stretto.runtime.compiled import uncompiled
 from stretto.runtime.out_of_memory import peak_memory
 from stretto.runtime.packing import count, count_or_none, number
@@ -45,7 +46,7 @@ from stretto.schedules.scope import Mark, Scope
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.callback import Events
-from stretto.training.describe import as_text, is_unmade
+from stretto.training.describe import is_unmade
 from stretto.training.logs.loggers import ConsoleLogger, Guarded, Logger
 from stretto.training.stepper import StepResult
 
