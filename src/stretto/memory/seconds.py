@@ -40,7 +40,7 @@ def measure_step(
         clock: nanoseconds that only grow.
 
     Raises:
-        BatchSizeError: there are more than five sizes, they do not rise, or not even the first fits.
+        BatchSizeError: there are more sizes, they do not rise, or not even the first fits.
 
     >>> from stretto.runtime import SupervisedStep
     >>> model = torch.nn.Linear(100, 100)
