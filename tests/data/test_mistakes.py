@@ -214,7 +214,12 @@ def test_a_loop_may_be_collected_inside_a_step_of_any_optimizer() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     loops = list[LoopMistakes]()
-    clearing = register_optimizer_step_post_hook(lambda *_: (loops.clear(), gc.collect()))
+
+    def collect(*_: object) -> None:
+        loops.clear()
+        gc.collect()
+
+    clearing = register_optimizer_step_post_hook(collect)
     loops += [LoopMistakes([optimizer], None), LoopMistakes([optimizer], None)]
     weight.grad = torch.ones(1)
     optimizer.step()

@@ -244,3 +244,18 @@ def test_a_run_of_one_size_is_one_stage_however_often_it_is_resumed(lengths: Any
         state, loader = loader.state_dict(), made()
         loader.load_state_dict(state)
     assert loader.prepared.planned_sizes().stages == made().prepared.planned_sizes().stages
+
+
+def test_a_record_without_places_is_read() -> None:
+    """Checkpoints of earlier versions say only which size began at which batch."""
+    sizes, length = "0ba:20 4ba:15 9ba:24", "4ep"
+    run = run_of(sizes, length, Cosine(warmup="7ba"), last_batch="drop")
+    before = steps_of(run, 10)
+    state: dict[str, Any] = copy.deepcopy(run.state_dict())
+    state["loader"]["past"] = [one[:2] for one in state["loader"]["past"]]
+    again = run_of(18, length, Cosine(warmup="7ba"), last_batch="drop")
+    again.load_state_dict(state)
+    after = steps_of(again)
+    assert again.plan is not None
+    planned = [(one.timestamp[:7], one.decided) for one in again.plan.batches()]
+    assert planned == [(now[:7], size) for now, size, _ in before + after]

@@ -362,7 +362,7 @@ def dump_run_file(config: RunConfig) -> str:
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=90)
 
 
-_ALONE = {Fixed: "size", Product: "schedules", Custom: "function"}
+_ALONE: Mapping[type, str] = {Fixed: "size", Product: "schedules", Custom: "function"}
 """What is written as its one argument alone."""
 
 

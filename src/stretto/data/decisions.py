@@ -62,7 +62,7 @@ class Decisions:
         """The batches so far; None: unknown, or too many sizes to keep."""
         self.is_elsewhere = False
         """Whether the next batch may begin elsewhere than the sizes before it lead to: after
-        skipped samples, or where a run was resumed."""
+        skipped samples, or after a batch that the end of the run may have cut."""
         self.last: PlannedBatch | None = None
         """What was decided for the last finished batch."""
         self.end: Timestamp | None = None
@@ -138,7 +138,8 @@ class Decisions:
         if self.signals.cost_ratio is not None:  # it stays until another one is measured
             signals = replace(signals, cost_ratio=signals.cost_ratio or self.signals.cost_ratio)
         is_new = self.is_elsewhere or (self.last is not None and self.last.row != plan.row)
-        self.last, self.is_elsewhere = plan, False
+        self.last = plan
+        self.is_elsewhere = plan.timestamp.sample + size == self._horizon.end_sample
         if self.past is not None and not (
             self.past and is_same(self.past[-1].size, plan.decided) and not is_new
         ):
@@ -198,6 +199,7 @@ class Decisions:
             "past": None
             if past is None
             else [[one.first, saved_size(one.size), one.sample] for one in past],
+            **({"is_elsewhere": True} if self.is_elsewhere else {}),
             **self._unit,
             **{name: [*map(_finite, self.measured)] for name in self._run.metrics},
         }
@@ -223,7 +225,7 @@ class Decisions:
         self._unmeasured = -1
         self.restart(state if is_own else policy.start, Signals(**signals))
         self.size, self.past = saved.get("size"), _past(saved.get("past"), now)
-        self.is_elsewhere = True
+        self.is_elsewhere = bool(saved.get("is_elsewhere"))
         for name in self._run.metrics:
             self.measured[:] = map(float, saved.get(name, ()))
         return is_own or not state

@@ -644,6 +644,7 @@ class StepLoader(Iterator[Step]):
         end = self._decisions.end
         if end is not None and end.sample > self.timer.sample:
             self.timer.end_epoch()
+            self._decisions.is_elsewhere = True
 
 
 def _check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:

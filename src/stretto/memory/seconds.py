@@ -40,6 +40,9 @@ def measure_step(
         micro_batch_size: the most samples of one pass; by default, all.
         clock: nanoseconds that only grow.
 
+    Raises:
+        BatchSizeError: there are more sizes, they do not rise, or not even the first fits.
+
     >>> from stretto.runtime import SupervisedStep
     >>> model = torch.nn.Linear(100, 100)
     >>> optimizer = torch.optim.SGD(model.parameters())

@@ -428,8 +428,8 @@ class Had(NamedTuple):
     """Where it began; None: where those before it lead to."""
 
 
-Open: TypeAlias = Hold | None
-"""How long the size of the last stage holds, before its batches are counted."""
+Open: TypeAlias = tuple[int, Hold | None]
+"""How many batches of the last stage are counted, and how long its size holds from there."""
 
 
 def find_stages(
@@ -483,7 +483,7 @@ def find_stages(
             found.append(
                 Stage(len(found) + 1, batches, None, None, step.skipped, row=step.row, asked=asked)
             )
-        yield hold
+        yield done, hold
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
             raise _unplannable(
@@ -520,7 +520,7 @@ def past_stages(
         row = 1 if policy.row_at is None else policy.row_at(first)
         skipped = max(0, first.sample - before)
         found.append(Stage(len(found) + 1, batches, None, None, skipped, row=row))
-        yield Hold(((batch_axis, following.first),))
+        yield 0, Hold(((batch_axis, following.first),))
         count = following.first - had.first
         after = batches.timestamp(count)
         fill(found[-1], batches=count, end=after)
@@ -609,6 +609,7 @@ class _Search:
         self.end: Timestamp | None = None
         self.is_over = False
         self._horizon, self._steps = horizon, steps(self.stages)
+        self._done = 0
         self._hold: Hold | None = None
         self._error: StrettoError | None = None
         self._go_on()
@@ -621,7 +622,7 @@ class _Search:
     def _has(self, number_in: Callable[[Batches], int]) -> bool:
         batches = self.stages[-1].equal
         number = number_in(batches)
-        if number <= 0:
+        if number <= self._done:
             return True
         then, hold = batches.timestamp(number), self._hold
         return hold is not None and hold.covers(then) and not self._horizon.is_done(then)
@@ -631,7 +632,7 @@ class _Search:
         if self._error is not None:
             raise self._error
         try:
-            self._hold = next(self._steps)
+            self._done, self._hold = next(self._steps)
         except StopIteration as over:
             self.is_over, self.end = True, over.value
         except StrettoError as error:
