@@ -171,6 +171,15 @@ def test_a_rate_that_follows_a_metric_is_that_of_torch_and_goes_on(name: str, af
         assert [rate for *_, rate in begun_at((states[0], states[1]))] == rates_of[number:]
 
 
+def test_a_metric_that_nothing_measures_is_warned_of_at_the_end() -> None:
+    schedule = from_torch(L.ReduceLROnPlateau, monitor="a/loss")
+    run, optimizer = begun("sgd", schedule)
+    with pytest.warns(RuntimeWarning, match=r"'a/loss'.*Signals\(metric="):  # noqa: PT031
+        for _ in run:
+            optimizer.step()
+            run.finish()
+
+
 def test_a_metric_that_is_measured_inside_a_step_counts_after_it() -> None:
     seen = []
     for inside in (False, True):
