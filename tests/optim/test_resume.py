@@ -16,7 +16,8 @@ from torch.optim import lr_scheduler
 
 from stretto import Callback, Trainer, prepare
 from stretto.batching import NO_SIGNALS, LinearRule, Plateau, Signals, SquareRootRule
-from stretto.optim import from_torch
+from stretto.optim import Hyperparameters, from_torch
+from stretto.optim.hyperparameters import joined
 from stretto.run import Run
 from stretto.schedules import (
     WSD,
@@ -33,6 +34,7 @@ from stretto.schedules import (
     Polynomial,
     StepDecay,
 )
+from stretto.timing import Horizon, Timestamp
 from stretto.training import Evaluation
 
 L = lr_scheduler
@@ -117,6 +119,23 @@ def test_every_schedule_rule_and_value_goes_on_to_the_last_bit(name: str) -> Non
         "rule": {"lr": LinearRule(4), "lr@1": SquareRootRule(4)},
     }
     assert_resumes(lambda: begun("adamw", OURS[name], **more))
+
+
+def test_a_group_that_is_added_before_others_leaves_their_base_values() -> None:
+    one, two = (
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, momentum=0.9)
+        for lr in (0.1, 0.2)
+    )
+    both = joined([one, two])
+    schedule = from_torch(lambda o: L.CosineAnnealingLR(o, 10, eta_min=0.05))
+    run = Horizon("10ba")
+    bound = Hyperparameters(both, {"lr": schedule}, run)
+    bound.apply(Timestamp(batch=5))
+    one.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "lr": 0.4})
+    bound.follow(run, {})
+    bound.apply(Timestamp(batch=5))
+    found = [group["lr"] for group in both.param_groups]
+    assert found == pytest.approx([0.075, 0.225, 0.125])
 
 
 PLATEAUS: dict[str, Callable[[Any], Any]] = {
