@@ -564,9 +564,11 @@ def _() -> None:
     assert any("lr follows 'validation/loss'" in line for line in one.plan.warnings)
     one.fit()
     assert one.step.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**2)
-    text = "schedules: {lr: {target: 'torch.optim.lr_scheduler:ReduceLROnPlateau'}}\n"
-    with pytest.raises(StrettoError):
-        from_file(RUN + text)
+    factory = "{target: 'torch.optim.lr_scheduler:ReduceLROnPlateau', patience: 0}"
+    file = f"{RUN}schedules: {{lr: {{from_torch: {{factory: {factory}, monitor: test/loss}}}}}}\n"
+    with pytest.raises(ConfigError, match="test/loss"):
+        from_file(file)
+    assert from_file(file + "evaluate: {name: test, every: 1ep}\n").scheduled == ("lr",)
 
 
 @says(51, "a very simple API for schedules of your own")

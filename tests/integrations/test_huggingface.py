@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs stretto[huggingface]: make tes
 
 import torch
 from tests.integrations import huggingface_toys as toys
-from torch.optim.lr_scheduler import CyclicLR
+from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import (
     Trainer,
@@ -24,7 +24,7 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from stretto.batching import NoiseScale
+from stretto.batching import NoiseScale, Plateau
 from stretto.errors import CheckpointError, StrettoError, TrainingError
 from stretto.integrations.counts import steps_in_epoch
 from stretto.integrations.huggingface import attach
@@ -152,6 +152,31 @@ def test_a_wrapped_scheduler_goes_on_to_the_last_bit(tmp_path: Path) -> None:
         other, seen, _ = make(**rest)
         other.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
         assert seen.rates == whole.rates[at:]
+
+
+def test_a_rate_follows_what_is_evaluated_and_goes_on(tmp_path: Path) -> None:
+    plateau = partial(ReduceLROnPlateau, mode="max", patience=0, factor=0.5)
+    rest: dict[str, Any] = {
+        "schedules": {"lr": from_torch(plateau, monitor="eval/loss")},
+        "sizes": Plateau("eval/loss", start=30, maximum=60, mode="max", patience=2),
+        "every": {"evaluate": "1ba", "save": "1ba"},
+    }
+    trainer, whole, _ = make(out=str(tmp_path), **rest)
+    trainer.train()
+    assert whole.rates[:3] == pytest.approx([0.01, 0.01, 0.005])
+    assert [len(ids) for ids in whole.ids][:4] == [30, 30, 30, 60]
+    for at in range(1, len(whole.rates)):
+        other, seen, _ = make(**rest)
+        other.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
+        assert seen.rates == whole.rates[at:]
+        assert seen.ids == whole.ids[at:]
+
+
+def test_a_metric_that_is_not_measured_is_named() -> None:
+    for name, every in (("eval/accuracy", {"evaluate": "1ba"}), ("eval/loss", None)):
+        schedule = from_torch(ReduceLROnPlateau, monitor=name)
+        with pytest.raises(TrainingError, match=f"follow '{name}'"):
+            make(schedules={"lr": schedule}, every=every)[0].train()
 
 
 def test_restored_callbacks_change_nothing(whole: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from tests.integrations import lightning_toys, toys
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from stretto import prepare
@@ -37,6 +39,7 @@ from stretto.batching import NoiseScale, Plateau
 from stretto.errors import CheckpointError, StrettoError, TrainingError
 from stretto.integrations.counts import micro_batches_in_epoch
 from stretto.integrations.lightning import attach
+from stretto.optim import from_torch
 from stretto.planning import plan
 from stretto.settings import Loading
 from stretto.timing import Horizon
@@ -263,6 +266,13 @@ def test_sizes_follow_a_metric() -> None:
     policy = Plateau("validation/loss", start=8, maximum=64, patience=1, mode="max")
     _, module, _ = lightning_toys.train(policy=policy, schedules=None, every={"evaluate": "0.2ep"})
     assert max(map(len, module.steps)) == 64
+
+
+def test_a_rate_follows_a_metric() -> None:
+    plateau = partial(ReduceLROnPlateau, mode="max", patience=0, factor=0.5)
+    schedules = {"lr": from_torch(plateau, monitor="validation/loss")}
+    trainer, _, _ = lightning_toys.train(schedules=schedules, every={"evaluate": "0.2ep"})
+    assert trainer.optimizers[0].param_groups[0]["lr"] < toys.RATE
 
 
 def test_manual_optimization_with_two_optimizers(big_batches: Tensor) -> None:

@@ -16,7 +16,8 @@ from torch.optim import lr_scheduler
 
 from stretto import Callback, Trainer, prepare
 from stretto.batching import NO_SIGNALS, LinearRule, Plateau, Signals, SquareRootRule
-from stretto.optim import from_torch
+from stretto.optim import Hyperparameters, from_torch
+from stretto.optim.hyperparameters import joined
 from stretto.run import Run
 from stretto.schedules import (
     WSD,
@@ -33,6 +34,7 @@ from stretto.schedules import (
     Polynomial,
     StepDecay,
 )
+from stretto.timing import Horizon, Timestamp
 from stretto.training import Evaluation
 
 L = lr_scheduler
@@ -56,9 +58,13 @@ OURS: dict[str, Any] = {
 }
 
 
-def begun(kind: str, schedule: Any, **more: Any) -> tuple[Run, torch.optim.Optimizer]:
-    """A run with an optimizer that has not stepped."""
+def begun(
+    kind: str, schedule: Any, state: Any = None, **more: Any
+) -> tuple[Run, torch.optim.Optimizer]:
+    """A run with an optimizer that has not stepped, or has a state before the run has it."""
     optimizer = OPTIMIZERS[kind](groups_of(2))
+    if state is not None:
+        optimizer.load_state_dict(state)
     schedules = {"lr": schedule, **more.pop("schedules", {})}
     run = prepare(
         range(100), "0sp:1 10sp:6", max_duration=f"{STEPS}ba", optimizer=optimizer,
@@ -85,13 +91,15 @@ def trained(run: Run, optimizer: Any) -> Iterator[tuple[str, Any, Any]]:
             break
 
 
-def assert_resumes(make: Callable[[], tuple[Run, torch.optim.Optimizer]]) -> None:
+def assert_resumes(make: Callable[[Any], tuple[Run, torch.optim.Optimizer]]) -> None:
     """Save before each step, restore into a new run, and compare all that follows, exactly."""
-    each = list(trained(*make()))
+    each = list(trained(*make(None)))
     assert len({str(seen) for *_, seen in each}) > 1, "something moves, or nothing is tested"
     for number, (saved, of_optimizer, _) in enumerate(each):
-        run, optimizer = make()
-        optimizer.load_state_dict(of_optimizer)
+        is_first = number % 2 == 1
+        run, optimizer = make(of_optimizer if is_first else None)
+        if not is_first:
+            optimizer.load_state_dict(of_optimizer)
         run.load_state_dict(json.loads(saved))
         found = [seen for *_, seen in trained(run, optimizer)]
         assert found == [seen for *_, seen in each[number:]], f"after a resume at step {number}"
@@ -106,7 +114,7 @@ def assert_resumes(make: Callable[[], tuple[Run, torch.optim.Optimizer]]) -> Non
 def test_every_scheduler_of_torch_goes_on_to_the_last_bit(name: str, kind: str) -> None:
     schedule = from_torch(SCHEDULERS[name])
     more = {"momentum": schedule} if name in CYCLES_MOMENTUM else {}
-    assert_resumes(lambda: begun(kind, schedule, schedules=more))
+    assert_resumes(lambda state: begun(kind, schedule, state, schedules={**more}))
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -116,7 +124,24 @@ def test_every_schedule_rule_and_value_goes_on_to_the_last_bit(name: str) -> Non
         "values": {"weight": OURS[name]},
         "rule": {"lr": LinearRule(4), "lr@1": SquareRootRule(4)},
     }
-    assert_resumes(lambda: begun("adamw", OURS[name], **more))
+    assert_resumes(lambda state: begun("adamw", OURS[name], state, **more))
+
+
+def test_a_group_that_is_added_before_others_leaves_their_base_values() -> None:
+    one, two = (
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, momentum=0.9)
+        for lr in (0.1, 0.2)
+    )
+    both = joined([one, two])
+    schedule = from_torch(lambda o: L.CosineAnnealingLR(o, 10, eta_min=0.05))
+    run = Horizon("10ba")
+    bound = Hyperparameters(both, {"lr": schedule}, run)
+    bound.apply(Timestamp(batch=5))
+    one.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "lr": 0.4})
+    bound.follow(run, {})
+    bound.apply(Timestamp(batch=5))
+    found = [group["lr"] for group in both.param_groups]
+    assert found == pytest.approx([0.075, 0.225, 0.125])
 
 
 PLATEAUS: dict[str, Callable[[Any], Any]] = {
@@ -169,6 +194,15 @@ def test_a_rate_that_follows_a_metric_is_that_of_torch_and_goes_on(name: str, af
     assert len({rate[0] for rate in rates_of}) > 2
     for number, (*states, _) in enumerate(each):
         assert [rate for *_, rate in begun_at((states[0], states[1]))] == rates_of[number:]
+
+
+def test_a_metric_that_nothing_measures_is_warned_of_at_the_end() -> None:
+    schedule = from_torch(L.ReduceLROnPlateau, monitor="a/loss")
+    run, optimizer = begun("sgd", schedule)
+    with pytest.warns(RuntimeWarning, match=r"'a/loss'.*Signals\(metric="):  # noqa: PT031
+        for _ in run:
+            optimizer.step()
+            run.finish()
 
 
 def test_a_metric_that_is_measured_inside_a_step_counts_after_it() -> None:

@@ -88,6 +88,10 @@ class Decisions:
             now, plan = next_step(self._horizon, self._policy, now, state, signals)
             if plan is None:
                 self.end = now
+                for name in () if self.measured else self._run.metrics:
+                    write = "run.finish(signals=Signals(metric=...))"
+                    said = f"a schedule follows {name!r}, which nothing has measured; pass {write}"
+                    warnings.warn(said, RuntimeWarning, stacklevel=5)
                 return
             start, count = now.sample, 1 if is_ahead else self._count_alike(plan)
             yield zip(

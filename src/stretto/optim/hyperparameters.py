@@ -256,7 +256,7 @@ class Hyperparameters:
         restore_base_values(optimizer)
         _part_tensors(optimizer.param_groups)
         self._values: list[list[_Value]] = []
-        self._initial: list[GroupValues] = []
+        self._initial: dict[int, GroupValues] = {}
         self.follow(horizon, bound or {})
         self.base = self.values()
         """The initial values of the optimizer, by name."""
@@ -264,9 +264,15 @@ class Hyperparameters:
     def follow(self, horizon: Horizon, bound: Mapping[str, BoundSchedule]) -> None:
         """Follow the same schedules, bound to the run anew; the base values stay."""
         groups, made = self.optimizer.param_groups, dict[Any, Any]()
-        # What a wrapped scheduler starts from: after a resume, the groups have scheduled values.
-        for group in groups[len(self._initial) :]:
-            self._initial.append({key: plain(group[key]) for key in group if key != "params"})
+        # What all starts from: after a resume, the groups have scheduled values. A group is known
+        # by its first weight, since others may come before it.
+        initial = [
+            self._initial.setdefault(
+                id(next(iter(group["params"]), number)),
+                {key: plain(group.get(f"{INITIAL}{key}", group[key])) for key in group},
+            )
+            for number, group in enumerate(groups)
+        ]
         each = {
             name: (schedule, bound[name] if name in bound else schedule.bind(horizon))
             for name, schedule in self._schedules.items()
@@ -277,14 +283,14 @@ class Hyperparameters:
             scheduled = frozenset(column for column, factors in found.items() if factors)
             by_key: dict[str, list[_Value]] = {}
             for (key, index), factors in found.items():
-                base = Base(self._initial, number, (key, index), scheduled, made, self._measured)
+                base = Base(initial, number, (key, index), scheduled, made, self._measured)
                 factor = _product([_on(base, one, horizon) for one in factors])
-                initial = self._initial[number][key]
-                group.setdefault(f"{INITIAL}{key}", initial)
-                initial = initial if index is None else initial[index]
+                value = initial[number][key]
+                group.setdefault(f"{INITIAL}{key}", value)
+                value = value if index is None else value[index]
                 name = Name(key, index, group_name(number, group))
                 rule = most_specific(self._rules, name, group)
-                by_key.setdefault(key, []).append(_Value(number, key, index, initial, factor, rule))
+                by_key.setdefault(key, []).append(_Value(number, key, index, value, factor, rule))
             self._values += by_key.values()
         self._named = {name: self._value_of(name) for name in each}
         # Setting it is one multiplication: the common case, twice as fast by itself.

@@ -19,6 +19,7 @@ from transformers import __version__ as version
 from transformers.trainer_callback import ExportableState
 
 from stretto.batching import NO_SIGNALS, Tokens
+from stretto.batching.metrics import one_metric
 from stretto.data import Step, StepLoader, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.data.weights import Units, unit_counter, units_of
@@ -309,6 +310,9 @@ class Follows(Trainer):
         own, optimizer = self.stretto, self.optimizer if optimizer is None else optimizer
         rank, world_size = self.args.process_index, self.args.world_size
         own.run.bind(optimizer, rank=rank, world_size=world_size)
+        metric, how = one_metric(own.run.loader.reads), "pass every={'evaluate': '10%'} to attach"
+        never = self.args.eval_strategy == "no" and "evaluate" not in (own.settings["every"] or ())
+        refuse((metric and never, f"follow {metric!r}", "the trainer never evaluates", how))
         own.meter = None
         self.lr_scheduler = ClockScheduler(optimizer, own.run.timer)
         callbacks = self.callback_handler.callbacks  # first, so that others see the right epoch

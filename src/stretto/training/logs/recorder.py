@@ -418,8 +418,9 @@ class Recorder:
             lines.append(line)
             if self._follows_run and decided != self._decided:
                 self._note_size(decided, at)
-            begun = [one for one in self._named if one[1].axis.read(at) >= one[1].first_tick]
-            if (periods := {name: mark.period for name, mark in begun}) != self._periods:
+            named = self._named  # usually none
+            begun = named and [one for one in named if one[1].axis.read(at) >= one[1].first_tick]
+            if begun and (periods := {name: one.period for name, one in begun}) != self._periods:
                 said = ", ".join(f"{name} {period!r}" for name, period in periods.items())
                 self.files.event("period", at, f"period: {said}", is_past=True, periods=periods)
                 self._periods = periods
