@@ -167,7 +167,7 @@ def test_what_is_no_largest_size_is_refused(maximum: Any) -> None:
 def test_as_many_as_fit_may_stand_wherever_a_size_may() -> None:
     policy = PeriodSizes([("1ep", 8), ("rest", AtMost(AsManyAsFit(), 50))])
     assert awaits_maximum(policy)
-    assert policy == PeriodSizes([("1ep", 8), ("rest", AtMost("auto", 50))])
+    assert policy == PeriodSizes([("1ep", 8), ("rest", AtMost("auto", 50))])  # type: ignore[arg-type]
     found = with_maximum(policy, 64)
     horizon = Horizon("3ep", dataset_num_samples=100)
     assert {step.size for step in walk(horizon, found.bind(horizon))} == {8, 4, 50}
