@@ -11,6 +11,7 @@ from stretto.batching import (
     NO_SIGNALS,
     AsManyAsFit,
     AtMost,
+    BatchSizePolicy,
     IncreaseFunction,
     NoiseScale,
     PeriodSizes,
@@ -173,6 +174,18 @@ def test_as_many_as_fit_may_stand_wherever_a_size_may() -> None:
     assert {step.size for step in walk(horizon, found.bind(horizon))} == {8, 4, 50}
     with pytest.raises(BatchSizeError, match="Trainer"):
         policy.bind(horizon)
+
+
+def test_a_size_of_a_policy_of_yours_is_left_alone() -> None:
+    class Mine(BatchSizePolicy):
+        size = "auto"
+
+        def bind(self, horizon: Horizon) -> Any:
+            raise NotImplementedError
+
+    mine = Mine()
+    assert not awaits_maximum(mine)
+    assert with_maximum(mine, 8) is mine
 
 
 def test_as_many_as_fit_is_as_many_as_fitted_when_the_run_began() -> None:

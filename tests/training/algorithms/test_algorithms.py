@@ -27,7 +27,6 @@ from stretto.training.algorithms import (
 )
 from stretto.training.callback import passed_between
 
-
 IDS = torch.arange(40).reshape(4, 10)
 LABELS = torch.where(IDS % 10 < 8, -100, IDS)
 
