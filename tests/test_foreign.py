@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from stretto.batching import Seesaw, as_policy
+from stretto.batching import Seesaw
 from stretto.config import parse_run_file
 from stretto.data import count_samples, count_tokens, move_batch, take_samples
 from stretto.data.containers import join_samples, nodes
