@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from stretto.batching import Seesaw, as_policy
+from stretto.batching import Seesaw
 from stretto.config import parse_run_file
 from stretto.data import count_samples, count_tokens, move_batch, take_samples
 from stretto.data.containers import join_samples, nodes
@@ -60,9 +60,11 @@ def test_a_scheduler_of_torch_is_answered() -> None:
         as_schedule(torch.optim.lr_scheduler.StepLR(optimizer, 3))
 
 
-def test_auto_is_no_batch_size() -> None:
-    with pytest.raises(BatchSizeError, match="micro_batch_size='auto'"):
-        as_policy("auto")
+def test_only_a_trainer_finds_how_many_samples_fit() -> None:
+    with pytest.raises(BatchSizeError, match="Trainer finds it"):
+        prepare(DATA, "auto", max_duration="1ep")
+    with pytest.raises(ConfigError, match="find_batch_size"):
+        prepare(DATA, 8, max_duration="1ep", use_maximum_batch_size=True)  # type: ignore[call-arg]
 
 
 def test_a_pair_sets_sizes_and_schedule() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.batching import (
+    AsManyAsFit,
     BatchSizePolicy,
     Fixed,
     PiecewiseConstant,
@@ -27,6 +28,7 @@ def mine(timestamp: Timestamp, current: int | None) -> int:
         ("0tok:768 250Btok:1536", PiecewiseConstant({"0tok": 768, "250Btok": 1536})),
         ({"0tok": 768, "250Btok": 1536}, PiecewiseConstant({"0tok": 768, "250Btok": 1536})),
         ({Time("0ep"): 8}, PiecewiseConstant("0ep:8")),
+        ("auto", AsManyAsFit()),
         (mine, SizeFunction(mine)),
     ],
     # A function by its name: its repr holds an address, and workers must agree on ids.
@@ -47,7 +49,6 @@ def test_policies_as_they_are_written(written: object, policy: BatchSizePolicy) 
         (None, "use None as a batch size"),
         (Fixed, "use <class"),
         ([8, 16], r"use \[8, 16\] as a batch size"),
-        ("auto", "micro_batch_size='auto'"),
         ({}, "none"),
     ],
     ids=lambda value: repr(value)[:40],

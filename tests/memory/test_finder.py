@@ -132,7 +132,7 @@ def test_each_method_gives_the_same_answer(
     capacity: int, minimum: int, span: int, *, power_of_two: bool
 ) -> None:
     how: dict[str, Any] = {"minimum": minimum, "maximum": 2 * minimum + span}
-    found = []
+    found: list[int | None] = []
     for method in ("predict", "bisect", "halve"):
         try:
             answer = ask(capacity, **how, power_of_two=power_of_two, method=method)

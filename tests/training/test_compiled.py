@@ -16,7 +16,7 @@ from stretto.checkpoint import checkpoints, load_weights, read_checkpoint
 from stretto.checkpoint.formats import load_dcp_weights
 from stretto.training import Callback, Evaluation, Trainer, prepare
 from stretto.training.algorithms import ExponentialMovingAverage, LayerFreezing
-from stretto.training.algorithms.speedups import find_modules
+from stretto.training.algorithms.functions import find_modules
 
 # Of torch itself, when it imports its compiler and writes without processes.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed")

@@ -328,8 +328,9 @@ def with_maximum(policy: BatchSizePolicy, size: int | None) -> BatchSizePolicy:
     """
 
     def change(value: object) -> object:
+        fields = getattr(value, "__dataclass_fields__", ()) if isinstance(value, Timed) else ()
         for name in _FOUND:
-            if is_auto(getattr(value, name, None)):
+            if name in fields and is_auto(getattr(value, name)):
                 unknown = 1 if isinstance(value, AsManyAsFit) else NO_LIMIT
                 most = in_unit_of(getattr(value, "start", 1), size or unknown)
                 return replace(value, **{name: most})  # type: ignore[type-var]

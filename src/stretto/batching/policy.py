@@ -511,7 +511,7 @@ def known_size(size: Any, name: str = "maximum") -> Any:
         BatchSizeError: memory decides it.
     """
     if is_auto(size):
-        why, instead = "a Trainer finds it when it begins", "write a number of samples"
+        why, instead = "stretto.Trainer finds it when it begins", "write a number of samples"
         raise BatchSizeError.bad(name, size, why, instead)
     return size
 

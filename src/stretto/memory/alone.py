@@ -27,7 +27,7 @@ def alone(model: nn.Module) -> AbstractContextManager[object]:
         return nullcontext()
     if not hasattr(uncompiled(model), "reset_iter_state"):
         raise _refused("only FSDP2 of the whole model can go on after a failure, since torch 2.13")
-    return _Alone()
+    return _Alone()  # type: ignore[no-untyped-call]
 
 
 def recover(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from stretto.batching import (
     NO_SIGNALS,
     AsManyAsFit,
     AtMost,
+    BatchSizePolicy,
     IncreaseFunction,
     NoiseScale,
     PeriodSizes,
@@ -167,12 +168,24 @@ def test_what_is_no_largest_size_is_refused(maximum: Any) -> None:
 def test_as_many_as_fit_may_stand_wherever_a_size_may() -> None:
     policy = PeriodSizes([("1ep", 8), ("rest", AtMost(AsManyAsFit(), 50))])
     assert awaits_maximum(policy)
-    assert policy == PeriodSizes([("1ep", 8), ("rest", AtMost("auto", 50))])
+    assert policy == PeriodSizes([("1ep", 8), ("rest", AtMost("auto", 50))])  # type: ignore[arg-type]
     found = with_maximum(policy, 64)
     horizon = Horizon("3ep", dataset_num_samples=100)
     assert {step.size for step in walk(horizon, found.bind(horizon))} == {8, 4, 50}
     with pytest.raises(BatchSizeError, match="Trainer"):
         policy.bind(horizon)
+
+
+def test_a_size_of_a_policy_of_yours_is_left_alone() -> None:
+    class Mine(BatchSizePolicy):
+        size = "auto"
+
+        def bind(self, horizon: Horizon) -> Any:
+            raise NotImplementedError
+
+    mine = Mine()
+    assert not awaits_maximum(mine)
+    assert with_maximum(mine, 8) is mine
 
 
 def test_as_many_as_fit_is_as_many_as_fitted_when_the_run_began() -> None:

@@ -27,6 +27,9 @@ from stretto.training.algorithms import (
 )
 from stretto.training.callback import passed_between
 
+IDS = torch.arange(40).reshape(4, 10)
+LABELS = torch.where(IDS % 10 < 8, -100, IDS)
+
 
 class Watch(Callback):
     """Notes something at every batch."""
@@ -265,10 +268,6 @@ def test_stated_tokens_do_not_hold_where_sequences_are_cut(problem: Callable[...
     run.data = DataSpec(run.data, tokens_per_sample=5)
     trainer = run.trainer(callbacks=[warmup])
     assert trainer.run.horizon.tokens_per_sample is None
-
-
-IDS = torch.arange(40).reshape(4, 10)
-LABELS = torch.where(IDS % 10 < 8, -100, IDS)
 
 
 @pytest.mark.parametrize(
