@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -215,10 +216,12 @@ def as_it_ran(config: RunConfig, folder: Path) -> RunConfig:
     if not isinstance(kept, dict):
         return config
     given = {"world_size": None, "micro_batch_size": "auto"}
-    names = [name for name, value in given.items() if getattr(config, name) == value]
-    return replace(
-        config, **{one: kept.get(one) for one in names if isinstance(kept.get(one), _KEPT)}
-    )
+    found: dict[str, Any] = {
+        name: kept.get(name)
+        for name, value in given.items()
+        if getattr(config, name) == value and isinstance(kept.get(name), _KEPT)
+    }
+    return replace(config, **found)
 
 
 def as_resumed(prepared: Prepared, folder: Path | None) -> tuple[Prepared, int]:
