@@ -159,9 +159,10 @@ def command_line(report: dict[str, Any]) -> str:
 def _tried(report: dict[str, Any]) -> Iterator[Advice]:
     """Run the command of a report with other settings of the allocator."""
     line, how = command_line(report), dict(report.get("again") or {})
-    if line and how.pop("folder", None) != str(Path.cwd()):
-        raise PhantomError(f"the report is of a command in another folder: {line}")
-    for setting, text in ALLOCATOR.items() if line else ():  # none of a function
+    if how.pop("folder", None) != str(Path.cwd()):
+        why = f"the report is of a command in another folder: {line}" if line else "it names none"
+        raise PhantomError(f"cannot run the command of the report: {why}")
+    for setting, text in ALLOCATOR.items():
         try:
             now = run(**how, variables={"PYTORCH_CUDA_ALLOC_CONF": setting})
         except TypeError as error:

@@ -12,6 +12,7 @@ from phantomgpu.gpus import GIB, GPU, OLDEST
 UNTRAINED = {"evaluation", "generation", "save", "no_grad"}
 """Phases that belong to no step of an optimizer."""
 Status = Literal["fits", "does not fit", "failed"]
+RAN_OUT = "out of memory once"
 NOTHING = "the script used no memory of the GPU; choose it, as by its option --device cuda"
 
 
@@ -181,11 +182,14 @@ def _doubts(result: dict[str, Any]) -> dict[str, str]:
     """Return why a run that fits may not be what a whole one would be, each with its note."""
     found: dict[str, str] = {}
     if result.get("out_of_memory"):
-        found["out of memory once"] = "the script ran out of memory, caught the error and continued"
+        found[RAN_OUT] = "the script ran out of memory, caught the error and continued"
     if (idle := result.get("idle", 0)) > result.get("steps", 0):
         found["steps without the GPU"] = f"{idle} optimizer steps without the GPU are not counted"
-    if caught := result.get("caught"):
-        found["caught an error"] = f"the script caught an error and continued: {caught[0]}"
+    if result.get("assumed", 0) & 8:
+        what = (
+            "the script called a function of CUDA that is not here, caught the error and continued"
+        )
+        found["an error was caught"] = what
     if grew := result.get("grew"):
         what = f"the memory grew by {grew / 2**20:.3g} MiB in step {result['steps']}"
         found["still growing"] = f"{what}, the last that was seen; --whole shows how far"

@@ -305,11 +305,8 @@ class Session:
         place = result.get("place")
         if same := [one for one in rest if one.get("peak_reserved") and one["place"] == place]:
             total = sum(one["peak_reserved"] + self.context for one in [result, *same])
-            tag, sizes = (
-                f"{1 + len(same)} processes",
-                f"{total / GIB:.2f} of {self.memory / GIB:.2f}",
-            )
-            found[tag] = f"{tag} used this GPU: if at a time, with {sizes} GiB, contexts included"
+            tag, sizes = f"{1 + len(same)} processes", f"{total / GIB:.2f} GiB with their contexts"
+            found[tag] = f"{tag} used this GPU: if at a time, {sizes}, of {self.memory / GIB:.2f}"
         return found
 
     def report(self, folder: Path, name: str, code: int, log: Path | None = None) -> Report:

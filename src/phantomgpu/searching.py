@@ -16,7 +16,7 @@ from typing import Any, Literal, final
 from phantomgpu import files, standins
 from phantomgpu.child import Settings
 from phantomgpu.errors import RunFailedError
-from phantomgpu.report import Report
+from phantomgpu.report import RAN_OUT, Report
 from phantomgpu.running import Session, command_of, ended_by_signals, scratch, started, too_long
 
 Trial = Callable[..., Report]
@@ -183,6 +183,7 @@ def search(
         if callable(script):
             served = processes or stack.enter_context(Processes())
             trial = served.trial(session, command, timeout_seconds)
+        trial = partial(as_asked, trial)
 
         found = bisect(
             lambda index: tried.fits(numbers.number(index), trial),
@@ -197,6 +198,12 @@ def search(
         answer = Answer(None if found is None else numbers.number(found), trials)
         session.settings = replace(session.settings, details=details)
         return _detailed(answer, trial) if details else answer
+
+
+def as_asked(trial: Trial, number: int) -> Report:
+    """Run a number; a script that ran out of memory went on with another one."""
+    report = trial(number)
+    return replace(report, status="does not fit") if RAN_OUT in report.doubts else report
 
 
 def _detailed(answer: Answer, trial: Trial) -> Answer:

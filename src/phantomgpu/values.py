@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
 import sys
 import threading
 import time
@@ -39,9 +38,6 @@ UNKNOWN: Counter[str] = Counter()
 """The places where the script read what hangs on unknown numbers."""
 DECIDES: Counter[str] = Counter()
 """Those of them where the numbers are whole, or the size of a tensor or a branch hangs on them."""
-CAUGHT: dict[str, None] = {}
-"""Errors of CUDA that came to the script, and where: a GPU may not have them."""
-_OF_CUDA = re.compile("phantomgpu|cuda error|cusolver|cufft|cusparse|cublas|cudnn", re.I)
 _SIZED = (
     "equal nonzero masked_select _unique2 unique_consecutive unique_dim repeat_interleave bincount"
 )
@@ -175,21 +171,16 @@ class Kernel:
 
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Run it, and count what it does unless another kernel called it."""
-        work = self.work if self.work and not self.work.is_busy else None
-        if work:
-            work.is_busy = True
+        work = self.work
+        if work is None or work.is_busy:
+            return self.run(keys, *args, **kwargs)
+        work.is_busy = True
         try:
             out = self.run(keys, *args, **kwargs)
             with suppress(*_REFUSED):  # of what is odd, such as a sparse tensor, nothing is counted
-                if work:
-                    work.add(self, args, kwargs, out)
-        except RuntimeError as error:
-            if _OF_CUDA.search(said := str(error).partition("\n")[0][:200]):
-                CAUGHT[f"{said} ({line_of(sys._getframe())[0]})"] = None
-            raise
+                work.add(self, args, kwargs, out)
         finally:
-            if work:
-                work.is_busy = False
+            work.is_busy = False
         return out
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -256,6 +247,7 @@ class Kernel:
             is_left_out = (values == args[4]) if dim is not None else values.new_zeros(1).bool()
             outside = values[((values < 0) | (values >= size)) & ~is_left_out]
             if len(outside):
+                remember(decides=True)  # the script may catch it
                 why = f"index {outside[0].item()} of {size} places"
                 raise RuntimeError(f"CUDA error: device-side assert triggered: {why}")
 

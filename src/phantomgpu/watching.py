@@ -94,7 +94,8 @@ class Run:
 
     def begin(self) -> None:
         """Record allocations, once CUDA starts."""
-        save({"status": "lost"}, self.settings, self.name)  # until there is a report
+        if "compile_worker" not in sys.argv[0]:  # torch's own start CUDA, and allocate nothing
+            save({"status": "lost"}, self.settings, self.name)  # until there is a report
         native = torch.cuda.memory.get_allocator_backend() == "native"
         if self.settings.details and native:  # cudaMallocAsync has no history
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
@@ -133,7 +134,7 @@ class Run:
             self.idle += 1
             counted = max(self.steps.values(), default=0)
             if most is not None and is_main and self.idle >= most + PATIENCE * counted:
-                problem = f"{self.idle} optimizer steps without it: {NOTHING}, or write --whole"
+                problem = f"{self.idle} optimizer steps, and {NOTHING}, or write --whole"
                 leave(0, {"status": "unused", "problem": problem}, self.settings, self.name)
             return
         done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
@@ -247,7 +248,6 @@ class Run:
             **self.doubts,
             "place": [os.environ.get("CUDA_VISIBLE_DEVICES"), found["device"]],
             "idle": self.idle,
-            "caught": [*values.CAUGHT] if values else [],
             "steps": max(self.steps.values(), default=0),
             "host_pinned": host.get("allocated_bytes.peak", 0),
             "host_managed": ctypes.c_size_t.in_dll(self.library, "phantom_most_managed").value,

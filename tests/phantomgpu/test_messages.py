@@ -89,7 +89,10 @@ def test_the_stand_ins_have_a_name_for_every_function() -> None:
     ],
 )
 def test_functions_without_code_answer(name: str, stem: str, called: bool, answer: str) -> None:
-    assert answer in standins._default(name, stem, called=called)
+    code = standins._default(name, stem, called=called)
+    assert answer in code
+    is_refused = answer in ("return 801", "return 3000", "return 9", "return 10")
+    assert ("phantom_assumed |= 8" in code) == is_refused
 
 
 def test_nothing_private_of_torch_but_these() -> None:

@@ -118,6 +118,9 @@ def test_a_report_that_why_cannot_use(tmp_path: Path) -> None:
     report = asdict(made(categories={"activations": 1}, again=again)) | {"fits": True}
     with pytest.raises(phantomgpu.PhantomError, match="/elsewhere"):
         why(report, rerun=True)
+    assert why({**report, "again": {}, "categories": {"activations": GIB}})
+    with pytest.raises(phantomgpu.PhantomError, match="names none"):  # of a function
+        why({**report, "again": {}}, rerun=True)
 
 
 def test_a_peak_is_held_against_its_baseline(

@@ -1136,6 +1136,10 @@ def unseen(what: str) -> None:
             rarely.step()
         if what == "its own history" and not step:
             torch.cuda.memory._record_memory_history(enabled=None)
+        if what == "lacks a function" and not step:
+            identity = torch.eye(64, device="cuda").to_sparse_csr()
+            with contextlib.suppress(RuntimeError):
+                torch.sparse.mm(identity, identity)
         if what == "index":
             nn.functional.embedding(torch.tensor([1024], device="cuda"), model.weight)
 
@@ -1145,6 +1149,7 @@ def unseen(what: str) -> None:
     [
         ("grows", "fits an NVIDIA H100 80GB HBM3 (still growing): peak"),
         ("catches", "fits an NVIDIA H100 80GB HBM3 (out of memory once): peak"),
+        ("lacks a function", "fits an NVIDIA H100 80GB HBM3 (an error was caught): peak"),
         ("never steps", "fits an NVIDIA H100 80GB HBM3 (few steps of AdamW): peak"),
         ("steps rarely", "fits an NVIDIA H100 80GB HBM3: peak"),
         ("index", "the script failed, but not for lack of memory"),
@@ -1173,7 +1178,7 @@ def test_a_script_that_looks_at_its_memory_does_not_change_the_report(what: str)
 
 
 def test_a_script_that_forgot_the_gpu_does_not_fit() -> None:
-    with pytest.raises(phantomgpu.RunFailedError, match="3 optimizer steps without it"):
+    with pytest.raises(phantomgpu.RunFailedError, match="3 optimizer steps, and the"):
         run(unseen, "forgot the GPU")
     with pytest.raises(phantomgpu.RunFailedError, match=r"used no memory|without using CUDA"):
         run(unseen, "forgot the GPU", steps=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from phantomgpu import Report, RunFailedError
 from phantomgpu.child import Settings
-from phantomgpu.report import Status
+from phantomgpu.report import RAN_OUT, Status
 from phantomgpu.running import Session
 from phantomgpu.searching import (
     Answer,
@@ -23,6 +24,7 @@ from phantomgpu.searching import (
     Trial,
     _detailed,
     _Tried,
+    as_asked,
     bisect,
     downwards,
 )
@@ -221,6 +223,18 @@ def test_a_number_that_the_script_ignores_ends_the_search(grows: bool) -> None:
         with pytest.raises(RunFailedError, match="ignores"):
             tried.fits(64, lambda _: report(steps=3))
     assert asked == [(2, 64)]
+
+
+def test_a_number_with_which_a_script_ran_out_of_memory_does_not_fit() -> None:
+    """It caught the error, and went on with half of it."""
+
+    def trial(number: int) -> Report:
+        return replace(report(steps=3), doubts=(RAN_OUT,) * (number > 40))
+
+    tried = _Tried(None, trains=True)
+    fits = lambda n: tried.fits(n, partial(as_asked, trial))  # noqa: E731
+    assert bisect(fits, lambda n: (n, n), 100, first=1, last=1000) == 40
+    assert Answer(40, tried.reports).bound == "41 does not fit"
 
 
 def test_a_script_that_never_trains_is_asked_for_its_end() -> None:
