@@ -90,7 +90,7 @@ def test_a_wrong_argument_is_an_error_of_ours(name: str) -> None:
 def test_arguments_in_another_order_show_the_call(name: str) -> None:
     attach, given = FRAMEWORKS[name]()
     owner, batch_size, schedules, *_ = given.values()
-    others = {key: one for key, one in [*given.items()][3:]}
+    others = dict([*given.items()][3:])
     for order in (
         (batch_size, owner, schedules),
         (schedules, batch_size, owner),

@@ -552,7 +552,7 @@ def test_looking_at_a_stream_is_refused() -> None:
 
     trainer = stock(data=Stream(), max_steps=2)
     attach(trainer, 8, {"lr": 1.0})
-    with pytest.raises(TrainingError, match="trainer.train_dataset"):
+    with pytest.raises(TrainingError, match=r"trainer\.train_dataset"):
         next(iter(trainer.get_train_dataloader()))
     trainer.train()
     assert trainer.state.global_step == 2
