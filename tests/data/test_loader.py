@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 import sys
 import warnings
 from collections import Counter
@@ -272,6 +273,25 @@ def test_a_plain_data_loader_gives_its_data_set_and_settings(shuffle: bool) -> N
     assert [values(micro.batch) for step in loader for micro in step] == [
         [-order[p] for p in range(start, min(7, start + 3))] for start in (0, 3, 6)
     ]
+
+
+@pytest.mark.parametrize("count", [None, len], ids=["uncounted", "counted"])
+def test_the_advice_about_a_collate_function_that_leaves_samples_out_works(count: Any) -> None:
+    def leaves_out(samples: list[Any]) -> torch.Tensor:
+        return torch.stack([one[0] for one in samples if int(one[0]) != 3])
+
+    def sizes(**facts: Any) -> list[int]:
+        spec, loading = DataSpec(numbers(8), **facts), {"collate_fn": leaves_out, "shuffle": False}
+        loader = StepLoader(spec, 4, max_duration="1ep", loading=loading)
+        return [len(micro.batch) for step in loader for micro in step]
+
+    with pytest.raises(DataError) as refused:
+        sizes(get_num_samples_in_batch=count)
+    said = re.search(
+        r"DataSpec\(data, get_num_samples_in_batch=(.*)\)", refused.value.message.instead
+    )
+    assert said is not None
+    assert sizes(get_num_samples_in_batch=eval(said[1])) == [3, 4]
 
 
 def test_other_settings_go_before_those_of_a_data_loader() -> None:

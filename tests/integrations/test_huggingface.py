@@ -540,6 +540,161 @@ def test_arguments_count_when_training_starts(name: str) -> None:
     assert (expected == usual) == (name in alike)
 
 
+class Looks(TrainerCallback):
+    """Looks at data and the plan in each event, as one that writes pictures of batches does."""
+
+    trainer: Any = None
+    seen = 0
+
+    def look(self, *_: Any, **__: Any) -> None:
+        loader = self.trainer.get_train_dataloader()
+        first, again = (next(iter(one))["labels"] for one in (loader, loader))
+        assert torch.equal(first, again)
+        assert 0 < len(loader) < len(STEPS)
+        self.seen += 1
+
+    on_train_begin = on_epoch_begin = on_step_begin = on_step_end = on_epoch_end = look
+    on_substep_end = on_evaluate = on_train_end = look
+
+
+def test_looking_at_the_data_leaves_a_run_alone(whole: Any) -> None:
+    plain, looked = (make(model=toys.llama(attention_dropout=0.2))[0] for _ in range(2))
+    plain.train()
+    looks = Looks()
+    looks.trainer = looked
+    looked.add_callback(looks)
+    looks.look()
+    assert next(iter(looked.get_train_dataloader())).keys() == toys.collate(toys.rows(4)).keys()
+    looked.train()
+    assert looks.seen > len(STEPS)
+    assert torch.equal(toys.flat(looked.model), toys.flat(plain.model))
+    assert looked.stretto.run.is_done
+
+
+def test_the_dataloader_of_the_event_may_be_iterated_over(whole: Any) -> None:
+    class Iterates(TrainerCallback):
+        def on_step_end(self, *_: Any, train_dataloader: Any, **__: Any) -> None:
+            batch = next(iter(train_dataloader))
+            assert len(toys.ids_of(batch)) == 4
+
+    other, seen, _ = make()
+    other.add_callback(Iterates())
+    other.train()
+    assert seen.ids == whole[1].ids
+
+
+def test_looking_at_a_stream_is_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(toys.rows())
+
+    trainer = stock(data=Stream(), max_steps=2)
+    attach(trainer, 8, {"lr": 1.0})
+    with pytest.raises(TrainingError, match=r"trainer\.train_dataset"):
+        next(iter(trainer.get_train_dataloader()))
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_the_plan_is_known_before_training() -> None:
+    trainer, _, _ = make()
+    before = trainer.stretto.run.plan.to_json()
+    trainer.args.num_train_epochs = 4
+    assert trainer.stretto.run.plan.num_samples == 4 * toys.N
+    trainer.args.num_train_epochs = 2
+    trainer.train()
+    assert [one["batches"] for one in before["stages"]] == [
+        one.batches for one in trainer.stretto.run.plan.stages
+    ]
+    stocks = stock(lr_scheduler_type="cosine", num_train_epochs=1)
+    attach(stocks, 16)
+    planned = [batch.values["lr"] for batch in stocks.stretto.run.plan.batches()]
+    recorder = toys.Recorder(stocks)
+    stocks.train()
+    assert [toys.RATE * factor for factor in planned] == pytest.approx(recorder.rates)
+
+
+class Notes(Trainer):  # type: ignore[misc,unused-ignore]
+    """Notes what it computes, in every way that a trainer or a model does."""
+
+    total = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
+        self.total += 1
+        self.number = getattr(self, "number", 0) + 1
+        self.sizes[len(inputs["labels"])] = self.sizes.get(len(inputs["labels"]), 0) + 1
+        self.seen.append(len(inputs["labels"]))
+        model.calls += 1
+        model.norm(torch.randn(4, 3))
+        inputs["input_ids"].clamp_(0, toys.WORDS)  # in place
+        inputs.pop("token_type_ids", None)
+        self.log({"own": 1.0})
+        return super().compute_loss(model, inputs, *given, **options)
+
+
+def noting(kind: Any = Notes, **settings: Any) -> tuple[Any, list[Any]]:
+    model, logged = toys.llama(), list[Any]()
+    model.calls, model.norm = 0, torch.nn.BatchNorm1d(3)
+    trainer = kind(model, toys.arguments(**settings), toys.collate, train_dataset=toys.rows())
+    trainer.sizes, trainer.seen = {}, []
+
+    class Log(TrainerCallback):
+        def on_log(self, *_: Any, logs: Any, **__: Any) -> None:
+            logged.append("own" in logs)
+
+    trainer.add_callback(Log())
+    attach(trainer, toys.SIZES, toys.SCHEDULES)
+    return trainer, logged
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm")
+def test_measuring_the_loss_leaves_no_trace() -> None:
+    calls: list[Any] = []
+
+    class Counted(Notes):
+        def compute_loss(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
+            calls.append(self.stretto.weight)
+            return super().compute_loss(model, inputs, *given, **options)
+
+    trainer, logged = noting(Counted)
+    trainer.train()
+    passes = [call for call in calls if call is not None]
+    count = len(passes)
+    assert trainer.total == trainer.number == trainer.model.calls == len(trainer.seen) == count
+    assert sum(trainer.sizes.values()) == logged.count(True) == count
+    assert int(trainer.model.norm.num_batches_tracked) == count
+    probes = len(calls) - count  # 7 at first; 3 in steps 1, 2, 4, 8 and 16
+    assert 0 < probes <= 7 + 3 * len(STEPS).bit_length()
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm")
+def test_an_exception_in_a_probe_does_not_end_a_run() -> None:
+    class Raises(Notes):
+        def compute_loss(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
+            if not torch.is_grad_enabled():
+                raise RuntimeError("needs a gradient")
+            return super().compute_loss(model, inputs, *given, **options)
+
+    expected, _ = noting()
+    expected.train()
+    trainer, _ = noting(Raises)
+    with pytest.warns(RuntimeWarning, match="mean over.*needs a gradient") as found:
+        trainer.train()
+    assert len([one for one in found if "mean over" in str(one.message)]) == 1
+    assert torch.equal(toys.flat(trainer.model), toys.flat(expected.model))
+
+
+def test_a_callback_may_stop_a_run_without_a_warning() -> None:
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == 3
+
+    other, seen, _ = make()
+    other.add_callback(Stops())
+    other.train()  # warnings are errors
+    assert len(seen.ids) == 3
+
+
 def test_attach_reads_no_argument_that_training_does_not_read_again() -> None:
     read: set[str] = set()
 

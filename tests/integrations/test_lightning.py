@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,6 +29,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.tuner import Tuner
 from tests.integrations import lightning_toys, toys
 from torch import Tensor
@@ -393,6 +395,105 @@ def test_common_mistakes_are_refused_in_the_first_step_of_several(module: Any, w
         lightning_toys.train(module=module)
 
 
+READS: dict[str, Callable[[Any], Any]] = {
+    "trainer": lambda module: module.trainer.is_last_batch,
+    "optimizers": lambda module: module.optimizers().param_groups[0]["lr"],
+    "schedulers": lambda module: module.lr_schedulers(),
+    "logger": lambda module: module.logger.experiment.add_image("image", 1),
+    "metrics": lambda module: module.logger.log_metrics({"own": 1.0}),
+    "all metrics": lambda module: module.trainer.callback_metrics.get("loss"),
+    "stop": lambda module: setattr(module.trainer, "own", 1),
+    "print": lambda module: module.print("own"),
+    "loop": lambda module: (module.global_step, module.current_epoch, module.device),
+}
+
+
+class Images(DummyLogger):
+    """Notes what a module shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Any] = []
+
+    @property
+    def experiment(self) -> Any:  # type: ignore[override]
+        return self
+
+    def add_image(self, name: str, _: Any) -> None:
+        self.notes.append(name)
+
+    def log_metrics(self, metrics: Any, *_: Any, **__: Any) -> None:
+        self.notes += [name for name in metrics if name == "own"]
+
+
+@pytest.mark.small
+@pytest.mark.parametrize("name", READS)
+def test_a_module_may_read_what_it_belongs_to(name: str) -> None:
+    class Reads(lightning_toys.Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            READS[name](self)
+            return super().training_step(batch, batch_idx)
+
+    logger = Images()
+    trainer, module, run = lightning_toys.train(module=Reads(), logger=logger, max_duration="150sp")
+    assert run.is_done
+    assert sum(map(len, ids_of(module))) == 150
+    passes = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+    assert len(logger.notes) == (passes if name in ("logger", "metrics") else 0)
+
+
+class Noting(lightning_toys.Module):
+    """Notes what it computes, changes its batch in place, and draws random numbers."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails, self.count, self.all_sizes = fails, 0, list[int]()
+        self.norm = torch.nn.BatchNorm1d(6).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.fails and not torch.is_grad_enabled():
+            raise RuntimeError("needs a gradient")
+        self.count += 1
+        self.all_sizes.append(len(batch[0]))
+        self.norm(batch[0].add_(torch.rand(())))
+        loss = super().training_step(batch, batch_idx)
+        batch.pop()
+        return loss
+
+
+@pytest.mark.small
+@pytest.mark.filterwarnings("ignore:BatchNorm")
+def test_measuring_the_loss_leaves_no_trace() -> None:
+    torch.manual_seed(5)
+    _, module, _ = lightning_toys.train(module=Noting())
+    assert ids_of(module) == IDS
+    assert module.count == len(module.all_sizes) == int(module.norm.num_batches_tracked)
+    torch.manual_seed(5)
+    with pytest.warns(RuntimeWarning, match="mean over.*needs a gradient") as found:
+        _, other, _ = lightning_toys.train(module=Noting(fails=True))
+    assert len([one for one in found if "mean over" in str(one.message)]) == 1
+    assert torch.equal(toys.flat(other.net), toys.flat(module.net))
+    assert module.count == other.count
+
+
+@pytest.mark.small
+def test_a_module_that_cannot_be_copied_is_trained() -> None:
+    class Locked(lightning_toys.Module):
+        def __deepcopy__(self, _: Any) -> Any:
+            raise TypeError("has a lock")
+
+    with pytest.warns(RuntimeWarning, match="has a lock"):
+        _, module, _ = lightning_toys.train(module=Locked(), max_duration="150sp")
+    assert sum(map(len, ids_of(module))) == 150
+
+
+@pytest.mark.small
+def test_the_plan_is_known_before_the_fit() -> None:
+    batches = lightning_toys.follow(lightning_toys.make_trainer())
+    assert batches.run.plan is not None
+    assert [one.size for one in batches.run.plan.batches()] == list(map(len, IDS))
+
+
 def test_what_a_module_notes_is_not_measured() -> None:
     module = Weighted()
     trainer = lightning_toys.make_trainer()
@@ -431,8 +532,9 @@ def test_a_data_module_is_followed(big_batches: Tensor) -> None:
         module, data = lightning_toys.Module(), Data()
         trainer = lightning_toys.make_trainer()
         loading = Loading(seed=toys.SEED)
-        attach(trainer, toys.SIZES, toys.SCHEDULES, data=data, loading=loading)
-        attach(trainer, toys.SIZES, toys.SCHEDULES, data=data, loading=loading)
+        attach(trainer, 8, data=data)
+        with pytest.warns(RuntimeWarning, match="replaces the run"):
+            attach(trainer, toys.SIZES, toys.SCHEDULES, data=data, loading=loading)
         trainer.fit(module, datamodule=data)
         assert data.calls.count("fit") == 2, "Lightning has not set it up again"
         assert ids_of(module) == IDS
@@ -453,10 +555,10 @@ def test_a_data_module_may_read_its_trainer_and_has_one_dataloader() -> None:
 
     trainer = lightning_toys.make_trainer()
     attach(trainer, 16, data=Reads(), max_duration="32sp")
-    with pytest.raises(StrettoError, match="one DataLoader"):
-        attach(trainer, 16, data=Several(), max_duration="32sp")
-    with pytest.raises(StrettoError, match="one DataLoader"):
-        attach(trainer, 16, data=[DataLoader(toys.rows(), 8)] * 2, max_duration="32sp")
+    for several in (Several(), [DataLoader(toys.rows(), 8)] * 2):
+        trainer = lightning_toys.make_trainer()
+        with pytest.raises(StrettoError, match="one DataLoader"):
+            attach(trainer, 16, data=several, max_duration="32sp")
 
 
 def test_a_tuner_is_told_what_the_user_did() -> None:
@@ -564,6 +666,8 @@ def test_a_trainer_may_be_attached_again() -> None:
         ({"limit_train_batches": 10}, [], "limit_train_batches"),
         ({"overfit_batches": 2}, [], "overfit_batches"),
         ({"val_check_interval": 5}, [], "val_check_interval=5"),
+        ({"val_check_interval": "00:00:10:00"}, [], "val_check_interval as a time"),
+        ({"val_check_interval": timedelta(minutes=1)}, [], "val_check_interval as a time"),
         ({"limit_train_batches": 1}, [], "limit_train_batches=1"),
         ({"fast_dev_run": True}, [], "fast_dev_run"),
         ({"max_steps": 100}, [], "max_steps=100"),
@@ -573,8 +677,10 @@ def test_a_trainer_may_be_attached_again() -> None:
     ids=lambda one: next(iter(one), "callback") if isinstance(one, dict) else None,
 )
 def test_what_cannot_work_is_refused(settings: Any, callbacks: Any, why: str) -> None:
-    with pytest.raises(StrettoError, match=why):
-        lightning_toys.follow(lightning_toys.make_trainer(*callbacks, **settings))
+    for every in (None, {"evaluate": "10%"}) if "time" in why else (None,):
+        trainer = lightning_toys.make_trainer(*callbacks, **settings)
+        with pytest.raises(StrettoError, match=why):
+            lightning_toys.follow(trainer, every=every)
 
 
 def test_a_callback_that_accumulates_is_noticed() -> None:

@@ -57,6 +57,44 @@ def test_settings_of_megatron() -> None:
     ]
 
 
+STATED = {"lr": 1.0, "weight_decay": 0.2, "betas": [0.9, 0.95], "eps": 1e-7, "clip_norm": 2.0}
+PRINTED = {
+    "megatron": {
+        "--weight-decay": 0.2,
+        "--adam-beta1": 0.9,
+        "--adam-beta2": 0.95,
+        "--adam-eps": 1e-7,
+        "--clip-grad": 2.0,
+    },
+    "bridge": {
+        "scheduler.start_weight_decay": 0.2,
+        "scheduler.end_weight_decay": 0.2,
+        "optimizer.adam_beta1": 0.9,
+        "optimizer.adam_beta2": 0.95,
+        "optimizer.adam_eps": 1e-7,
+        "optimizer.clip_grad": 2.0,
+    },
+    "automodel": {
+        "--optimizer.weight_decay": 0.2,
+        "--optimizer.betas": "[0.9,0.95]",
+        "--optimizer.eps": 1e-7,
+        "--clip_grad_norm.max_norm": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("engine", PRINTED)
+def test_what_a_file_states_of_its_optimizer_is_printed_or_named(engine: Any) -> None:
+    bare = engine_settings(planned(), engine)
+    found, notes = engine_settings(planned(), engine, STATED)
+    assert found == {**bare[0], **PRINTED[engine]}, "of several learning rates, the plan's counts"
+    assert notes == bare[1]
+    fewer, notes = engine_settings(planned(), engine, {"lr": 1.0, "momentum": 0.5, "betas": 3})
+    assert fewer == bare[0]
+    for name in ("momentum", "weight_decay", "eps", "clip_norm"):
+        assert any(note.startswith(f"{name} is") for note in notes)
+
+
 def test_settings_of_bridge() -> None:
     schedules = {"lr": WSD("20ba", warmup="10ba", end=0), "weight_decay": 1.0}
     base = {"lr": PEAK, "weight_decay": 0.1}

@@ -165,8 +165,10 @@ class ComposerCallback(Callback):
         note_metrics(self.run, {f"{label}/{name}": value for name, value in values.items()})
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Warn if the run has not reached its end."""
-        warn_of_end(self.run, "Composer", "Trainer(load_path=...)")
+        """Warn if the run has not reached its end, and `stop_training` was not called."""
+        length = state.max_duration
+        if length is not None and read_run(length.to_timestring()) == self.run.horizon.max_duration:
+            warn_of_end(self.run, "Composer", "Trainer(load_path=...)")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run."""

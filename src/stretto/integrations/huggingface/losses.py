@@ -4,7 +4,7 @@ Whether a loss is divided by `num_items_in_batch` does not follow from any signa
 it among its `**kwargs` and returns a mean all the same. So the loss of a few samples is computed
 without gradients: with `num_items_in_batch`, with twice as many, and for each half of the samples.
 By chance, other losses look alike on a few samples (that of DETR, if both halves have as many
-boxes). So steps 1, 2, 4, 8, ... and those of a new size are measured on their own micro-batches.
+boxes). So steps 1, 2, 4, 8, ... of several micro-batches are measured on two of their own.
 """
 
 from __future__ import annotations

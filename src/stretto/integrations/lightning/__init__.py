@@ -20,11 +20,11 @@ docs/coming-from/.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
@@ -45,6 +45,9 @@ from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
 
 __all__ = ["LightningLoader", "attach"]
+
+_LAUNCHER = "STRETTO_LIGHTNING_LAUNCHER"
+"""Environment variable: the process that has prepared the data before it launches the others."""
 
 
 def attach(
@@ -132,10 +135,10 @@ def _opened(module: LightningDataModule, trainer: Trainer) -> Any:
     kind, strategy = type(module), trainer.strategy
     module.trainer, trainer.datamodule = trainer, module  # as when Lightning calls its hooks
     environment = getattr(strategy, "cluster_environment", None)
-    # Processes that Lightning launches itself begin when the first one is past this line.
-    is_launched = environment is None or isinstance(environment, LightningEnvironment)
-    if not is_launched and environment.creates_processes_externally:
-        strategy.setup_environment()
+    if environment is not None and not environment.creates_processes_externally:
+        os.environ[_LAUNCHER] = str(os.getpid())
+    elif environment is not None and os.environ.get(_LAUNCHER) != str(os.getppid()):
+        strategy.setup_environment()  # connects the ranks, as fit() does
     trainer._data_connector.prepare_data()  # on one rank, or one of each node; others wait
     kind.setup(module, "fit")
     module.setup = lambda stage: None if stage == "fit" else kind.setup(module, stage)
