@@ -124,13 +124,11 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a list",
         lambda one: isinstance(one, (Sequence, Set)) and not isinstance(one, (str, bytes)),
     ),
+    "Optimizer": ("an optimizer", lambda one: hasattr(one, "param_groups")),
     **dict.fromkeys(("Callable", "LossFunction", "Predict"), ("a function", callable)),
     **{
-        name: (
-            f"{'an' if name[0] == 'O' else 'a'} {name}",
-            partial(lambda kind, one: kind in _classes(one), name),
-        )
-        for name in ("Horizon", "Optimizer", "Loading", "TrainStep", "Strategy")
+        name: (f"a {name}", partial(lambda kind, one: kind in _classes(one), name))
+        for name in ("Horizon", "Loading", "TrainStep", "Strategy")
     },
 }
 """What an annotation begins with, in words, and whether a value is of that kind."""
