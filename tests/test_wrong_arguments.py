@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -228,3 +229,20 @@ def test_an_unknown_argument_is_answered(name: str) -> None:
     known = arguments.split()[0]
     with pytest.raises(StrettoError, match=f"did you mean '{known}'|write "):
         call(**{f"{known}x": 1})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"device": torch.device("cpu")},
+        {"folder": Path("runs")},
+        {"compile": np.bool_(False)},
+        {"callbacks": {"a": stretto.Callback()}.values()},
+        {"loading": {"seed": 3}, "stepping": {}, "schedules": {}},
+    ],
+)
+def test_what_is_as_good_is_taken(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(trainer(**given), stretto.Trainer)
