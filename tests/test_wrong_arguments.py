@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -53,9 +54,19 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
+def over(given: dict[str, Any], **usual: Any) -> dict[str, Any]:
+    """Return the usual arguments with those that are given in their place."""
+    return usual | given
+
+
 def trainer(**given: Any) -> object:
     model = nn.Linear(3, 1)
-    usual = {"model": model, "train_data": DATA, "batch_size": 8, "max_duration": "1ep"}
+    usual: dict[str, Any] = {
+        "model": model,
+        "train_data": DATA,
+        "batch_size": 8,
+        "max_duration": "1ep",
+    }
     usual |= {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": loss}
     return stretto.Trainer(**usual | given)
 
@@ -76,7 +87,7 @@ def fitted(**given: Any) -> None:
 def prepared(**given: Any) -> None:
     optimizer = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
     run = stretto.prepare(
-        **{"data": DATA, "batch_size": 8, "max_duration": "1ep", "optimizer": optimizer} | given
+        **over(given, data=DATA, batch_size=8, max_duration="1ep", optimizer=optimizer)
     )
     if run.is_bound:
         next(iter(run))
@@ -84,23 +95,23 @@ def prepared(**given: Any) -> None:
 
 
 def loaded(**given: Any) -> None:
-    usual = {"data": DATA, "batch_size": 8, "max_duration": "1ep"}
+    usual: dict[str, Any] = {"data": DATA, "batch_size": 8, "max_duration": "1ep"}
     next(stretto.StepLoader(**usual | given))
 
 
 def planned(**given: Any) -> None:
     horizon = stretto.Horizon("2ep", dataset_num_samples=32)
-    stretto.plan(**{"horizon": horizon, "policy": 8} | given)
+    stretto.plan(**over(given, horizon=horizon, policy=8))
 
 
 def evaluated(**given: Any) -> None:
-    trainer(evaluate=stretto.Evaluation(**{"data": DATA} | given))
+    trainer(evaluate=stretto.Evaluation(**over(given, data=DATA)))
 
 
 def hyper(**given: Any) -> None:
     optimizer = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
     horizon = stretto.Horizon("2ep", dataset_num_samples=32)
-    usual = {"optimizer": optimizer, "schedules": {"lr": 1.0}, "horizon": horizon}
+    usual: dict[str, Any] = {"optimizer": optimizer, "schedules": {"lr": 1.0}, "horizon": horizon}
     stretto.Hyperparameters(**usual | given)
 
 
@@ -139,45 +150,45 @@ FACE: dict[str, tuple[Callable[..., Any], str]] = {
     "Checkpointing": (stretto.Checkpointing, "every keep monitor mode"),
     "Logging": (stretto.Logging, "every flush loggers"),
     "Horizon": (
-        lambda **given: stretto.Horizon(**{"max_duration": "2ep"} | given),
+        lambda **given: stretto.Horizon(**over(given, max_duration="2ep")),
         "max_duration dataset_num_samples dataset_num_tokens tokens_per_sample last_batch",
     ),
     "convert": (
-        lambda **given: stretto.convert(**{"time": "1ep", "unit": "sp"} | given),
+        lambda **given: stretto.convert(**over(given, time="1ep", unit="sp")),
         "time unit dataset_num_samples dataset_num_tokens max_training_duration batch_size",
     ),
     "Time": (lambda **given: stretto.Time(*given.values()), "value"),
     "Every": (lambda **given: stretto.Every(*given.values()), "interval"),
     "At": (lambda **given: stretto.At(*given.values()), "time"),
     "DataSpec": (
-        lambda **given: stretto.DataSpec(**{"data": DATA} | given),
+        lambda **given: stretto.DataSpec(**over(given, data=DATA)),
         "data num_samples num_tokens tokens_per_sample lengths",
     ),
     "Cosine": (stretto.Cosine, "start end over warmup warmup_start"),
     "Linear": (stretto.Linear, "start end over warmup"),
-    "WSD": (lambda **given: stretto.WSD(**{"decay": "10%"} | given), "warmup decay"),
+    "WSD": (lambda **given: stretto.WSD(**over(given, decay="10%")), "warmup decay"),
     "PiecewiseConstant": (stretto.PiecewiseConstant, "steps"),
     "DoublingRamp": (
-        lambda **given: stretto.DoublingRamp(**{"start": 8, "end": 32, "over": "50%"} | given),
+        lambda **given: stretto.DoublingRamp(**over(given, start=8, end=32, over="50%")),
         "start end over",
     ),
     "LinearRamp": (
-        lambda **given: stretto.LinearRamp(**{"start": 8, "end": 32, "over": "50%"} | given),
+        lambda **given: stretto.LinearRamp(**over(given, start=8, end=32, over="50%")),
         "start end over",
     ),
     "LinearRule": (stretto.LinearRule, "reference"),
     "SquareRootRule": (stretto.SquareRootRule, "reference"),
     "NoiseScale": (
-        lambda **given: stretto.NoiseScale(**{"start": 8, "maximum": 32} | given),
+        lambda **given: stretto.NoiseScale(**over(given, start=8, maximum=32)),
         "start maximum",
     ),
     "AtMost": (
-        lambda **given: stretto.AtMost(**{"policy": 8, "maximum": 32} | given),
+        lambda **given: stretto.AtMost(**over(given, policy=8, maximum=32)),
         "policy maximum",
     ),
     "find_batch_size": (
         lambda **given: stretto.find_batch_size(
-            **{"step": None, "batch": (torch.ones(2, 3),)} | given
+            **over(given, step=None, batch=(torch.ones(2, 3),))
         ),
         "step",
     ),
@@ -218,3 +229,20 @@ def test_an_unknown_argument_is_answered(name: str) -> None:
     known = arguments.split()[0]
     with pytest.raises(StrettoError, match=f"did you mean '{known}'|write "):
         call(**{f"{known}x": 1})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"device": torch.device("cpu")},
+        {"folder": Path("runs")},
+        {"compile": np.bool_(False)},
+        {"callbacks": {"a": stretto.Callback()}.values()},
+        {"loading": {"seed": 3}, "stepping": {}, "schedules": {}},
+    ],
+)
+def test_what_is_as_good_is_taken(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(trainer(**given), stretto.Trainer)

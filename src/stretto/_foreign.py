@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial, wraps
-from pathlib import Path
+from os import PathLike
 from typing import Any, TypeVar
 
 from stretto.errors import ConfigError, nearest
@@ -126,21 +126,24 @@ def names_of(function: Callable[..., Any]) -> Collection[str]:
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "None": ("None", lambda one: one is None),
-    "bool": ("True or False", lambda one: isinstance(one, bool)),
-    "str": ("a text", lambda one: isinstance(one, str)),
-    "Path": ("a path", lambda one: isinstance(one, Path)),
+    # numpy has truth values of its own.
+    "bool": ("True or False", lambda one: type(one).__name__ in ("bool", "bool_")),
+    "str": ("a text", lambda one: isinstance(one, str) or "device" in _classes(one)),
+    "Path": ("a path", lambda one: isinstance(one, PathLike)),
     "Mapping": ("a mapping such as {'name': ...}", lambda one: hasattr(one, "keys")),
     "Sequence": (
         "a list",
-        lambda one: isinstance(one, (Sequence, Set)) and not isinstance(one, (str, bytes)),
+        lambda one: (
+            isinstance(one, Collection)
+            and not isinstance(one, (str, bytes, Mapping))
+            and not hasattr(one, "dtype")
+        ),
     ),
+    "Optimizer": ("an optimizer", lambda one: hasattr(one, "param_groups")),
     **dict.fromkeys(("Callable", "LossFunction", "Predict"), ("a function", callable)),
     **{
-        name: (
-            f"{'an' if name[0] == 'O' else 'a'} {name}",
-            partial(lambda kind, one: kind in _classes(one), name),
-        )
-        for name in ("Horizon", "Optimizer", "Loading", "TrainStep", "Strategy")
+        name: (f"a {name}", partial(lambda kind, one: kind in _classes(one), name))
+        for name in ("Horizon", "Loading", "TrainStep", "Strategy")
     },
 }
 """What an annotation begins with, in words, and whether a value is of that kind."""
@@ -162,7 +165,7 @@ def _check_kinds(annotations: Mapping[str, Any], given: Mapping[str, Any]) -> No
         kinds = [_KINDS[head] for head in heads if head in _KINDS]
         fits = len(kinds) < len(heads) or any(one(value) for _, one in kinds)
         inner = re.search(r"Sequence\[(\w+)\]", text)
-        if fits and inner and inner[1] in _KINDS and isinstance(value, (list, tuple, Set)):
+        if fits and inner and inner[1] in _KINDS and isinstance(value, Collection):
             fits = all(map(_KINDS[inner[1]][1], value))
         if not fits:
             words = " or ".join(dict.fromkeys(word for word, _ in kinds))

@@ -24,7 +24,7 @@ from stretto.data.weights import LossWeights, MicroBatchView, UnitCounter, Units
 from stretto.distributed.logged import Logged, Reduce
 from stretto.distributed.mesh import Mesh, as_mesh
 from stretto.distributed.strategy import Strategy
-from stretto.errors import CheckpointError, PlanWarning, TrainingError
+from stretto.errors import CheckpointError, PlanWarning, StrettoError, TrainingError
 from stretto.optim import Hyperparameters
 from stretto.optim.hyperparameters import (
     GroupValues,
@@ -188,6 +188,8 @@ class Run:
     (3, False)
     """
 
+    refused: StrettoError | None = None
+    """Why the run cannot begin, so that it has no plan; for the loop."""
     _weights: WeightWatch | None = None
     _look_at = 0
     """The number of batches at which weights are looked at next."""
@@ -477,13 +479,8 @@ class Run:
         Raises:
             PlanError: a stage that is still to come has fewer samples than there are ranks.
         """
-        if self._loader is None and self.prepared.sizes is not None:  # before `bind`
-            return plan_prepared(
-                self.prepared,
-                world_size=Ranks.of(None, None).dp_world_size,
-                micro_batch_size=self.micro_batch_size,
-                idle_ranks=self.idle_ranks,
-            )
+        if self.refused is not None:
+            return None
         if self._plan is None and self.prepared.sizes is not None:
             known: dict[str, Any] = {"world_size": Ranks.of().dp_world_size}
             if self._loader is not None:
@@ -506,7 +503,7 @@ class Run:
     @property
     def why_not_planned(self) -> str | None:
         """Why `plan` is None; None if there is one."""
-        refusal = self.prepared.refusal
+        refusal = self.refused or self.prepared.refusal
         return None if refusal is None else refusal.message.why
 
     def set_micro_batch_size(self, size: int | str) -> None:

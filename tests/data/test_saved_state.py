@@ -97,7 +97,7 @@ def test_a_state_is_what_json_gives_back(policy: Any, signals: list[Signals], ki
     data: Any = DataSpec([torch.ones(3)] * 48, lengths=LENGTHS)
     if kind == "stream":
         data = DataSpec(DataLoader(Stream(), batch_size=6), num_samples=48, tokens_per_sample=3)
-    made = {"micro_batch_size": 4, "schedules": {"lr": Cosine()}}
+    made: dict[str, Any] = {"micro_batch_size": 4, "schedules": {"lr": Cosine()}}
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     run = prepare(data, policy, max_duration="1ep", **made)
     run.bind(optimizer)

@@ -392,7 +392,7 @@ def test_data_can_be_read_without_optimizers() -> None:
 
 @pytest.mark.parametrize("wrong", ["adam", 3, None, [nn.Linear(1, 1)], torch.ones(2)])
 def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="an Optimizer"):
+    with pytest.raises(ConfigError, match="an optimizer"):
         make().bind(wrong)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from stretto.errors import PlanWarning
 from stretto.training import Trainer
 
 SCRIPT = Path(__file__).with_name("distributed_run.py")
@@ -90,14 +91,15 @@ def test_two_ranks_at_the_edges(tmp_path: Path, launch_ranks: Callable[..., Any]
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1)).double()
     data = TensorDataset(torch.randn(40, 5, generator=torch.Generator().manual_seed(1)).double())
-    Trainer(
-        model,
-        data,
-        optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1),
-        loss=lambda model, batch: model(batch[0]).square().mean(),
-        max_duration="4ba",
-        batch_size=3,
-    ).fit()
+    with pytest.warns(PlanWarning, match="no optimizer has"):
+        Trainer(
+            model,
+            data,
+            optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1),
+            loss=lambda model, batch: model(batch[0]).square().mean(),
+            max_duration="4ba",
+            batch_size=3,
+        ).fit()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
     for rank in (first, second):
         weights = torch.tensor(rank["dummies"], dtype=torch.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
@@ -134,6 +134,8 @@ class Ddp(Strategy):
     """
 
     model: nn.parallel.DistributedDataParallel
+    _frozen: Sequence[tuple[str, nn.Parameter]] = ()
+    """The parameters that were frozen when the model was wrapped."""
 
     def __init__(self, *, find_unused_parameters: bool = False) -> None:
         self.find_unused_parameters = find_unused_parameters

@@ -324,10 +324,10 @@ class Trainer:
             check_states({**callback_parts(self.callbacks), "step": self.step})
         transforms = events.listeners("transform_batch")
         self.step.transforms = [partial(call, self.run) for call in transforms]
-        self._refusal = self._refused()
+        self.run.refused = self._refused()
         if micro_batch_size == "auto":
             self.fitting = find_micro_batch(self.step, self.run, self._ranks, self.plan)
-            self._refusal = self._refused()
+            self.run.refused = self._refused()
         return events
 
     def _make_loop(
@@ -449,7 +449,7 @@ class Trainer:
         tokens that have to be counted: `run.why_not_planned` says why. `plan.is_exact` says whether
         it is only a bound.
         """
-        return None if self._refusal is not None else self.run.plan
+        return self.run.plan
 
     @property
     def timer(self) -> Timer:
@@ -525,8 +525,8 @@ class Trainer:
         self._setup.read(self.run)
         if resume is not None:
             self.resume(resume)
-        if self._refusal is not None:
-            raise self._refusal
+        if self.run.refused is not None:
+            raise self.run.refused
         loop = self._loop
         loop.saver.check_added()
         if even_if_stopped or not self._is_resumed:
@@ -682,7 +682,7 @@ class Trainer:
         self._loop.stepper.resumed_from = found
         self.changes = (*self._setup.changes, *dropped)
         self._loop.recorder.files.resumed = found, self.changes
-        self._refusal = self.run.prepared.refused
+        self.run.refused = self.run.prepared.refused
         if self.run.prepared.is_quick:  # if not, the loader checks what it can
             self.run.plan  # noqa: B018  making it checks the stages that are still to come
 
@@ -693,6 +693,7 @@ class Trainer:
         One process can train on any plan, unless its data cannot count the tokens that it needs.
         A stage that several ranks cannot share may be over in the checkpoint that is resumed next.
         """
+        self.run.refused = None
         try:
             if self.run.prepared.refused is not None:
                 return self.run.prepared.refused
