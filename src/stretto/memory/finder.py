@@ -116,12 +116,8 @@ def find_batch_size(
         ConfigError: an amount of memory cannot be read.
     """
     one_of(method, "method", get_args(Method), FitError)
-    world_size, accumulation = (
-        _number("world_size", world_size),
-        _number("accumulation", accumulation),
-    )
+    world_size, multiple_of = _number("world_size", world_size), _number("multiple_of", multiple_of)
     minimum, maximum = _number("minimum", minimum), _number("maximum", maximum)
-    multiple_of = _number("multiple_of", multiple_of)
     if world_size > 1 and gpu is None:
         raise FitError.bad("world_size", world_size, "it needs a kind of GPU", "add gpu='h100'")
     if not isinstance(ranks, (Ranks, NoneType)):
@@ -134,7 +130,8 @@ def find_batch_size(
         if multiple_of == 1 and minimum < maximum:  # to the last token takes more trials
             multiple_of = 1 << max(0, batch.longest.bit_length() - 7)
         minimum = max(minimum, batch.longest)
-    how: dict[str, Any] = {"accumulation": accumulation, "measures_noise": measures_noise}
+    count = _number("accumulation", accumulation)
+    how: dict[str, Any] = {"accumulation": count, "measures_noise": measures_noise}
     finder = _Finder(
         partial(WholeStep.of, step, **how) if makes_step(step) else WholeStep.of(step, **how),
         batch,
