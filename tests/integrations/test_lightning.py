@@ -416,7 +416,7 @@ class Images(DummyLogger):
         self.notes: list[Any] = []
 
     @property
-    def experiment(self) -> Any:  # type: ignore[override]
+    def experiment(self) -> Any:
         return self
 
     def add_image(self, name: str, _: Any) -> None:

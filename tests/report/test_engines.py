@@ -57,8 +57,14 @@ def test_settings_of_megatron() -> None:
     ]
 
 
-STATED = {"lr": 1.0, "weight_decay": 0.2, "betas": [0.9, 0.95], "eps": 1e-7, "clip_norm": 2.0}
-PRINTED = {
+STATED: dict[str, Any] = {
+    "lr": 1.0,
+    "weight_decay": 0.2,
+    "betas": [0.9, 0.95],
+    "eps": 1e-7,
+    "clip_norm": 2.0,
+}
+PRINTED: dict[Any, dict[str, Any]] = {
     "megatron": {
         "--weight-decay": 0.2,
         "--adam-beta1": 0.9,
