@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -123,3 +124,20 @@ def test_lazy_and_half_weights_can_be_looked_at(dtype: torch.dtype) -> None:
         optimizer.zero_grad()
         run.finish()
     assert run.timer.batch == 24
+
+
+def test_a_run_that_ends_where_it_began_has_learnt() -> None:
+    """As one does that repeats another to the bit from where that has converged."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = copy.deepcopy(model.state_dict())
+    run = prepare(DATA, 8, max_duration="20ba", optimizer=optimizer)
+    for step in run:
+        for micro in step:
+            (mean(model, micro.batch) * micro.weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.timestamp.batch == 19:
+            model.load_state_dict(start)
+        run.finish()
+    assert run.is_done

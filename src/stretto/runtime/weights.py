@@ -46,7 +46,7 @@ class WeightWatch:
         self._optimizers, self._ranks, self._checks_finite = optimizers, ranks, checks_finite
         self._first, self.next = at.batch, at.batch + 1
         """The number of batches at which it looks next."""
-        self._has_warned = False
+        self._has_warned = self._has_changed = False
         self._versions = [one._version for one in self._weights()]
         self._start = self._marks()
         # A rank may have experts of its own: only what is alike at the start must stay so.
@@ -60,6 +60,7 @@ class WeightWatch:
             TrainingError: a weight is not finite.
         """
         self.next, marks = self._first + 10 * (self.next - self._first), self._marks()
+        self._has_changed |= marks != self._start  # it may return to where it was
         if not is_last:
             self._compare(marks, f"after {at.get('ba')}")
         for number, (mark, start) in enumerate(zip(marks, self._start, strict=False)):
@@ -81,7 +82,7 @@ class WeightWatch:
         groups = [group for one in self._optimizers for group in one.param_groups]
         is_set = any(map(any, marks)) and any(group.get("lr", 1) for group in groups)
         is_updated = self._versions != [one._version for one in self._weights()]
-        if is_set and is_updated and marks == self._start:
+        if is_set and is_updated and not self._has_changed:
             return True
         # Decay moves weights, too. What optimizers keep of gradients is as large as these.
         kept = [
