@@ -101,7 +101,7 @@ def attach(
     other = getattr(accelerator.backward, "__self__", None)
     is_twice = isinstance(other, AccelerateLoader) and not other.run.is_done
     refuse(
-        (is_twice, "attach twice", "the run before has not ended", "make a new Accelerator()"),
+        (is_twice, "attach twice", "the run before has not ended", "make a new Accelerator"),
         (kind in engines, f"use {kind.value}", "it accumulates by itself", "use DDP or FSDP2"),
         (is_own, f"use gradient_accumulation_steps={steps}", BY_SIZE, "leave it out"),
         (prepared, f"read {type(data).__name__}", "it is cut for ranks", "do not prepare the data"),
