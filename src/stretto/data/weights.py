@@ -157,12 +157,12 @@ class LossWeights:
         for micro, units in zip(step.micro_batches, own, strict=True):
             micro.weight = units * ranks.dp_world_size / total
         used = next((one.batch for one in step.micro_batches if one.weight), self._spare)
-        self._spare = _copied(used)
+        self._spare = copied(used)
         for micro in step.micro_batches:
             if not micro.weight and used is not None:
-                micro.batch = _copied(used)
+                micro.batch = copied(used)
 
 
-def _copied(batch: Any) -> Any:
+def copied(batch: Any) -> Any:
     """Return a batch of the same tensors: a loop may take parts out of its containers."""
     return mapped(lambda tensor: tensor, batch)

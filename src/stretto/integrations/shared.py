@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
 from stretto.data import DataSpec, Step
-from stretto.data.weights import Units, unit_counter, units_of
+from stretto.data.weights import Units, copied, unit_counter, units_of
 from stretto.errors import DataError, TrainingError
 from stretto.integrations.counts import steps_between, steps_left
 from stretto.noise import NoiseMeter
@@ -124,6 +124,7 @@ class StepMeter:
         self._run, reads = run, run.loader.reads
         self._reads_loss = "loss" in reads
         self._noise: NoiseMeter | None = None
+        self._spare: Any = None
         if "noise" in reads:
             refuse((model is None, "measure noise", "the model is not known", "pass model=model"))
             assert model is not None, "refused"
@@ -156,7 +157,14 @@ class StepMeter:
             if self._noise is not None:
                 watch = self._noise.watch(micro, is_last=is_last, units=count, divisor=total)
             found.append(Pass(micro.batch, weight, not number, is_last, micro.num_samples, watch))
-        return found
+        # A mean over no units is nan, also with a weight of 0.
+        used = next((one.batch for one in found if one.weight), self._spare)
+        self._spare = None if counter is None else copied(used)
+        is_replaced = self._spare is not None
+        return [
+            one._replace(batch=copied(self._spare)) if is_replaced and not one.weight else one
+            for one in found
+        ]
 
     def signals(self, loss: Tensor | float | None = None, scaler: Any = None) -> Signals:
         """Return what the step measured, from all ranks, which must all call it.
