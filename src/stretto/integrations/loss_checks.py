@@ -39,7 +39,9 @@ def keeps(
     pair: Sequence[tuple[Any, int]],
     loss_of: Callable[[Any], float],
     units: Units,
-    tolerance: float,
+    tolerance: Callable[[], float],
+    *,
+    is_second: bool = False,
 ) -> bool:
     """Return whether the loss of a batch is the mean, or sum, of those of its parts.
 
@@ -52,31 +54,37 @@ def keeps(
             cannot be joined, the larger is compared with its halves.
         loss_of: returns the loss of a batch.
         units: what it is a mean over.
-        tolerance: relative rounding.
+        tolerance: relative rounding, asked for when the losses are there.
+        is_second: whether the same samples are looked at again, cut in another place; what cannot
+            be seen is then no reason to change the verdict.
     """
-    whole, parts, sizes = _cut(pair)
+    whole, parts, sizes = _cut(pair, is_second=is_second)
     first, *losses = [loss_of(batch) for batch in (whole, *parts)]
     if not all(sizes):
-        return True
+        return not is_second
     count = count_target_tokens if units == "tokens" else units
     counts = sizes if count == "samples" else [count(part) for part in parts]
-    return reduction_of(first, losses, counts, tolerance=tolerance) in (reduction, None)
+    return reduction_of(first, losses, counts, tolerance=tolerance()) in (reduction, None)
 
 
-def _cut(pair: Sequence[tuple[Any, int]]) -> tuple[Any, list[Any], list[int]]:
+def _cut(pair: Sequence[tuple[Any, int]], *, is_second: bool) -> tuple[Any, list[Any], list[int]]:
     """Return a batch, its two parts, and their samples; 0: it could not be cut."""
     batches, sizes = [batch for batch, _ in pair], [size for _, size in pair]
     whole, count = max(pair, key=lambda each: each[1])
-    half = count // 2
+    part = count // 2
     if all(_has_rows(batch, size) for batch, size in pair):
         with suppress(DataError):
             if len(pair) > 1 and all(sizes):
-                return join_samples(batches, sizes), batches, sizes
+                joined = join_samples(batches, sizes)
+                if not is_second:
+                    return joined, batches, sizes
+                whole, count = joined, sum(sizes)
+        part = max(1, count // 3) if is_second else part
         with suppress(DataError):
-            if half:
-                cuts = slice(half), slice(half, count)
-                halves = [take_samples(whole, cut, count) for cut in cuts]
-                return whole, halves, [half, count - half]
+            if 0 < part < count:
+                cuts = slice(part), slice(part, count)
+                parts = [take_samples(whole, cut, count) for cut in cuts]
+                return whole, parts, [part, count - part]
     return whole, [whole, whole], [0, 0]
 
 

@@ -7,12 +7,14 @@ its parts (`reduction_of`). If only the loss itself is there, its graph is read 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from stretto.errors import TrainingError
 from stretto.runtime.loss_graph import Reading, read
@@ -173,33 +175,61 @@ def is_close(first: float, other: float, tolerance: float) -> bool:
     return math.isclose(first, other, rel_tol=tolerance, abs_tol=1e-12)
 
 
-def tolerance_for(parameters: Iterable[Tensor], *, is_coarse: bool = False) -> float:
+def tolerance_for(
+    parameters: Iterable[Tensor], *, is_coarse: bool = False, loss: Tensor | None = None
+) -> float:
     """Return the relative rounding of a loss.
 
     Args:
         parameters: those of the model.
         is_coarse: whether it computes in half precision or TF32 all the same.
+        loss: the loss; one in half precision is rounded by itself, and three are compared.
     """
     halves = (torch.bfloat16, torch.float16)
-    return 3e-3 if is_coarse or any(parameter.dtype in halves for parameter in parameters) else 3e-6
+    is_half = is_coarse or any(parameter.dtype in halves for parameter in parameters)
+    # Both sides are off by half a unit in the last place; the rest is for what was added up.
+    own = 1.5 * torch.finfo(loss.dtype).eps if loss is not None and loss.dtype in halves else 0.0
+    return max(3e-3 if is_half else 3e-6, own)
 
 
 @contextmanager
-def only_looking(model: nn.Module) -> Iterator[RandomState]:
-    """While open, losses are measured: no gradients, the model in eval mode, random state restored.
+def only_looking(model: nn.Module, *, is_training: bool = False) -> Iterator[RandomState]:
+    """While open, losses are measured: no gradients, no dropout, random state restored.
 
     The modes are set as attributes: `train` and `eval` of a module may do more.
+
+    Args:
+        model: the model.
+        is_training: whether its layers stay in the mode that they have, as a loss may ask for it.
+            Those that normalize by statistics of the batch are in eval mode in any case.
 
     Yields:
         The random state, to restore before each of several losses.
     """
     modes, random = [(module, module.training) for module in model.modules()], RandomState.now()
     try:
-        for module, _ in modes:
-            module.training = False
-        with torch.no_grad():
+        for module, mode in modes:
+            module.training = mode and is_training and not isinstance(module, _BatchNorm)
+        with torch.no_grad(), _WithoutDropout():
             yield random
     finally:
         for module, mode in modes:
             module.training = mode
         random.restore()
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """While open, dropout does nothing: it leaves out other places of a batch than of its parts."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, but not dropout."""
+        options, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name.endswith(("dropout", "dropout1d", "dropout2d", "dropout3d")):
+            return args[0] if args else options["input"]
+        if func is nn.functional.scaled_dot_product_attention:
+            args, options["dropout_p"] = (*args[:4], *args[5:]), 0.0
+            if len(args) > 4:
+                options["is_causal"], args = args[4], args[:4]
+        return func(*args, **options)

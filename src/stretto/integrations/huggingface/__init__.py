@@ -22,6 +22,7 @@ from transformers import Trainer
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.batching.seesaw import Pair
+from stretto.data.weights import Units, unit_counter
 from stretto.integrations.huggingface.trainer import Follows, StrettoCallback, check_hugging_face
 from stretto.settings import Loading
 from stretto.timing import LastBatch, TimeLike, Trigger
@@ -37,6 +38,7 @@ def attach(
     schedules: Mapping[str, Any] | None = None,
     *,
     rule: RuleLike | None = None,
+    units: Units | None = None,
     every: Mapping[str, Trigger | TimeLike] | None = None,
     max_duration: TimeLike | None = None,
     micro_batch_size: int | str | None = None,
@@ -53,6 +55,8 @@ def attach(
         batch_size: samples or tokens of one step over all ranks: a number, a text, a policy.
         schedules: by hyper-parameter; None: `args.lr_scheduler_type`, over the clock.
         rule: how learning rates follow the batch size.
+        units: what the loss is a mean over: "samples", "tokens" (targets), or a function that
+            counts them. None: it is measured, and refused if it is no known mean.
         every: when to "evaluate", "save" or "log", beside what the strategies of `args` say.
         max_duration: how long to train; None: `args.max_steps` or `args.num_train_epochs`.
         micro_batch_size: the most samples of a micro-batch, or its most tokens, such as `"8Ktok"`.
@@ -67,6 +71,7 @@ def attach(
         StrettoError: the trainer or its settings cannot follow; the message says why.
     """
     when = {} if every is None else every
+    unit_counter("samples" if units is None else units)  # checks them
     check_hugging_face(trainer, when)
     args, kind = trainer.args, type(trainer)
     if issubclass(kind, Follows):  # attached before, as in a notebook
@@ -81,6 +86,7 @@ def attach(
         every=when,
         micro_batch_size=micro_batch_size,
     )
+    own.units = units
     ending: LastBatch = "drop" if args.dataloader_drop_last else "keep"
     own.loading, own.facts = Loading(last_batch=ending if last_batch is None else last_batch), facts
     trainer.__class__ = type(f"Stretto{kind.__name__}", (Follows, kind), {})

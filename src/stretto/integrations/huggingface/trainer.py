@@ -104,7 +104,11 @@ def check_loss(trainer: Any, run: Run, kind: LossKind | None) -> None:
     name = type(trainer.model if own is None else own).__name__
     what = f"compute the loss of {name} in micro-batches or on several ranks"
     why = "it may compare samples, weigh classes, or add a term such as that of a router"
-    instead = "train on one rank with per_device_train_batch_size of the largest batch"
+    instead = (
+        "pass units= to attach: 'samples', 'tokens', or a function that counts what it is a mean "
+        "over, such as units=lambda batch: batch['mask'].sum(); if it is no mean, train on one "
+        "rank with per_device_train_batch_size of the largest batch"
+    )
     refuse((not is_whole, what, why, instead))
 
 
@@ -159,6 +163,8 @@ class StrettoCallback(TrainerCallback, ExportableState):
     """None before the first step."""
     kind: LossKind | None
     """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
+    units: Units | None
+    """What the user says that it is a mean over; then it is not measured."""
     divisor: LossKind | None
     """What counts the number that a loss is divided by; None: the trainer does."""
     num_steps: int
@@ -174,6 +180,8 @@ class StrettoCallback(TrainerCallback, ExportableState):
         self.settings = settings  # without any if transformers restores it; it is then replaced
         self.curve: Callable[[float], float] = lambda _: 1.0
         self.weight: float | None = None
+        self.num_items: Any = None
+        """What the losses of the present step are divided by."""
         self.signals = NO_SIGNALS
         self.saved: dict[str, Any] | None = None
         """The state of the run in the last checkpoint."""
@@ -310,10 +318,13 @@ class Follows(Trainer):
         meter, losses = own.meter, []
         counted: Units = "samples"
         is_divided = own.kind is None or own.kind.startswith("divided")  # by the loss itself
-        if own.kind is not None and not is_divided:
+        if own.units is not None:
+            num_items_in_batch, counted, is_divided = None, own.units, False
+        elif own.kind is not None and not is_divided:
             num_items_in_batch, counted = None, units(own.kind, ignored_pixel(self.model))
         elif num_items_in_batch is not None and "noise" in own.run.loader.reads:
             counted = count_target_tokens
+        own.num_items = num_items_in_batch
         for one_pass in meter.passes(inputs, counted):
             is_last, own.weight = one_pass.is_last, one_pass.weight
             if is_divided:
@@ -328,7 +339,8 @@ class Follows(Trainer):
             if not is_last:
                 handler = self.callback_handler
                 self.control = handler.on_substep_end(self.args, self.state, self.control)
-        own.weight, loss = None, losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        own.weight, own.num_items = None, None
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         own.signals = meter.signals(loss, accelerator.scaler)
         return loss
 
@@ -341,8 +353,10 @@ class Follows(Trainer):
         own, size = self.stretto, step.num_samples
         if own.meter is None:  # the first step
             own.meter = StepMeter(own.run, model)
-            own.kind, own.divisor = measure(self, model, step.micro_batches, num_items)
-            check_loss(self, own.run, own.kind)
+            own.kind, own.divisor = None, None
+            if own.units is None:
+                own.kind, own.divisor = measure(self, model, step.micro_batches, num_items)
+                check_loss(self, own.run, own.kind)
             own.num_steps, own.sizes, own.is_warned = 0, set(), False
         if len(step) > 1 and not own.is_warned:
             own.is_warned = True
@@ -364,9 +378,13 @@ class Follows(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of a micro-batch with its weight in the step."""
+        weight = self.stretto.weight
+        if num_items_in_batch is None and weight is not None:
+            num_items_in_batch = (
+                self.stretto.num_items
+            )  # a second loss, of a training_step of yours
         options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
         found = super().compute_loss(model, inputs, **options)
-        weight = self.stretto.weight
         if weight is None or weight == 1.0:
             return found
         return (found[0] * weight, found[1]) if return_outputs else found * weight

@@ -515,4 +515,4 @@ def _has_mean(
     is_coarse = "32" not in str(trainer.precision) and "64" not in str(trainer.precision)
     tolerance = tolerance_for(module.parameters(), is_coarse=is_coarse)
     with only_looking(other) as random:
-        return keeps("mean", pair, loss_of, units, tolerance)
+        return keeps("mean", pair, loss_of, units, lambda: tolerance)
