@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from stretto.data import count_target_tokens
 from stretto.data.containers import (
-    count_samples,
+    count_rows,
     join_samples,
-    may_hold,
     opened,
     take_samples,
 )
@@ -139,12 +138,13 @@ class StepChecks:
         Raises:
             TrainingError: it is such a loss, or they were cleared between micro-batches.
         """
-        size, rows = present.num_samples, present.num_samples
-        if not may_hold(present.batch, size):  # packed
-            with suppress(DataError):
-                rows = count_samples(present.batch)
-        is_last = present.is_last
-        doubt = self._mean.look(loss, rows, size, is_last=is_last, accumulation=accumulation)
+        doubt = self._mean.look(
+            loss,
+            count_rows(present.batch, present.num_samples),
+            present.num_samples,
+            is_last=present.is_last,
+            accumulation=accumulation,
+        )
         if doubt is not None:
             refuse((True, WEIGH, *doubt))
         is_cleared = self._had_gradient and not has_gradient(self._run)

@@ -329,12 +329,12 @@ class _Reader:
         if len({(seen, len(size)) for seen, size in rows}) > 1:
             return _unknown(_COMPARES)
         size = rows[0][1]
-        if is_mean and name.startswith("NllLoss"):
-            if _saved(node, "weight") is not None:
-                return _unknown("it is divided by the weights of the classes in the micro-batch")
-            total = _saved(node, "total_weight")
-            self.ratios.append(math.nan if total is None else float(total) / self.num_samples)
         each = math.prod(size[one] for one in own or range(len(size))) // self.num_samples
+        if is_mean:
+            total = _saved(node, "total_weight") if name.startswith("NllLoss") else None
+            self.ratios.append(each if total is None else float(total) / self.num_samples)
+            if total is not None and _saved(node, "weight") is not None:
+                return _unknown("it is divided by the weights of the classes in the micro-batch")
         return _Seen("reduced", terms=(_Term("mean") if is_mean else _Term("sum", each),))
 
     def _viewed(self, seen: _Seen, size: _Shape, shape: _Shape) -> _Seen:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter, is_not
@@ -25,7 +25,7 @@ from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
 from stretto.batching.metrics import LOSS, NOISE
 from stretto.batching.split import in_rows
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
-from stretto.data.containers import count_samples
+from stretto.data.containers import count_rows, count_samples
 from stretto.data.tokens import longest_sequence
 from stretto.data.weights import nothing_to_learn, unit_counter
 from stretto.distributed.logged import MicroLoss
@@ -313,10 +313,7 @@ class Stepper:
         """Warn of a loss that is not known to be a mean over samples; return it."""
         if self._mean is None or not isinstance(loss, Tensor) or loss.dim():
             return loss
-        rows = micro.num_rows
-        if self._step.transforms:
-            with suppress(DataError):
-                rows = count_samples(micro.batch)
+        rows = count_rows(micro.batch, micro.num_rows)
         doubt = self._mean.look(loss, rows, micro.num_samples, is_last=False)
         if doubt is not None:
             self._mean, self._looks = None, False
