@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 from torch import Tensor, nn
 
-from stretto.data import count_target_tokens
 from stretto.data.containers import (
     count_rows,
     join_samples,
@@ -37,7 +36,7 @@ def keeps(
     reduction: Reduction,
     pair: Sequence[tuple[Any, int]],
     loss_of: Callable[[Any], float],
-    units: Units,
+    units: Literal["samples"] | Callable[[Any], float],
     tolerance: Callable[[], float],
     *,
     is_second: bool = False,
@@ -61,8 +60,7 @@ def keeps(
     first, *losses = [loss_of(batch) for batch in (whole, *parts)]
     if not all(sizes):
         return not is_second
-    count = count_target_tokens if units == "tokens" else units
-    counts = sizes if count == "samples" else [count(part) for part in parts]
+    counts = sizes if units == "samples" else [units(part) for part in parts]
     return reduction_of(first, losses, counts, tolerance=tolerance()) in (reduction, None)
 
 

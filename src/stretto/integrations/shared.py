@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
 from stretto.data import DataSpec, Step
-from stretto.data.weights import Units, copied, unit_counter, units_of
+from stretto.data.weights import UnitCounter, Units, copied, unit_counter, units_of
 from stretto.errors import DataError, TrainingError
 from stretto.integrations.counts import steps_between, steps_left
 from stretto.noise import NoiseMeter
@@ -125,6 +125,9 @@ class StepMeter:
         self._reads_loss = "loss" in reads
         self._noise: NoiseMeter | None = None
         self._spare: Any = None
+        self._units: Units | None = None
+        self.counter: UnitCounter = None
+        """Counts the units of a batch in the present step; None: they are samples."""
         if "noise" in reads:
             refuse((model is None, "measure noise", "the model is not known", "pass model=model"))
             assert model is not None, "refused"
@@ -148,7 +151,10 @@ class StepMeter:
         if self._noise is not None:
             step.micro_batches = list(self._noise.begin(step))
         ranks, last = self._run.loader.ranks, len(step) - 1
-        counter = self._run.loss_weights.count if units is None else unit_counter(units)
+        if units != self._units or self.counter is None:
+            self._units = units
+            self.counter = self._run.loss_weights.count if units is None else unit_counter(units)
+        counter = self.counter
         counts, total = units_of(step, counter, ranks)
         found: list[Pass] = []
         for number, (micro, count) in enumerate(zip(step, counts, strict=True)):

@@ -27,7 +27,7 @@ from stretto.batching.split import in_rows
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
 from stretto.data.containers import count_rows, count_samples
 from stretto.data.tokens import longest_sequence
-from stretto.data.weights import nothing_to_learn, unit_counter
+from stretto.data.weights import TargetTokens, nothing_to_learn, unit_counter
 from stretto.distributed.logged import MicroLoss
 from stretto.distributed.strategy import Strategy
 from stretto.errors import DataError, StrettoError, TrainingError, first_line
@@ -516,6 +516,8 @@ class Stepper:
         """Count the units of each micro-batch; none in a dummy."""
         if self.count is None:
             return [micro.num_samples if micro.weight else 0 for micro in micro_batches]
+        if isinstance(self.count, TargetTokens) and self.count.is_open:
+            self.count.look((one.batch for one in micro_batches if one.weight), self._ranks)
         return [self.count(micro.batch) if micro.weight else 0 for micro in micro_batches]
 
     def _transformed(self, micro: MicroBatch) -> MicroBatch:

@@ -423,7 +423,8 @@ class LightningCallback(Callback):
             why, instead = "its loss has no weight", "multiply it: dataloader.weight * loss"
             refuse((not batches.is_weighed, "train in manual optimization", why, instead))
         elif not isinstance(trainer.strategy, ModelParallelStrategy):
-            is_mean = _has_mean(trainer, pl_module, self._seen[-2:], batches.units, batch_idx)
+            counter: Any = batches.meter.counter or "samples"
+            is_mean = _has_mean(trainer, pl_module, self._seen[-2:], counter, batch_idx)
             is_other = self._run.loader.ranks.agree([not is_mean])[0]
             why = "that of a batch is not the mean over samples, or units=, of those of its parts"
             instead = "return a mean, and pass what it is over (units='tokens')"
