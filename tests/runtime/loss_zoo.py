@@ -22,25 +22,29 @@ def double(module: nn.Module) -> nn.Module:
     return module.double()
 
 
-net = double(nn.Linear(DIM, CLASSES))
-deep = double(nn.Sequential(nn.Linear(DIM, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, CLASSES)))
-enc = double(nn.Linear(DIM, 8))
-enc2 = double(nn.Linear(DIM, 8))
-emb = double(nn.Embedding(11, 8))
-pos = double(nn.Embedding(PLACES, 8))
-block = double(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
-block_time_first = double(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0))
-lstm = double(nn.LSTM(8, 7, batch_first=True))
-conv = double(nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten()))
-head = double(nn.Linear(4, CLASSES))
-per_token = double(nn.Linear(8, 11))
-log_sigma = nn.Parameter(torch.zeros(2).double())
-temperature = nn.Parameter(torch.tensor(0.5).double())
-centers = nn.Parameter(torch.randn(CLASSES, 8).double())
-teacher = double(nn.Linear(DIM, CLASSES)).requires_grad_(False)
+net: Any = double(nn.Linear(DIM, CLASSES))
+deep: Any = double(
+    nn.Sequential(nn.Linear(DIM, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, CLASSES))
+)
+enc: Any = double(nn.Linear(DIM, 8))
+enc2: Any = double(nn.Linear(DIM, 8))
+emb: Any = double(nn.Embedding(11, 8))
+pos: Any = double(nn.Embedding(PLACES, 8))
+block: Any = double(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+block_time_first: Any = double(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0))
+lstm: Any = double(nn.LSTM(8, 7, batch_first=True))
+conv: Any = double(
+    nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten())
+)
+head: Any = double(nn.Linear(4, CLASSES))
+per_token: Any = double(nn.Linear(8, 11))
+log_sigma: Any = nn.Parameter(torch.zeros(2).double())
+temperature: Any = nn.Parameter(torch.tensor(0.5).double())
+centers: Any = nn.Parameter(torch.randn(CLASSES, 8).double())
+teacher: Any = double(nn.Linear(DIM, CLASSES)).requires_grad_(False)
 prototypes = torch.randn(7, 8).double()
 pos_weight = torch.tensor([1.0, 2.0, 3.0]).double()
-codebook = double(nn.Embedding(9, 8))
+codebook: Any = double(nn.Embedding(9, 8))
 
 
 def batch_of(num: int, seed: int = 0) -> Any:
@@ -137,13 +141,18 @@ def triplet(batch: Any) -> Tensor:
 
 
 def per_row(batch: Any) -> Tensor:
-    return sum(fn.mse_loss(net(x), t) for x, t in zip(batch[0], batch[2], strict=True)) / len(
-        batch[0]
-    )
+    pairs = zip(batch[0], batch[2], strict=True)
+    found: Any = sum(fn.mse_loss(net(x), t) for x, t in pairs) / len(batch[0])
+    return found
 
 
 def unbound(batch: Any) -> Tensor:
     return torch.stack([row.square().sum() for row in net(batch[0])]).mean()
+
+
+def two_views(batch: Any) -> Tensor:
+    one, two = enc(torch.cat([batch[0], batch[0] + 0.1])).chunk(2)
+    return fn.cosine_similarity(one, two, dim=1).mean()
 
 
 class Scale(torch.autograd.Function):
@@ -152,12 +161,13 @@ class Scale(torch.autograd.Function):
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 2
 
 
 def custom_function(batch: Any) -> Tensor:
-    return fn.cross_entropy(Scale.apply(net(batch[0])), batch[1])
+    apply: Any = Scale.apply
+    return fn.cross_entropy(apply(net(batch[0])), batch[1])
 
 
 def checkpointed(batch: Any) -> Tensor:
@@ -281,9 +291,7 @@ RIGHT: dict[str, Loss] = {
     ),
     "einsum with weights": lambda b: torch.einsum("nd,kd->nk", enc(b[0]), centers).square().mean(),
     "siamese": lambda b: fn.pairwise_distance(enc(b[0]), enc2(b[0])).mean(),
-    "two views in one pass": lambda b: fn.cosine_similarity(
-        *enc(torch.cat([b[0], b[0] + 0.1])).chunk(2), dim=1
-    ).mean(),
+    "two views in one pass": two_views,
     "hinge": lambda b: fn.relu(1 - deep(b[0]) * b[2].sign()).mean(),
     "log cosh": lambda b: (net(b[0]) - b[2]).cosh().log().mean(),
     "quantiles": lambda b: torch.maximum(

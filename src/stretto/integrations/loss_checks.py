@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, Literal, Self, final
+from typing import Any, Self, final
 
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ def keeps(
     reduction: Reduction,
     pair: Sequence[tuple[Any, int]],
     loss_of: Callable[[Any], float],
-    units: Literal["samples"] | Callable[[Any], float],
+    units: Units,
     tolerance: Callable[[], float],
     *,
     is_second: bool = False,
@@ -51,7 +51,7 @@ def keeps(
         pair: two micro-batches and their samples, compared with both as one; of one, or of two that
             cannot be joined, the larger is compared with its halves.
         loss_of: returns the loss of a batch.
-        units: what it is a mean over.
+        units: what it is a mean over: samples, or what a function counts.
         tolerance: relative rounding, asked for when the losses are there.
         is_second: whether the same samples are looked at again, cut in another place; what cannot
             be seen is then no reason to change the verdict.
@@ -60,7 +60,7 @@ def keeps(
     first, *losses = [loss_of(batch) for batch in (whole, *parts)]
     if not all(sizes):
         return not is_second
-    counts = sizes if units == "samples" else [units(part) for part in parts]
+    counts = [units(part) for part in parts] if callable(units) else sizes
     return reduction_of(first, losses, counts, tolerance=tolerance()) in (reduction, None)
 
 

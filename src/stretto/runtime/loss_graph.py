@@ -44,8 +44,6 @@ class _Term(NamedTuple):
     kind: Literal["mean", "sum", "one"]
     size: int = 1
     """Of a sum: the numbers of each sample that it adds up."""
-    factor: float = 1.0
-    """What multiplies it."""
     is_divided: bool = False
     """Of a sum: whether a number divides it, which does not count what it adds up."""
 
@@ -102,24 +100,16 @@ def read(loss: Tensor, num_samples: int) -> Reading:
         return Reading()
     reader = _Reader(num_samples)
     found = reader.seen(loss.grad_fn)
-    ones = [term.factor for term in found.terms if term.kind == "one"]
     sums = [term for term in found.terms if term.kind == "sum"]
     is_sum, why = not all(term.is_divided for term in sums), found.why or None
     if is_sum:
         why = "it is a sum over the samples"
     elif sums:
         why = "it is a sum, divided by another number than that of the samples"
-    elif not _is_mean_of(ones, num_samples):
+    elif any(term.kind == "one" for term in found.terms):
         why = "it is not known which of the samples it is computed from"
     divisors = tuple(_divisors(loss.grad_fn, reader.counted))
     return Reading(why, is_sum, divisors, tuple(reader.ratios))
-
-
-def _is_mean_of(factors: Sequence[float], num_samples: int) -> bool:
-    """Return whether terms, each of one sample, are all of the samples, as a loop adds them up."""
-    known = num_samples, len(factors)
-    means = (any(math.isclose(one * each, 1, rel_tol=1e-5) for each in known) for one in factors)
-    return not len(factors) % num_samples and all(means)
 
 
 def _divisors(node: Any, counted: set[Any]) -> Iterator[float]:
@@ -194,8 +184,8 @@ class _Reader:
             return _unknown("it joins the samples with what may be one of them")
         if "rows" in kinds:
             return self._of_rows(node, name, given, shape)
-        is_scalar = bool(known) and not known[0][1]
-        if "reduced" in kinds or ("one" in kinds and is_scalar and name in _LINEAR):
+        is_added = name in ("Add", "Sub", "Stack") and not known[0][1]
+        if "reduced" in kinds or ("one" in kinds and is_added):
             return self._of_reduced(node, name, given)
         if "one" in kinds:
             return kinds["one"]
@@ -245,23 +235,28 @@ class _Reader:
         terms = tuple(chain.from_iterable(seen.terms for seen, _ in known))
         operand, are_sums = _operand(node, name), any(term.kind == "sum" for term in terms)
         self._note(operand, of_each=are_sums and name == "Div")
-        number = _number(operand)
-        factor = 1.0 if number is None else number
-        if name == "Mean":
-            factor = math.prod(_shape(node, 0)) / math.prod(known[0][1])
+        if name == "Mean":  # of a stack
+            terms = self._divided(node, terms, math.prod(known[0][1]), is_stack=True)
         elif name == "Div":
-            factor = 1 / factor if factor else math.nan
-            terms = tuple(self._divided(node, term, number) for term in terms)
-        scaled = (one._replace(factor=one.factor * factor) for one in terms)
-        return _Seen("reduced", terms=tuple(scaled))
+            terms = self._divided(node, terms, _number(operand))
+        return _Seen("reduced", terms=terms)
 
-    def _divided(self, node: Any, term: _Term, divisor: float | None) -> _Term:
-        """Return a term that a number divides: a mean, if that counts what it adds up."""
-        each = 0.0 if divisor is None else divisor / self.num_samples
-        if term.kind == "sum" and each >= 1 and term.size % each == 0:
-            self.counted.add(node)
-            return _Term("mean")
-        return term._replace(is_divided=True)
+    def _divided(
+        self, node: Any, terms: tuple[_Term, ...], divisor: float | None, *, is_stack: bool = False
+    ) -> tuple[_Term, ...]:
+        """Return terms that a number divides: means, if that counts what they add up."""
+        ones = sum(term.kind == "one" for term in terms)
+        are_all = ones > 0 == ones % self.num_samples and divisor in (ones, self.num_samples)
+        each = 0.0 if divisor is None or is_stack else divisor / self.num_samples
+        found = list[_Term]()
+        for term in terms:
+            is_count = each >= 1 and term.size % each == 0 if term.kind == "sum" else are_all
+            if term.kind != "mean" and is_count:
+                self.counted.add(node)
+                found.append(_Term("mean"))
+            else:
+                found.append(term._replace(is_divided=term.is_divided or not is_stack))
+        return tuple(found)
 
     def _note(self, operand: Tensor | float | None, *, of_each: bool = False) -> None:
         """Note a factor or divisor that may be one of the data, or counts what a sum adds up."""

@@ -150,8 +150,13 @@ class _Look:
         inputs = trainer._prepare_inputs(copy.copy(batch))
         if num_items is not None:
             num_items = torch.as_tensor(num_items, device=trainer.args.device)
+        options = {"num_items_in_batch": num_items}
         with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(self._model, inputs, num_items_in_batch=num_items)
+            try:
+                loss = trainer.compute_loss(self._model, inputs, **options)
+            except Exception:  # noqa: BLE001  it may need gradients itself, as for a penalty
+                with torch.enable_grad():
+                    loss = trainer.compute_loss(self._model, inputs, **options)
         self._loss = loss.detach()
         return float(self._loss.mean())
 
