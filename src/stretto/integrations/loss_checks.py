@@ -61,7 +61,10 @@ def keeps(
     if not all(sizes):
         return not is_second
     counts = [units(part) for part in parts] if callable(units) else sizes
-    return reduction_of(first, losses, counts, tolerance=tolerance()) in (reduction, None)
+    return reduction_of(first, losses, counts, tolerance=tolerance()) in (
+        reduction,
+        reduction if is_second else None,
+    )
 
 
 def _cut(pair: Sequence[tuple[Any, int]], *, is_second: bool) -> tuple[Any, list[Any], list[int]]:

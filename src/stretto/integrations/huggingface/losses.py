@@ -69,8 +69,12 @@ def measure(
     Raises:
         TrainingError: the loss is finite on no rank.
     """
-    # A second look is at other samples; a third in eval mode, if the loss is random in training.
+    kind, is_half, is_random = None, True, True
     for is_training, is_second in _LOOKS:
+        # A second look, at other samples, for losses that are rounded; another in eval mode for
+        # those that are random in training.
+        if (is_second and not is_half) or (not is_training and not is_random):
+            continue
         with _looking(trainer, model, is_training=is_training) as look:
             fits = _safely(
                 partial(_fits, trainer, look, micros, num_items, is_second=is_second), []
@@ -81,9 +85,10 @@ def measure(
             return "divided" if divides else "samples", None
         known = [row for row in rows if row[-1]]
         refuse((not known, WEIGH, "that of the first batch is not finite", "check data and labels"))
-        *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(rows[0]) - 2))
+        *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(rows[0]) - 3))
+        is_half, is_random = (any(row[at] for row in rows) for at in (-3, -2))
         kind = next((one for one, fits in zip(LOSS_KINDS, kinds, strict=True) if fits), None)
-        if kind is not None or (is_second and not any(row[-2] for row in rows)):
+        if kind is not None:
             break
     return kind, "targets" if targets else "shifted" if shifted else None
 
@@ -189,10 +194,10 @@ def _fits(
 ) -> list[bool]:
     """Return flags for samples of this rank.
 
-    A kind fits; a count is the divisor; the loss is random, for a second look; they can tell.
+    A kind fits; a count is the divisor; the loss is in half precision; it is random; they can tell.
     """
     ignored, divides = ignored_pixel(trainer.model), num_items is not None
-    whole, halves, counts = _halves(micros, trainer.stretto.run, ignored, is_of_step=is_second)
+    whole, halves, counts = _halves(micros, trainer.stretto.run, ignored, is_second=is_second)
 
     def mean_of(batch: Any) -> float:
         try:
@@ -231,12 +236,12 @@ def _fits(
         for kind, is_shifted in kinds:
             shares = [_targets(one, ignored, is_shifted) for one in halves]
             found[kind] = _has_mean_over(mean, means, shares, tolerance)
-    is_random = is_second and at.is_random(whole, items if divides else None)
-    return [*found.values(), *divisors, is_random, is_known]
+    is_random = at.is_random(whole, items if divides else None)
+    return [*found.values(), *divisors, tolerance > 3e-3, is_random, is_known]
 
 
 def _halves(
-    micros: Sequence[MicroBatch], run: Run, ignored: int, *, is_of_step: bool
+    micros: Sequence[MicroBatch], run: Run, ignored: int, *, is_second: bool
 ) -> tuple[Any, list[Any], list[int]]:
     """Return some samples, both halves of them, and how many samples these have.
 
@@ -244,13 +249,14 @@ def _halves(
     cannot be cut is its own half.
     """
     loader, most = run.loader, max(2, min(8, run.micro_batch_size or 8)) // 2
-    is_free = loader.spec.is_map_style and not is_of_step
-    num_samples = (loader.spec.known_num_samples or 0) if is_free else 0
+    num_samples = (loader.spec.known_num_samples or 0) if loader.spec.is_map_style else 0
     parts: list[list[int]] = []
     if num_samples > 1:
         some = range(0, num_samples, -(-num_samples // 16))
         near = sorted((_targets(loader.example_batch([at]), ignored), at) for at in some)
         ordered = [at for targets, at in near if targets] or [*some]
+        others = ordered[most:-most]
+        ordered = others if is_second and len(others) >= 2 * most else ordered
         parts = [ordered[:most], ordered[-most:]]
         whole, count = loader.example_batch([*parts[0], *parts[1]]), 2 * len(parts[0])
     else:
