@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stretto import prepare
 from stretto.batching import Tokens
 from stretto.data import DataSpec, MicroBatch, Step, StepLoader, count_target_tokens
-from stretto.data.weights import LossWeights, unit_counter
+from stretto.data.weights import LossWeights, TargetTokens, unit_counter, units_of
 from stretto.errors import ConfigError, StrettoError, TrainingError
 from stretto.ordering import SampleOrder
 from stretto.runtime import Ranks
@@ -177,6 +177,49 @@ def test_it_is_the_models_word_whether_labels_are_shifted(
             assert count({"input_ids": ids, "labels": ids}) == targets
     else:
         assert count({"input_ids": ids, "labels": ids}) == targets
+
+
+IDS = torch.arange(1, 65).reshape(2, 32)
+TAGS = {"input_ids": IDS, "labels": IDS % 7}
+CAUSAL = {"input_ids": IDS, "labels": IDS}
+BY_CHANCE = {"input_ids": IDS, "labels": torch.where(IDS == 40, IDS, -100)}
+
+
+def test_ranks_decide_together_whether_labels_are_shifted() -> None:
+    """One target that is its input, by chance the only one of a rank, decides nothing alone."""
+
+    def targets(batch: Any) -> Callable[[Ranks], Any]:
+        counter = unit_counter("tokens")
+
+        def found(ranks: Ranks) -> Any:
+            ranks.dp_world_size = ranks.world_size
+            return units_of(steps_of(batch), counter, ranks)[0]
+
+        return found
+
+    assert on_threads([targets(BY_CHANCE), targets(TAGS)]) == [[1], [64]]
+    assert on_threads([targets(CAUSAL), targets(CAUSAL)]) == [[62], [62]]
+
+
+def test_few_labels_that_were_inputs_by_chance_end_the_run() -> None:
+    counter, ranks = unit_counter("tokens"), Ranks()
+    assert units_of(steps_of(BY_CHANCE), counter, ranks)[0] == [1]
+    with pytest.raises(TrainingError, match="shifts_labels=False"):
+        units_of(steps_of(TAGS), counter, ranks)
+    stated = unit_counter("tokens", shifts_labels=False)
+    assert stated is not None
+    with pytest.warns(RuntimeWarning, match="shifts_labels"):
+        assert stated(BY_CHANCE) == 1
+    assert stated(TAGS) == 64
+
+
+def test_enough_labels_decide_and_are_looked_at_no_more() -> None:
+    counter = TargetTokens(shifts_labels=None)
+    units_of(steps_of(CAUSAL), counter, Ranks())
+    assert not counter.is_open
+    decoder = TargetTokens(shifts_labels=None)
+    units_of(steps_of({"input_ids": IDS, "labels": IDS[:, :9]}), decoder, Ranks())
+    assert not decoder.is_open
 
 
 def test_ranks_that_cannot_add_up_are_refused() -> None:

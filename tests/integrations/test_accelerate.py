@@ -210,6 +210,10 @@ def average_of_sum(model: Any, x: Any, y: Any) -> Any:
     return torch.nn.functional.mse_loss(model(x), y, reduction="sum") / len(x)
 
 
+def half(model: Any, x: Any, y: Any) -> Any:
+    return mean_loss(model, x, y) / 2
+
+
 def average_of_terms(model: Any, x: Any, y: Any) -> Any:
     return (mean_loss(model, x, y) + model(x).abs().mean()) / 2
 
@@ -230,6 +234,11 @@ def with_penalty(model: Any, x: Any, y: Any) -> Any:
 
 def of_sum(model: Any, x: Any, y: Any) -> Any:
     return 0.5 * (model(x) - y).square().sum()
+
+
+def masked(model: Any, x: Any, y: Any) -> Any:
+    each, mask = (model(x) - y).square(), y > 0
+    return (each * mask).sum() / mask.sum()
 
 
 def by_class(model: Any, x: Any, y: Any) -> Any:
@@ -259,9 +268,10 @@ def train_with(body: Any, **settings: Any) -> torch.Tensor:
     [
         (zero_first, "zero_grad"),
         (plain_backward, "accelerator.backward"),
-        (of_loss(lambda *given: mean_loss(*given) / 2), "divided by 2.0"),
-        (of_loss(lambda *given: 0.5 * (mean_loss(*given) / 4)), "divided by 4.0"),
-        (of_loss(lambda *given: average_of_sum(*given) / 8), "divided by 32.0"),
+        (of_loss(lambda *given: mean_loss(*given) / 4), "divided by 4"),
+        (of_loss(lambda *given: 0.5 * (mean_loss(*given) / 4.0)), "divided by 4"),
+        (of_loss(lambda *given: average_of_sum(*given) / 4), "divided by 4"),
+        (of_loss(masked), "units="),
         (of_loss(of_sum), "a sum"),
         (of_loss(by_class), "weights of the classes"),
         (of_loss(contrastive), "compares the samples"),
@@ -273,6 +283,7 @@ def train_with(body: Any, **settings: Any) -> torch.Tensor:
         "divided",
         "divided and scaled",
         "divided twice",
+        "masked",
         "sum",
         "weights of classes",
         "contrastive",
@@ -286,7 +297,8 @@ def test_common_mistakes_are_refused_in_the_first_step(body: Any, said: str) -> 
 
 @pytest.mark.small
 @pytest.mark.parametrize(
-    "loss_of", [mean_loss, average_of_sum, average_of_terms, of_rows, of_product, with_penalty]
+    "loss_of",
+    [mean_loss, half, average_of_sum, average_of_terms, of_rows, of_product, with_penalty],
 )
 def test_losses_that_are_means_are_not_refused(loss_of: Any) -> None:
     whole = train_with(of_loss(loss_of), micro_batch_size=16)
@@ -301,6 +313,28 @@ def test_weights_of_classes_may_be_counted() -> None:
     whole = train_with(of_loss(by_class), micro_batch_size=16)
     found = train_with(of_loss(by_class), units=units)
     torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.small
+def test_what_a_masked_mean_is_over_may_be_counted() -> None:
+    whole = train_with(of_loss(masked), micro_batch_size=16)
+    found = train_with(of_loss(masked), units=lambda batch: (batch[1] > 0).sum())
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.small
+@pytest.mark.parametrize("micro_batch_size", [3, 4])
+def test_a_loss_that_is_divided_by_the_accelerator_and_the_loop_is_refused(
+    micro_batch_size: int,
+) -> None:
+    def body(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
+        loss = mean_loss(model, x, y) + model(x).abs().mean()
+        accelerator.backward(loss / accelerator.gradient_accumulation_steps)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(TrainingError, match="remove that"):
+        train_with(body, micro_batch_size=micro_batch_size)
 
 
 @pytest.mark.small

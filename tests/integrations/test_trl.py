@@ -114,7 +114,7 @@ def test_samples_are_counted_where_several_make_one_row() -> None:
     rows: list[int] = []
 
     def note(model: Any, _: Any, inputs: Any) -> None:
-        if model.training:  # not while the loss is measured
+        if torch.is_grad_enabled():  # not while the loss is measured
             rows.append(len(inputs["input_ids"]))
 
     trainer.model.register_forward_pre_hook(note, with_kwargs=True)

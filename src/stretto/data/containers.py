@@ -164,6 +164,18 @@ def may_hold(batch: Any, num_samples: int) -> bool:
     return False
 
 
+def count_rows(batch: Any, num_samples: int) -> int:
+    """Return the first dimension of what is computed from a batch: its samples, unless packed.
+
+    >>> count_rows(torch.zeros(4, 3), 4), count_rows(torch.zeros(1, 9), 4)
+    (4, 1)
+    """
+    container = opened(batch)
+    items = [batch] if container is None else container.items
+    sizes = [len(one) for one in items if isinstance(one, Tensor) and one.ndim]
+    return num_samples if num_samples in sizes or not sizes else sizes[0]
+
+
 def take_samples(batch: Any, part: slice | list[int], num_samples: int | None = None) -> Any:
     """Return some samples of a batch as a batch of the same kind; of a slice, tensors are views.
 

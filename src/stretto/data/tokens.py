@@ -159,17 +159,31 @@ def needs_label_shift(batch: Any) -> bool | None:
     >>> needs_label_shift((ids, ids)), needs_label_shift((ids[:, :-1], ids[:, 1:]))
     (True, False)
     """
-    answers = set[bool]()
+    num_targets, num_other, num_moved = compare_labels(batch)
+    return (not num_other) if num_targets and (num_other or num_moved) else None
+
+
+def compare_labels(batch: Any) -> tuple[int, int, int]:
+    """Return the targets of a batch with a label for each input, and how many are no copies.
+
+    >>> ids = torch.tensor([[5, 6, 7], [8, 9, 2]])
+    >>> compare_labels((ids, ids))
+    (6, 0, 4)
+
+    Returns:
+        The labels that are not -100; those of them that are not their input; those that are not
+        the next input, without the last of each sequence.
+    """
+    totals = [0, 0, 0]
     for labels, inputs in _labels_and_inputs(batch):
         if inputs is not None:
-            left_out = labels == IGNORED_LABEL
-            same = (labels == inputs) | left_out
-            moved = (labels[..., :-1] == inputs[..., 1:]) | left_out[..., :-1]
+            is_target = labels != IGNORED_LABEL
+            is_other = (labels != inputs) & is_target
+            is_moved = (labels[..., :-1] != inputs[..., 1:]) & is_target[..., :-1]
             # Read in one transfer: on an accelerator each one waits for the device.
-            is_same, is_moved = torch.stack([same.all(), moved.all()]).tolist()
-            if not (is_same and is_moved):
-                answers.add(is_same)
-    return answers.pop() if len(answers) == 1 else None
+            found = torch.stack([one.sum() for one in (is_target, is_other, is_moved)]).tolist()
+            totals = [total + one for total, one in zip(totals, found, strict=True)]
+    return totals[0], totals[1], totals[2]
 
 
 def not_cut_alike(batch: Any, length: int, *, looks_at_values: bool = True) -> str | None:

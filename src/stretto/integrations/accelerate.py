@@ -31,7 +31,7 @@ from stretto.data import Step, count_target_tokens, move_batch
 from stretto.data.weights import Units, unit_counter
 from stretto.errors import DataError
 from stretto.integrations.counts import micro_batches_in_epoch
-from stretto.integrations.loss_checks import WEIGH, FirstStep, has_gradient, warn_of_batch_norm
+from stretto.integrations.loss_checks import WEIGH, StepChecks, has_gradient, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
@@ -76,7 +76,7 @@ def attach(
         max_duration: how long the run is.
         rule: how learning rates follow the batch size.
         units: what the loss is a mean over: "samples", "tokens" (targets), or a function that
-            counts them. None: samples; refused if micro-batches have other targets per sample.
+            counts them. None: samples; a loss that is not known to be a mean over them is refused.
         every: by a name of yours, when `loader.due` has that name.
         micro_batch_size: the most samples of a micro-batch, or its most tokens, such as `"8Ktok"`;
             None: the batch size of a `DataLoader`.
@@ -167,10 +167,9 @@ class AccelerateLoader:
         self._signals = NO_SIGNALS
         self._has_stepped = False
         """Whether the optimizer has stepped before, so the loop trains."""
-        self._is_checked = False
-        """Whether a step had several micro-batches before."""
-        self._checks: FirstStep | None = None
-        """Checks the first step of several micro-batches."""
+        self._all_checks, self._is_warned = StepChecks(run, units), False
+        self._checks: StepChecks | None = None
+        """Checks the present step."""
         self._pass: Pass | None = None
         """The present micro-batch."""
         accelerator.backward = self._measured
@@ -202,9 +201,9 @@ class AccelerateLoader:
             passes = self._meter.passes(step, "samples" if self._units is None else self._units)
             if self._units is None:
                 _check_targets(step)
-            self._checks = None
-            if len(passes) > 1 and not self._is_checked:
-                self._checks = FirstStep(self.run, is_counted=callable(self._units))
+            self._checks = self._all_checks.begin(len(passes))
+            if len(passes) > 1 and not self._is_warned:
+                self._is_warned = True
                 warn_of_batch_norm(*accelerator._models)
             self._loss, self._signals = 0.0, NO_SIGNALS
             for one_pass in passes:
@@ -226,7 +225,7 @@ class AccelerateLoader:
     def _finish(self) -> None:
         if self._checks is not None:
             self._checks.end()
-            self._is_checked, self._checks = True, None
+            self._checks = None
         self.run.finish(self._signals)
 
     def note_update(self) -> None:
@@ -248,7 +247,7 @@ class AccelerateLoader:
         """Replace `accelerator.backward`: check it, and measure what the policy reads."""
         accelerator, checks, present = self._accelerator, self._checks, self._pass
         if checks is not None and present is not None:
-            checks.before_pass(loss, present.num_samples)
+            checks.before_pass(loss, present, accelerator.gradient_accumulation_steps)
         with nullcontext() if present is None else present.watch:
             self._backward(loss, **options)
         if checks is not None:

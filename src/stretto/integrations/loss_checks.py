@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, final
+from typing import Any, Self, final
 
 from torch import Tensor, nn
 
-from stretto.data import count_target_tokens
-from stretto.data.containers import join_samples, opened, take_samples
+from stretto.data.containers import (
+    count_rows,
+    join_samples,
+    opened,
+    take_samples,
+)
 from stretto.data.weights import Units
 from stretto.errors import DataError
-from stretto.integrations.shared import refuse
+from stretto.integrations.shared import Pass, refuse
 from stretto.run import BATCH_NORMS, Run
-from stretto.runtime.losses import MEAN, SUM, Reduction, nodes, reduction_of
+from stretto.runtime.losses import MeanCheck, Reduction, reduction_of
 
 WEIGH = "weigh the losses of micro-batches"
 """What is refused if it is not known, or not a mean, what a loss is over."""
-_SAME = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0", "NegBackward0"})
-_LAYERS = ("Mm", "Addmm", "Bmm", "Convolution", "Embedding")
-"""Functions of torch that take data."""
+ASK = (
+    "pass units= what it is a mean over: 'samples', 'tokens', or a function that counts it, such "
+    "as units=lambda batch: batch['mask'].sum(); if it compares samples, have micro-batches as "
+    "large as the batch (micro_batch_size)"
+)
+"""What to write if it is not known."""
 
 
 def keeps(
@@ -31,7 +37,9 @@ def keeps(
     pair: Sequence[tuple[Any, int]],
     loss_of: Callable[[Any], float],
     units: Units,
-    tolerance: float,
+    tolerance: Callable[[], float],
+    *,
+    is_second: bool = False,
 ) -> bool:
     """Return whether the loss of a batch is the mean, or sum, of those of its parts.
 
@@ -43,32 +51,40 @@ def keeps(
         pair: two micro-batches and their samples, compared with both as one; of one, or of two that
             cannot be joined, the larger is compared with its halves.
         loss_of: returns the loss of a batch.
-        units: what it is a mean over.
-        tolerance: relative rounding.
+        units: what it is a mean over: samples, or what a function counts.
+        tolerance: relative rounding, asked for when the losses are there.
+        is_second: whether the same samples are looked at again, cut in another place; what cannot
+            be seen is then no reason to change the verdict.
     """
-    whole, parts, sizes = _cut(pair)
+    whole, parts, sizes = _cut(pair, is_second=is_second)
     first, *losses = [loss_of(batch) for batch in (whole, *parts)]
     if not all(sizes):
-        return True
-    count = count_target_tokens if units == "tokens" else units
-    counts = sizes if count == "samples" else [count(part) for part in parts]
-    return reduction_of(first, losses, counts, tolerance=tolerance) in (reduction, None)
+        return not is_second
+    counts = [units(part) for part in parts] if callable(units) else sizes
+    return reduction_of(first, losses, counts, tolerance=tolerance()) in (
+        reduction,
+        reduction if is_second else None,
+    )
 
 
-def _cut(pair: Sequence[tuple[Any, int]]) -> tuple[Any, list[Any], list[int]]:
+def _cut(pair: Sequence[tuple[Any, int]], *, is_second: bool) -> tuple[Any, list[Any], list[int]]:
     """Return a batch, its two parts, and their samples; 0: it could not be cut."""
     batches, sizes = [batch for batch, _ in pair], [size for _, size in pair]
     whole, count = max(pair, key=lambda each: each[1])
-    half = count // 2
+    part = count // 2
     if all(_has_rows(batch, size) for batch, size in pair):
         with suppress(DataError):
             if len(pair) > 1 and all(sizes):
-                return join_samples(batches, sizes), batches, sizes
+                joined = join_samples(batches, sizes)
+                if not is_second:
+                    return joined, batches, sizes
+                whole, count = joined, sum(sizes)
+        part = max(1, count // 3) if is_second else part
         with suppress(DataError):
-            if half:
-                cuts = slice(half), slice(half, count)
-                halves = [take_samples(whole, cut, count) for cut in cuts]
-                return whole, halves, [half, count - half]
+            if 0 < part < count:
+                cuts = slice(part), slice(part, count)
+                parts = [take_samples(whole, cut, count) for cut in cuts]
+                return whole, parts, [part, count - part]
     return whole, [whole, whole], [0, 0]
 
 
@@ -90,32 +106,48 @@ def warn_of_batch_norm(*models: nn.Module) -> None:
 
 
 @final
-class FirstStep:
-    """Follows the backward passes of one step of several micro-batches.
+class StepChecks:
+    """Checks a loop of the user's: its losses, and that it accumulates gradients.
 
     Args:
         run: the run, bound.
-        is_counted: whether a function of the user counts what the loss is a mean over.
+        units: what the user has said that the loss is a mean over.
     """
 
-    def __init__(self, run: Run, *, is_counted: bool = False) -> None:
-        self._is_counted = is_counted
-        self._run = run
+    def __init__(self, run: Run, units: Units | None) -> None:
+        self._run, self._mean = run, MeanCheck(ASK if units is None else None)
         self._passes, self._had_gradient = 0, False
 
-    def before_pass(self, loss: Tensor, num_samples: int, weight: float = 1.0) -> None:
-        """Refuse gradients that were cleared between micro-batches; see `check_graph`, too.
+    def begin(self, num_passes: int) -> Self | None:
+        """Begin a step; return itself if it is checked.
+
+        Args:
+            num_passes: micro-batches of this rank.
+        """
+        self._passes, self._had_gradient = 0, False
+        is_cut = num_passes > 1 or self._run.world_size > 1
+        return self if is_cut and self._mean.begin(num_passes) else None
+
+    def before_pass(self, loss: Tensor, present: Pass, accumulation: float) -> None:
+        """Refuse a loss that is not known to be a mean, and gradients that were cleared.
 
         Args:
             loss: the loss of a micro-batch.
-            num_samples: its samples.
-            weight: what the loop has multiplied it by.
+            present: the micro-batch.
+            accumulation: what the framework divides the loss by.
 
         Raises:
-            TrainingError: they were.
+            TrainingError: it is such a loss, or they were cleared between micro-batches.
         """
-        if not self._passes and weight:
-            check_graph(loss, num_samples, weight, is_counted=self._is_counted)
+        doubt = self._mean.look(
+            loss,
+            count_rows(present.batch, present.num_samples),
+            present.num_samples,
+            is_last=present.is_last,
+            accumulation=accumulation,
+        )
+        if doubt is not None:
+            refuse((True, WEIGH, *doubt))
         is_cleared = self._had_gradient and not has_gradient(self._run)
         why = "zero_grad() clears that of the micro-batches before"
         instead = "call zero_grad() after optimizer.step(), not before the backward pass"
@@ -123,7 +155,8 @@ class FirstStep:
 
     def after_pass(self) -> None:
         """Note a backward pass."""
-        self._passes, self._had_gradient = self._passes + 1, has_gradient(self._run)
+        is_first = self._mean.num_steps == 1  # it reads the gradient
+        self._passes, self._had_gradient = self._passes + 1, is_first and has_gradient(self._run)
 
     def end(self) -> None:
         """Refuse a step of which no backward pass was seen.
@@ -140,102 +173,3 @@ def has_gradient(run: Run) -> bool:
     groups = chain.from_iterable(optimizer.param_groups for optimizer in run.optimizers)
     gradients = (parameter.grad for group in groups for parameter in group["params"])
     return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
-
-
-def check_graph(loss: Tensor, num_samples: int, weight: float, *, is_counted: bool) -> None:
-    """Look in the graph of a loss for what cannot be weighed.
-
-    Args:
-        loss: the loss of a micro-batch.
-        num_samples: its samples.
-        weight: what the loop has multiplied it by.
-        is_counted: whether a function of the user counts what the loss is a mean over.
-
-    Raises:
-        TrainingError: it multiplies each sample with each, is divided by the weights of its
-            classes or by a number at its end, or is a sum.
-    """
-    what = "compute the loss in micro-batches"
-    by_class = "it is divided by the weights of the classes in the micro-batch"
-    mean = "pass units=, a function that adds up these weights; or reduction='none' and .mean()"
-    whole = "have micro-batches as large as the batch (micro_batch_size)"
-    for node in nodes(loss.grad_fn):
-        is_nll = node.name().startswith("NllLoss") and node._saved_reduction == MEAN
-        is_weighted = is_nll and node._saved_weight is not None and not is_counted
-        refuse(
-            (_compares(node, num_samples), what, "it compares the samples with each other", whole),
-            (is_weighted, what, by_class, mean),
-        )
-    terms = _terms(loss.grad_fn)
-    is_sum, divisors = False, set[float]()
-    for node, scale, divisor in terms:
-        if _reads_data(node):
-            num_added = _num_added(node)
-            is_sum = is_sum or (num_added > 0 and scale * num_samples > 1.001 * weight)
-            is_mean = getattr(node, "_saved_reduction", None) == MEAN
-            is_mean = is_mean or node.name().startswith("MeanBackward")
-            if is_mean or (not is_counted and 0 < num_added < divisor):
-                divisors.add(divisor)
-    divisor = divisors.pop() if len(divisors) == 1 else 1.0
-    is_scaled = divisor.is_integer() and divisor not in (1, len(terms))
-    of_sum = "return a mean: divide it by what it is over, such as len(batch)"
-    instead = f"remove that; or, if it is part of the loss, multiply it: loss * (1 / {divisor})"
-    refuse(
-        (num_samples > 1 and is_sum, WEIGH, "the loss is a sum over the samples", of_sum),
-        (is_scaled, WEIGH, f"it is divided by {divisor}, which the adapter has done", instead),
-    )
-
-
-def _terms(node: Any) -> list[tuple[Any, float, float]]:
-    """Return the functions that a loss adds up, the factor and the divisor of each.
-
-    The factor is 0 if there is a divisor.
-    """
-    left, found = [(node, 1.0, 1.0)], list[tuple[Any, float, float]]()
-    while left:
-        node, scale, divisor = left.pop()
-        if node is None:
-            continue
-        name = node.name()
-        inputs = [before for before, _ in node.next_functions if before is not None]
-        is_scaled = name in ("DivBackward0", "MulBackward0") and len(inputs) == 1
-        if name in ("AddBackward0", "SubBackward0"):
-            left += [(before, scale, divisor) for before in inputs]
-        elif name in _SAME or is_scaled:
-            number = 1.0
-            if is_scaled:
-                is_first = node.next_functions[0][0] is not None
-                saved = node._saved_other if is_first else node._saved_self
-                number = float(saved) if saved is not None and saved.numel() == 1 else math.nan
-            is_divided = name == "DivBackward0"
-            scale = 0.0 if is_divided else scale * abs(number)
-            left.append((inputs[0], scale, divisor * number if is_divided else divisor))
-        else:
-            found.append((node, scale, divisor))
-    return found
-
-
-def _num_added(node: Any) -> float:
-    """Return how many numbers a function adds up; 0: it is no sum."""
-    if node.name() == "SumBackward0":
-        return float(math.prod(node._saved_self_sym_sizes))
-    is_sum = getattr(node, "_saved_reduction", None) == SUM
-    return float(node._saved_target.numel()) if is_sum else 0
-
-
-def _compares(node: Any, num_samples: int) -> bool:
-    """Return whether it has a row and a column for each sample."""
-    if num_samples < 2 or not node.name().startswith(("Mm", "Bmm", "Cdist", "EuclideanDist")):
-        return False
-    *more, rows, columns = node._input_metadata[0].shape
-    is_square = math.prod(more) == 1 and rows == columns and rows % num_samples == 0
-    return is_square and all(_reads_data(before) for before, _ in node.next_functions)
-
-
-def _reads_data(node: Any) -> bool:
-    """Return whether it is a function of data, and not of parameters alone."""
-    return any(
-        layer.name().startswith("Embedding") or None in dict(layer.next_functions)
-        for layer in nodes(node)
-        if layer.name().startswith(_LAYERS)
-    )

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
 from stretto.batching.metrics import measured_value, one_metric
 from stretto.data import DataSpec, Step
-from stretto.data.weights import Units, unit_counter, units_of
+from stretto.data.weights import UnitCounter, Units, copied, unit_counter, units_of
 from stretto.errors import DataError, TrainingError, first_line, shown
 from stretto.integrations.counts import steps_between, steps_left
 from stretto.noise import NoiseMeter
@@ -223,6 +223,10 @@ class StepMeter:
         self._run, reads = run, run.loader.reads
         self._reads_loss = "loss" in reads
         self._noise: NoiseMeter | None = None
+        self._spare: Any = None
+        self._units: Units | None = None
+        self.counter: UnitCounter = None
+        """Counts the units of a batch in the present step; None: they are samples."""
         if "noise" in reads:
             refuse((model is None, "measure noise", "the model is not known", "pass model=model"))
             assert model is not None, "refused"
@@ -246,7 +250,10 @@ class StepMeter:
         if self._noise is not None:
             step.micro_batches = list(self._noise.begin(step))
         ranks, last = self._run.loader.ranks, len(step) - 1
-        counter = self._run.loss_weights.count if units is None else unit_counter(units)
+        if units != self._units or self.counter is None:
+            self._units = units
+            self.counter = self._run.loss_weights.count if units is None else unit_counter(units)
+        counter = self.counter
         counts, total = units_of(step, counter, ranks)
         found: list[Pass] = []
         for number, (micro, count) in enumerate(zip(step, counts, strict=True)):
@@ -255,7 +262,14 @@ class StepMeter:
             if self._noise is not None:
                 watch = self._noise.watch(micro, is_last=is_last, units=count, divisor=total)
             found.append(Pass(micro.batch, weight, not number, is_last, micro.num_samples, watch))
-        return found
+        # A mean over no units is nan, also with a weight of 0.
+        used = next((one.batch for one in found if one.weight), self._spare)
+        self._spare = None if counter is None else copied(used)
+        is_replaced = self._spare is not None
+        return [
+            one._replace(batch=copied(self._spare)) if is_replaced and not one.weight else one
+            for one in found
+        ]
 
     def signals(self, loss: Tensor | float | None = None, scaler: Any = None) -> Signals:
         """Return what the step measured, from all ranks, which must all call it.

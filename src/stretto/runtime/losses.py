@@ -1,23 +1,28 @@
-"""Losses as scalars, and whether one is a mean or a sum, seen from a batch and its parts."""
+"""Losses as scalars, and what a loss is a mean over.
+
+It is known in two ways. If the loss can be called again, that of a batch is compared with those of
+its parts (`reduction_of`). If only the loss itself is there, its graph is read (`MeanCheck`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from stretto.errors import TrainingError
+from stretto.runtime.loss_graph import Reading, read
 from stretto.runtime.modes import kept_modes
 from stretto.runtime.random_state import RandomState
 
+SUM: Final = "it is a sum over the samples"
 Reduction: TypeAlias = Literal["mean", "sum", "other"]
-MEAN: Final = 1
-SUM: Final = 2
-"""`reduction="mean"` and `"sum"`, as functions of torch note it."""
 
 
 def scalar(loss: object) -> Tensor:
@@ -46,6 +51,93 @@ def detached(loss: Tensor) -> Tensor:
     """
     loss = loss.detach()
     return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
+
+
+class Doubt(NamedTuple):
+    """Why losses of micro-batches may not be weighed, and what to write instead."""
+
+    why: str
+    instead: str
+
+
+@final
+class MeanCheck:
+    """Checks, from graphs, that losses of micro-batches are means over their samples.
+
+    It looks at steps 1, 2, 4, 8, ... that are computed in parts: at the first two micro-batches
+    of each, and at the last.
+
+    >>> check = MeanCheck("pass units=")
+    >>> check.begin(2)
+    True
+    >>> x, weight = torch.ones(4, 3), nn.Parameter(torch.ones(3))
+    >>> for mask in (torch.ones(4), torch.arange(4.0)):
+    ...     loss = ((x @ weight).square() * mask).sum() / mask.sum()
+    ...     print(check.look(loss, 4, 4, is_last=True))
+    None
+    Doubt(why='it is a sum, divided by another number than ...
+
+    Args:
+        ask: what to write about a loss that is not known to be a mean over samples; None: it is
+            known what it is over, so only sums and divided losses are doubted.
+    """
+
+    def __init__(self, ask: str | None) -> None:
+        self._ask, self._ratios = ask, list[float]()
+        self.num_steps, self._num_parts, self._num_seen = 0, 0, 0
+
+    def begin(self, num_parts: int) -> bool:
+        """Begin a step that is computed in parts; return whether it is looked at.
+
+        Args:
+            num_parts: micro-batches of this rank.
+        """
+        self.num_steps, self._num_parts, self._num_seen = self.num_steps + 1, num_parts, 0
+        return self.num_steps.bit_count() == 1
+
+    def look(
+        self,
+        loss: Tensor,
+        num_rows: int,
+        num_samples: int,
+        *,
+        is_last: bool,
+        accumulation: float = 1.0,
+    ) -> Doubt | None:
+        """Return a doubt that a loss is a mean over samples, if there is one.
+
+        Args:
+            loss: the loss of a micro-batch, before its backward pass.
+            num_rows: the first dimension of its batch.
+            num_samples: its samples; 0 for a dummy.
+            is_last: whether it is the last of the step.
+            accumulation: what a framework divides the loss by.
+        """
+        if not num_samples or (self._num_seen > 1 and not is_last):
+            return None
+        try:
+            found = read(loss, num_rows)
+        except Exception as error:  # noqa: BLE001  of a function that is new to it
+            found = Reading(f"its graph cannot be read: {error!r}")
+        self._num_seen += 1
+        ratios = [num_rows / num_samples, *found.ratios]
+        before, self._ratios = self._ratios if self._num_seen > 1 else ratios, ratios
+        # Layers that are left out at random change how many ratios there are.
+        pairs = zip(before, ratios, strict=False) if len(before) == len(ratios) else ()
+        why = found.why
+        if why is None and any(abs(one - other) > 1e-5 * abs(one) for one, other in pairs):
+            why = "it depends on numbers that differ between micro-batches, such as sums of masks"
+        if found.is_sum:
+            return Doubt(SUM, "return a mean: divide it by what it is over, such as len(batch)")
+        if why is not None and self._ask is not None:
+            return Doubt(why, self._ask)
+        steps = (accumulation, float(self._num_parts))
+        for one in found.divisors if self.num_steps == 1 else ():  # later, it may be chance
+            if one != 1 and any(math.isclose(one, other, rel_tol=1e-5) for other in steps):
+                why = f"it is divided by {one:.6g}, as for an accumulation, which is done already"
+                part = f"or, if it is part of the loss, multiply it: loss * (1 / {one:.6g})"
+                return Doubt(why, f"remove that; {part}")
+        return None
 
 
 def reduction_of(
@@ -79,53 +171,65 @@ def reduction_of(
     return "other"
 
 
-def nodes(root: Any, through: Collection[str] | None = None) -> Iterator[Any]:
-    """Yield the functions that a loss was computed with, from its last one on.
-
-    Args:
-        root: its `grad_fn`.
-        through: names of functions; what others were given is not followed. None: all is.
-    """
-    left, seen = [root], set[Any]()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            if through is None or node.name() in through:
-                left += [before for before, _ in node.next_functions]
-
-
 def is_close(first: float, other: float, tolerance: float) -> bool:
     """Return whether two losses are equal up to rounding."""
     return math.isclose(first, other, rel_tol=tolerance, abs_tol=1e-12)
 
 
-def tolerance_for(parameters: Iterable[Tensor], *, is_coarse: bool = False) -> float:
+def tolerance_for(
+    parameters: Iterable[Tensor], *, is_coarse: bool = False, loss: Tensor | None = None
+) -> float:
     """Return the relative rounding of a loss.
 
     Args:
         parameters: those of the model.
         is_coarse: whether it computes in half precision or TF32 all the same.
+        loss: the loss; one in half precision is rounded by itself, and three are compared.
     """
     halves = (torch.bfloat16, torch.float16)
-    return 3e-3 if is_coarse or any(parameter.dtype in halves for parameter in parameters) else 3e-6
+    is_half = is_coarse or any(parameter.dtype in halves for parameter in parameters)
+    # Both sides are off by half a unit in the last place; the rest is for what was added up.
+    own = 1.5 * torch.finfo(loss.dtype).eps if loss is not None and loss.dtype in halves else 0.0
+    return max(3e-3 if is_half else 3e-6, own)
 
 
 @contextmanager
-def only_looking(model: nn.Module) -> Iterator[RandomState]:
-    """While open, losses are measured: no gradients, the model in eval mode, random state restored.
+def only_looking(model: nn.Module, *, is_training: bool = False) -> Iterator[RandomState]:
+    """While open, losses are measured: no gradients, no dropout, random state restored.
 
     The modes are set as attributes: `train` and `eval` of a module may do more.
+
+    Args:
+        model: the model.
+        is_training: whether its layers stay in the mode that they have, as a loss may ask for it.
+            Those that normalize by statistics of the batch are in eval mode in any case.
 
     Yields:
         The random state, to restore before each of several losses.
     """
     random = RandomState.now()
     try:
-        with kept_modes(model), torch.no_grad():
+        with kept_modes(model), torch.no_grad(), _WithoutDropout():
             for module in model.modules():
-                module.training = False
+                is_kept = is_training and not isinstance(module, _BatchNorm)
+                module.training = module.training and is_kept
             yield random
     finally:
         random.restore()
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """While open, dropout does nothing: it leaves out other places of a batch than of its parts."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, but not dropout."""
+        options, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name.endswith(("dropout", "dropout1d", "dropout2d", "dropout3d")):
+            return args[0] if args else options["input"]
+        if func is nn.functional.scaled_dot_product_attention:
+            args, options["dropout_p"] = (*args[:4], *args[5:]), 0.0
+            if len(args) > 4:
+                options["is_causal"], args = args[4], args[:4]
+        return func(*args, **options)

@@ -25,9 +25,9 @@ from stretto.batching import NO_SIGNALS, Signals, Tokens, checked_size
 from stretto.batching.metrics import LOSS, NOISE
 from stretto.batching.split import in_rows
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
-from stretto.data.containers import count_samples
+from stretto.data.containers import count_rows, count_samples
 from stretto.data.tokens import longest_sequence
-from stretto.data.weights import nothing_to_learn, unit_counter
+from stretto.data.weights import TargetTokens, nothing_to_learn, unit_counter
 from stretto.distributed.logged import MicroLoss
 from stretto.distributed.strategy import Strategy
 from stretto.errors import DataError, StrettoError, TrainingError, first_line
@@ -35,7 +35,7 @@ from stretto.noise import NoiseMeter, NoiseSums
 from stretto.ordering import evenly
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.agreement import plain
-from stretto.runtime.losses import scalar
+from stretto.runtime.losses import SUM, MeanCheck, scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text, release_memory
 from stretto.runtime.packing import count
 from stretto.runtime.ranks import Ranks
@@ -47,7 +47,13 @@ from stretto.timing import Timestamp
 from stretto.training.checkpointing.state import MISFITS, unfit
 from stretto.training.criterion import HINT
 from stretto.training.further import Further
-from stretto.training.reduction import adds_up, has_sum, is_sum
+
+_ASK = (
+    "write what it is a mean over, Stepping(loss_weight=...): 'tokens', or a function that counts "
+    "it, such as lambda batch: len(batch[0]); if it compares samples, have micro-batches as large "
+    "as the batch"
+)
+"""What to write about a loss that is not known to be a mean over samples."""
 
 
 @final
@@ -156,13 +162,14 @@ class Stepper:
         self._is_plain = is_alone and self.count is None and not self._is_sum
         """Whether the weights of the loader are final, and there is no other rank."""
         self._supervised = step if isinstance(step, SupervisedStep) else None
-        self._spec, self._world_size = spec, strategy.ranks.dp_world_size
+        self._world_size = strategy.ranks.dp_world_size
         self._has_gradient: Sequence[bool] = ()
         """Which parameters had a gradient before the average gave all of them one."""
-        self._is_seen = self._is_sum or self.count is not None
-        """Whether it is known that the loss is a mean, as far as it can be."""
+        is_said = self._is_sum or self.count is not None
+        self._mean = None if is_said else MeanCheck(None if self._supervised is None else _ASK)
+        """Checks that the loss is a mean over samples; None: it is known, or doubted already."""
         self._looks = False
-        """Whether the next pass looks whether it is one."""
+        """Whether the passes of the present step are looked at."""
         # Whether gradients were averaged once, and whether no step was taken yet.
         self._is_warm, self._is_new = False, True
 
@@ -186,7 +193,8 @@ class Stepper:
         gradient = self._plain_gradient if is_plain else self._gradient
         while True:
             pieces = step.micro_batches if retry.size is None else retry.pieces(step)
-            self._looks = not self._is_seen and len(pieces) * self._world_size > 1
+            if self._mean is not None and len(pieces) * self._world_size > 1:
+                self._looks = self._mean.begin(len(pieces))
             try:
                 return gradient(step, pieces)
             except Exception as error:  # noqa: BLE001  others are raised again
@@ -278,29 +286,46 @@ class Stepper:
         """Run the step on one micro-batch, and return its loss."""
         # Moved one at a time, so that only one micro-batch is on the device.
         batch = self._moved(micro.batch) if self._moves else micro.batch
-        loss = self._step.forward_backward(batch, weight)
+        forward_backward = self._looking(micro) if self._looks else self._step.forward_backward
+        loss = forward_backward(batch, weight)
         if type(loss) is not Tensor or loss.dim():  # a subclass, or an error
             loss = scalar(loss)
-        if self._looks:
-            self._look(loss, micro)
         loss = loss.detach()  # what `detached` does, without a call for each micro-batch
         return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
-    def _look(self, loss: Tensor, micro: MicroBatch) -> None:
-        """Warn of a loss that is a sum, when a batch is cut for the first time."""
-        self._looks, self._is_seen = False, True
-        found = is_sum(loss, micro.num_rows)
-        # Layers that meet other ranks would wait for them; transforms change what the loss sees.
-        is_own = self._supervised if not (self._layers_meet or self._step.transforms) else None
-        if is_own is not None and not found and has_sum(loss):
-            found = adds_up(is_own, self._spec, micro)
-        if self._ranks.is_first and found:
-            warnings.warn(
-                "the loss is a sum over the samples, so the gradient depends on how a batch is "
-                "cut; return the mean, or write Stepping(loss_reduction='sum')",
-                UserWarning,
-                stacklevel=2,
-            )
+    def _looking(self, micro: MicroBatch) -> Callable[[Any, float], Tensor]:
+        """Return `forward_backward`; it warns of a loss that is not known to be a mean."""
+        step = self._supervised
+        if step is None:  # its graph is seen when it is used
+            return lambda *given: self._look(self._step.forward_backward(*given), micro)
+        own = step.loss
+
+        def forward_backward(batch: Any, weight: float) -> Tensor:
+            step.loss = lambda *given: self._look(own(*given), micro)
+            try:
+                return step.forward_backward(batch, weight)
+            finally:
+                step.loss = own
+
+        return forward_backward
+
+    def _look(self, loss: Any, micro: MicroBatch) -> Any:
+        """Warn of a loss that is not known to be a mean over samples; return it."""
+        if self._mean is None or not isinstance(loss, Tensor) or loss.dim():
+            return loss
+        rows = count_rows(micro.batch, micro.num_rows)
+        doubt = self._mean.look(loss, rows, micro.num_samples, is_last=False)
+        if doubt is not None:
+            self._mean, self._looks = None, False
+            said = f"the loss is not known to be a mean over the samples, as {doubt.why}; {_ASK}"
+            if doubt.why == SUM:
+                said = (
+                    "the loss is a sum over the samples, so the gradient depends on how a batch is "
+                    "cut; return the mean, or write Stepping(loss_reduction='sum')"
+                )
+            if self._ranks.is_first:
+                warnings.warn(said, UserWarning, stacklevel=2)
+        return loss
 
     def is_finite(self, result: StepResult) -> bool:
         """Return whether losses and gradient are finite on this rank, as far as the host knows.
@@ -491,6 +516,8 @@ class Stepper:
         """Count the units of each micro-batch; none in a dummy."""
         if self.count is None:
             return [micro.num_samples if micro.weight else 0 for micro in micro_batches]
+        if isinstance(self.count, TargetTokens) and self.count.is_open:
+            self.count.look((one.batch for one in micro_batches if one.weight), self._ranks)
         return [self.count(micro.batch) if micro.weight else 0 for micro in micro_batches]
 
     def _transformed(self, micro: MicroBatch) -> MicroBatch:

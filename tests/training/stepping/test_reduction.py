@@ -50,7 +50,6 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
     "loss",
     [
         lambda model, batch: error(model, batch).sum(),
-        lambda model, batch: error(model, batch).sum() / 64,
         lambda model, batch: 0.5 * error(model, batch).sum() + model[0].weight.sum() * 0,
         lambda model, batch: error(model, batch).flatten().sum(),
         lambda model, batch: error(model, batch).sum((0, 1)),
@@ -77,7 +76,7 @@ def test_a_loss_that_is_a_sum_is_said_when_it_is_cut(loss: Callable[..., Tensor]
         mean,
         nn.MSELoss(),
         lambda model, batch: mean(model, batch) + 0.1 * model[0].weight.square().sum(),
-        lambda model, batch: mean(model, batch).sqrt(),
+        lambda model, batch: 0 * mean(model, batch),
         lambda model, batch: mean(model, batch) + torch.rand(()),
         lambda model, batch: mean(model, batch) + model[0].weight.square().sum(),
         lambda model, batch: torch.stack([mean(model, batch)] * 4).sum(),
@@ -86,6 +85,27 @@ def test_a_loss_that_is_a_sum_is_said_when_it_is_cut(loss: Callable[..., Tensor]
 )
 def test_other_losses_hear_nothing(loss: Any) -> None:
     assert fit(loss)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda model, batch: error(model, batch).sum() / 64, "divided by another number"),
+        (lambda model, batch: mean(model, batch).sqrt(), "Sqrt"),
+        (lambda model, batch: error(model, batch).max(), "Max"),
+        (
+            lambda model, batch: error(model, batch)[batch[1] > 0].mean(),
+            "some of the samples",
+        ),
+    ],
+    ids=["a constant", "root", "largest", "selected"],
+)
+def test_a_loss_that_is_not_known_to_be_a_mean_is_said_once(loss: Any, why: str) -> None:
+    said, _ = fit(loss, max_duration="2ep")
+    assert len(said) == 1
+    assert why in said[0]
+    assert fit(loss, micro_batch_size=8)[0] == []
+    assert fit(loss, stepping={"loss_weight": lambda batch: len(batch[0])})[0] == []
 
 
 def test_a_loss_is_called_once_for_each_micro_batch() -> None:

@@ -22,6 +22,7 @@ from transformers import Trainer
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.batching.seesaw import Pair
+from stretto.data.weights import Units, unit_counter
 from stretto.integrations.huggingface.trainer import Follows, StrettoCallback, check_hugging_face
 from stretto.integrations.shared import check_call, warn_of_replaced
 from stretto.timing import LastBatch, TimeLike, Trigger
@@ -37,6 +38,7 @@ def attach(
     schedules: Mapping[str, Any] | None = None,
     *,
     rule: RuleLike | None = None,
+    units: Units | None = None,
     every: Mapping[str, Trigger | TimeLike] | None = None,
     max_duration: TimeLike | None = None,
     micro_batch_size: int | str | None = None,
@@ -53,6 +55,8 @@ def attach(
         batch_size: samples or tokens of one step over all ranks: a number, a text, a policy.
         schedules: by hyper-parameter; None: `args.lr_scheduler_type`, over the clock.
         rule: how learning rates follow the batch size.
+        units: what the loss is a mean over: "samples", "tokens" (targets), or a function that
+            counts them. None: it is measured, and refused if it is no known mean.
         every: when to "evaluate", "save" or "log", beside what the strategies of `args` say.
         max_duration: how long to train; None: `args.max_steps` or `args.num_train_epochs`.
         micro_batch_size: the most samples of a micro-batch, or its most tokens, such as `"8Ktok"`.
@@ -69,6 +73,7 @@ def attach(
     call = "attach(trainer, 8, {'lr': Cosine()}, every={'save': '10%'})"
     check_call(call, Trainer, trainer, batch_size, schedules=schedules, every=every)
     when = {} if every is None else every
+    unit_counter("samples" if units is None else units)  # checks them
     check_hugging_face(trainer, when)
     kind = type(trainer)
     if issubclass(kind, Follows):  # attached before, as in a notebook
@@ -84,7 +89,7 @@ def attach(
         micro_batch_size=micro_batch_size,
         last_batch=last_batch,
     )
-    own.facts = facts
+    own.facts, own.units = facts, units
     trainer.__class__ = type(f"Stretto{kind.__name__}", (Follows, kind), {})
     trainer.callback_handler.callbacks.insert(0, own)
     own.look = trainer.get_train_dataloader

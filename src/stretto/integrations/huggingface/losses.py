@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, final, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from stretto.integrations.loss_checks import WEIGH, keeps
 from stretto.integrations.shared import refuse
 from stretto.run import Run
 from stretto.runtime.losses import Reduction, is_close, only_looking, tolerance_for
+from stretto.runtime.random_state import RandomState
 
 LossKind: TypeAlias = Literal["divided", "divided on its rank", "targets", "shifted", "samples"]
 """`divided`: by `num_items_in_batch`, times the number of ranks, as transformers does it; `divided
@@ -35,6 +36,8 @@ without the first of each sequence, and over samples."""
 LOSS_KINDS: Sequence[LossKind] = get_args(LossKind)
 _LOGS = ("_metrics", "_total_train_tokens", "_stored_metrics", "accum_loss_components")
 """Where the trainers of TRL and sentence-transformers collect what they log."""
+_LOOKS = ((True, False), (True, True), (False, False))
+"""Whether a look is in the mode of training, and whether it is the second."""
 
 
 def units(kind: LossKind, ignored: int) -> Units:
@@ -64,12 +67,22 @@ def measure(
     Raises:
         TrainingError: the loss is finite on no rank.
     """
-    with _looking(trainer, model) as at:
-        fits = _fits(trainer, at, micros, divides=num_items is not None)
-    known = [row for row in trainer.stretto.run.loader.ranks.gather(fits) if row[-1]]
-    refuse((not known, WEIGH, "that of the first batch is not finite", "check data and labels"))
-    *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(LOSS_KINDS) + 2))
-    kind = next((one for one, fits_all in zip(LOSS_KINDS, kinds, strict=True) if fits_all), None)
+    kind, is_half, is_random = None, True, True
+    for is_training, is_second in _LOOKS:
+        # A second look, at other samples, for losses that are rounded; another in eval mode for
+        # those that are random in training.
+        if (is_second and not is_half) or (not is_training and not is_random):
+            continue
+        with _looking(trainer, model, is_training=is_training) as look:
+            fits = _fits(trainer, look, micros, num_items, is_second=is_second)
+        rows = trainer.stretto.run.loader.ranks.gather(fits)
+        known = [row for row in rows if row[-1]]
+        refuse((not known, WEIGH, "that of the first batch is not finite", "check data and labels"))
+        *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(rows[0]) - 3))
+        is_half, is_random = (any(row[at] for row in rows) for at in (-3, -2))
+        kind = next((one for one, fits in zip(LOSS_KINDS, kinds, strict=True) if fits), None)
+        if kind is not None:
+            break
     return kind, "targets" if targets else "shifted" if shifted else None
 
 
@@ -79,49 +92,100 @@ def keeps_kind(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items
     All ranks must call it. Two micro-batches are compared with both as one, or the first of them
     with its halves. Each pair takes three passes, as those of a model on several ranks must meet.
     """
-    kind, wrong, tolerance = trainer.stretto.kind, 0, _tolerance(trainer, model)
+    kind = trainer.stretto.kind
     is_divided = kind in ("divided", "divided on its rank")
     counted = units("samples" if is_divided else kind, ignored_pixel(trainer.model))
     reduction: Reduction = "sum" if is_divided else "mean"
-    with _looking(trainer, model) as at:
-        number = num_items if is_divided else None
-        for start in range(0, len(micros), 2):
-            pair = [(micro.batch, micro.num_samples) for micro in micros[start : start + 2]]
-            wrong += not keeps(reduction, pair, lambda batch: at(batch, number), counted, tolerance)
-    return not trainer.stretto.run.loader.ranks.agree([wrong])[0]
+    number = num_items if is_divided else None
+    pairs = [
+        [(micro.batch, micro.num_samples) for micro in micros[start : start + 2]]
+        for start in range(0, len(micros), 2)
+    ]
+
+    def verdict(look: _Look, *, is_second: bool) -> list[int]:
+        options = {"is_second": is_second}
+        kept = [
+            keeps(
+                reduction, pair, lambda one: look(one, number), counted, look.tolerance, **options
+            )
+            for pair in pairs
+        ]
+        return [kept.count(False), is_second and look.is_random(pairs[0][0][0], number)]
+
+    for is_training, is_second in _LOOKS:
+        with _looking(trainer, model, is_training=is_training) as look:
+            found = verdict(look, is_second=is_second)
+        wrong, is_random = trainer.stretto.run.loader.ranks.agree(found)
+        if not wrong or (is_second and not is_random):
+            return not wrong
+    return False
+
+
+def tried(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """Return what a function returns without gradients; with them if it needs them."""
+    try:
+        return function(*given, **options)
+    except Exception:  # noqa: BLE001  such as one that computes a penalty on a gradient
+        with torch.enable_grad():
+            return function(*given, **options)
+
+
+@final
+class _Look:
+    """Returns losses that are computed beside the run."""
+
+    def __init__(self, trainer: Any, model: Any, random: RandomState) -> None:
+        self._trainer, self._model, self._random = trainer, model, random
+        self._loss: Tensor | None = None
+
+    def __call__(self, batch: Any, num_items: Any, *, seed: int | None = None) -> float:
+        """Return the loss of a batch."""
+        trainer = self._trainer
+        self._random.restore()
+        if seed is not None:
+            torch.manual_seed(seed)
+        inputs = trainer._prepare_inputs(copy.copy(batch))
+        if num_items is not None:
+            num_items = torch.as_tensor(num_items, device=trainer.args.device)
+        options = {"num_items_in_batch": num_items}
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(self._model, inputs, **options)
+        self._loss = loss.detach()
+        return float(self._loss.mean())
+
+    def tolerance(self) -> float:
+        """Return the relative rounding of the losses."""
+        args = self._trainer.args
+        is_coarse = bool(args.bf16 or args.fp16 or args.tf32)
+        return tolerance_for(self._model.parameters(), is_coarse=is_coarse, loss=self._loss)
+
+    def is_random(self, batch: Any, num_items: Any) -> bool:
+        """Return whether the loss of a batch depends on the random state."""
+        once, again = self(batch, num_items), self(batch, num_items, seed=1)
+        return not is_close(once, again, self.tolerance())
 
 
 @contextmanager
-def _looking(trainer: Any, model: Any) -> Iterator[Callable[[Any, Any], float]]:
-    """While open, nothing that is computed is noted; yield a function that returns a loss."""
+def _looking(trainer: Any, model: Any, *, is_training: bool) -> Iterator[_Look]:
+    """While open, nothing that is computed is noted; yield what returns a loss."""
     model = getattr(model, "_orig_mod", model)  # not compiled for this
     logs = {name: copy.deepcopy(getattr(trainer, name)) for name in _LOGS if hasattr(trainer, name)}
-    with only_looking(model) as random:
-
-        def at(batch: Any, num_items: Any) -> float:
-            random.restore()
-            inputs = trainer._prepare_inputs(copy.copy(batch))
-            if num_items is not None:
-                num_items = torch.as_tensor(num_items, device=trainer.args.device)
-            with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
-            return float(loss.detach().mean())
-
+    with only_looking(model, is_training=is_training) as random:
         try:
-            yield at
+            yield _Look(trainer, model, random)
         finally:
             vars(trainer).update(logs)
 
 
-def _tolerance(trainer: Any, model: Any) -> float:
-    args = trainer.args
-    return tolerance_for(model.parameters(), is_coarse=bool(args.bf16 or args.fp16 or args.tf32))
+def _fits(
+    trainer: Any, at: _Look, micros: Sequence[MicroBatch], num_items: Any, *, is_second: bool
+) -> list[bool]:
+    """Return flags for samples of this rank.
 
-
-def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool) -> list[bool]:
-    """Return flags for this rank's samples: a kind fits, a count is its divisor, they can tell."""
-    ignored = ignored_pixel(trainer.model)
-    whole, halves, counts = _halves(micros, trainer.stretto.run, ignored)
+    A kind fits; a count is the divisor; the loss is in half precision; it is random; they can tell.
+    """
+    ignored, divides = ignored_pixel(trainer.model), num_items is not None
+    whole, halves, counts = _halves(micros, trainer.stretto.run, ignored, is_second=is_second)
 
     def mean_of(batch: Any) -> float:
         try:
@@ -137,14 +201,15 @@ def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool)
     kinds = both[: 0 if labels is None else labels.ndim]
     mean, means = mean_of(whole), [mean_of(one) for one in halves]
     world_size = trainer.args.world_size
-    tolerance = _tolerance(trainer, trainer.model)
+    tolerance = at.tolerance()
     found, is_known = dict.fromkeys(LOSS_KINDS, False), math.isfinite(mean)
     divisors = [False, False]
     if divides:
         once, twice = at(whole, items), at(whole, 2 * items)
         parts = sum(at(one, items) for one in halves)
-        is_known = math.isfinite(once)
-        if is_close(2 * twice, once, 1e-5) and is_close(parts, once, tolerance):
+        is_known, tolerance = math.isfinite(once), at.tolerance()
+        exact = max(1e-5, tolerance if tolerance > 3e-3 else 0.0)  # of a loss in half precision
+        if is_close(2 * twice, once, exact) and is_close(parts, once, tolerance):
             totals = [_targets(whole, ignored, is_shifted) for _, is_shifted in kinds] or [1]
             own, shared = (
                 [is_close(once * items, mean * factor * count, tolerance) for count in totals]
@@ -153,17 +218,18 @@ def _fits(trainer: Any, at: Any, micros: Sequence[MicroBatch], *, divides: bool)
             is_own = any(own) and world_size > 1
             found["divided on its rank" if is_own else "divided"] = True
             divisors = [*(own if is_own else shared), False][:2] if kinds else [False, False]
-        divides = not is_close(twice, once, 1e-5)
+        divides = not is_close(twice, once, exact)
     if not divides:
         found["samples"] = _has_mean_over(mean, means, counts, tolerance)
         for kind, is_shifted in kinds:
             shares = [_targets(one, ignored, is_shifted) for one in halves]
             found[kind] = _has_mean_over(mean, means, shares, tolerance)
-    return [*found.values(), *divisors, is_known]
+    is_random = at.is_random(whole, items if divides else None)
+    return [*found.values(), *divisors, tolerance > 3e-3, is_random, is_known]
 
 
 def _halves(
-    micros: Sequence[MicroBatch], run: Run, ignored: int
+    micros: Sequence[MicroBatch], run: Run, ignored: int, *, is_second: bool
 ) -> tuple[Any, list[Any], list[int]]:
     """Return some samples, both halves of them, and how many samples these have.
 
@@ -177,6 +243,8 @@ def _halves(
         some = range(0, num_samples, -(-num_samples // 16))
         near = sorted((_targets(loader.example_batch([at]), ignored), at) for at in some)
         ordered = [at for targets, at in near if targets] or [*some]
+        others = ordered[most:-most]
+        ordered = others if is_second and len(others) >= 2 * most else ordered
         parts = [ordered[:most], ordered[-most:]]
         whole, count = loader.example_batch([*parts[0], *parts[1]]), 2 * len(parts[0])
     else:

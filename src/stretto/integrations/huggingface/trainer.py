@@ -30,6 +30,7 @@ from stretto.integrations.huggingface.losses import (
     ignored_pixel,
     keeps_kind,
     measure,
+    tried,
     units,
 )
 from stretto.integrations.loss_checks import warn_of_batch_norm
@@ -106,7 +107,11 @@ def check_loss(trainer: Any, run: Run, kind: LossKind | None) -> None:
     name = type(trainer.model if own is None else own).__name__
     what = f"compute the loss of {name} in micro-batches or on several ranks"
     why = "it may compare samples, weigh classes, or add a term such as that of a router"
-    instead = "train on one rank with per_device_train_batch_size of the largest batch"
+    instead = (
+        "pass units= to attach: 'samples', 'tokens', or a function that counts what it is a mean "
+        "over, such as units=lambda batch: batch['mask'].sum(); if it is no mean, train on one "
+        "rank with per_device_train_batch_size of the largest batch"
+    )
     refuse((not is_whole, what, why, instead))
 
 
@@ -173,6 +178,8 @@ class StrettoCallback(TrainerCallback, ExportableState):
     """None before the first step."""
     kind: LossKind | None
     """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
+    units: Units | None
+    """What the user says that it is a mean over; then it is not measured."""
     divisor: LossKind | None
     """What counts the number that a loss is divided by; None: the trainer does."""
     num_cut: int
@@ -184,6 +191,8 @@ class StrettoCallback(TrainerCallback, ExportableState):
         self.settings = settings  # without any if transformers restores it; it is then replaced
         self.weight: float | None = None
         self.probe = Probe("compute_loss")
+        self.num_items: Any = None
+        """What the losses of the present step are divided by."""
         self.signals = NO_SIGNALS
         self.begun: Run | None = None
         """The run of the last call of `trainer.train()`."""
@@ -360,10 +369,13 @@ class Follows(Trainer):
         meter, losses = own.meter, []
         counted: Units = "samples"
         is_divided = own.kind is None or own.kind.startswith("divided")  # by the loss itself
-        if own.kind is not None and not is_divided:
+        if own.units is not None:
+            num_items_in_batch, counted, is_divided = None, own.units, False
+        elif own.kind is not None and not is_divided:
             num_items_in_batch, counted = None, units(own.kind, ignored_pixel(self.model))
         elif num_items_in_batch is not None and "noise" in own.run.loader.reads:
             counted = count_target_tokens
+        own.num_items = num_items_in_batch
         for one_pass in meter.passes(inputs, counted):
             is_last, own.weight = one_pass.is_last, one_pass.weight
             if is_divided:
@@ -378,7 +390,8 @@ class Follows(Trainer):
             if not is_last:
                 handler = self.callback_handler
                 self.control = handler.on_substep_end(self.args, self.state, self.control)
-        own.weight, loss = None, losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        own.weight, own.num_items = None, None
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         own.signals = meter.signals(loss, accelerator.scaler)
         return loss
 
@@ -392,16 +405,18 @@ class Follows(Trainer):
         if own.meter is None:  # the first step
             own.meter, own.num_cut, own.probe = StepMeter(own.run, model), 0, Probe("compute_loss")
             own.kind, own.divisor, refused = None, None, None
-            try:
-                with own.probe.beside(model, self):
-                    own.kind, own.divisor = measure(self, model, step.micro_batches, num_items)
-            except TrainingError as error:  # the loss is finite on no rank, or so it seems
-                refused = error
-            if own.kind is None and ranks.agree([own.probe.error is not None])[0]:
-                own.kind = "samples" if num_items is None else "divided"  # as without stretto
-            elif refused is not None:
-                raise refused
-            check_loss(self, own.run, own.kind)
+            if own.units is None:
+                try:
+                    with own.probe.beside(model, self):
+                        own.kind, own.divisor = measure(self, model, step.micro_batches, num_items)
+                except TrainingError as error:  # the loss is finite on no rank, or so it seems
+                    refused = error
+                if own.kind is None and ranks.agree([own.probe.error is not None])[0]:
+                    divides = num_items is not None and self.model_accepts_loss_kwargs
+                    own.kind = "divided" if divides else "samples"  # as transformers takes it
+                elif refused is not None:
+                    raise refused
+                check_loss(self, own.run, own.kind)
         if len(step) > 1 and not own.num_cut:
             warn_of_batch_norm(model)
         if num_items is not None and own.divisor is not None:
@@ -421,10 +436,13 @@ class Follows(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of a micro-batch with its weight in the step."""
-        options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
         weight, probe = self.stretto.weight, self.stretto.probe
+        if num_items_in_batch is None and weight is not None:
+            # It is a second loss, of a training_step of the user's.
+            num_items_in_batch = self.stretto.num_items
+        options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
         if probe.is_open:
-            return probe(super().compute_loss, model, copy.deepcopy(inputs), **options)
+            return probe(tried, super().compute_loss, model, copy.deepcopy(inputs), **options)
         found = super().compute_loss(model, inputs, **options)
         if weight is None or weight == 1.0:
             return found

@@ -59,7 +59,7 @@ def attach(
     rule: RuleLike | None = None,
     every: Mapping[str, Trigger | TimeLike] | None = None,
     max_duration: TimeLike | None = None,
-    units: Units = "samples",
+    units: Units | None = None,
     micro_batch_size: int | str | None = None,
     loading: Loading | None = None,
     **facts: Any,
@@ -81,7 +81,8 @@ def attach(
         every: when to "evaluate" and to "save". Without "evaluate", as `val_check_interval` and
             `check_val_every_n_epoch` say.
         max_duration: how long to train; None: `max_steps` or `max_epochs` of the trainer.
-        units: what the loss is a mean over: "samples", "tokens", or a function of a batch.
+        units: what the loss is a mean over: "samples", "tokens", or a function of a batch. None:
+            samples; a loss that is not known to be a mean over them is refused.
         micro_batch_size: the most samples of a micro-batch, or its most tokens, such as `"8Ktok"`.
         loading: how data are loaded, as far as the `DataLoader` does not say.
         facts: fields of `DataSpec`, such as `lengths`.
@@ -96,7 +97,7 @@ def attach(
     check_call(call, Trainer, trainer, batch_size, schedules=schedules, every=every)
     when = {} if every is None else every
     check_lightning(trainer, when)
-    unit_counter(units)  # checks them
+    unit_counter("samples" if units is None else units)  # checks them
     LightningCallback.leave(trainer)  # one that was attached before
     module = data if isinstance(data, LightningDataModule) else None
     if module is not None:

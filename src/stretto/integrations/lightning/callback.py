@@ -27,7 +27,7 @@ from stretto.integrations.counts import (
     planned_micro_batches,
     steps_left,
 )
-from stretto.integrations.loss_checks import FirstStep, keeps, warn_of_batch_norm
+from stretto.integrations.loss_checks import StepChecks, keeps, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     Pass,
@@ -106,17 +106,21 @@ _OUTSIDE = Pass(None, weight=1.0, is_first=True, is_last=True, num_samples=0, wa
 class LightningLoader:
     """The train dataloader: one pass over it is one epoch of micro-batches."""
 
-    def __init__(self, run: Run, units: Units) -> None:
+    def __init__(self, run: Run, units: Units | None) -> None:
         self.run = run
         """The run: its clock is `run.timer`."""
         self.present = _OUTSIDE
         """The present micro-batch."""
         self.is_weighed = False
-        self.units: Units = units
+        self.said_units = units
+        self.units: Units = "samples" if units is None else units
+        self.num_passes = 1
+        """The micro-batches of the present step."""
         self.meter: StepMeter
         """Measures the steps of a fit."""
         self._trainer: Trainer | None = None
-        self._accumulation: Accumulation
+        self.accumulation: Accumulation
+        """What Lightning divides the loss by."""
 
     @property
     def weight(self) -> float:
@@ -139,7 +143,7 @@ class LightningLoader:
         """
         self._trainer, self.meter = trainer, meter
         self.present = _OUTSIDE._replace(is_first=not is_open, is_last=not is_open)
-        self._accumulation = trainer.accumulate_grad_batches = Accumulation.of(self.present)
+        self.accumulation = trainer.accumulate_grad_batches = Accumulation.of(self.present)
 
     def __len__(self) -> int:
         """Return the number of micro-batches in the present epoch, or a number above it.
@@ -159,7 +163,9 @@ class LightningLoader:
         why = "the trainer has no callback of attach(), as in Tuner.lr_find"
         refuse((not is_led, "train on what attach() returned", why, "do that before attach()"))
         for step in counted_steps(self.run):
-            for present in self.meter.passes(step, self.units):
+            passes = self.meter.passes(step, self.units)
+            self.num_passes = len(passes)
+            for present in passes:
                 self.present = present
                 self._begin()
                 yield present.batch
@@ -168,11 +174,11 @@ class LightningLoader:
         """Set the weight of the next micro-batch, and where in its step it is."""
         trainer = self._trainer
         assert trainer is not None, "iterated over in a fit"
-        is_other = trainer.accumulate_grad_batches is not self._accumulation
+        is_other = trainer.accumulate_grad_batches is not self.accumulation
         refuse((is_other, "set accumulate_grad_batches", BY_SIZE, "remove the callback that does"))
         number = trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1
-        self._accumulation = Accumulation.of(self.present, number)
-        trainer.accumulate_grad_batches = self._accumulation
+        self.accumulation = Accumulation.of(self.present, number)
+        trainer.accumulate_grad_batches = self.accumulation
         trainer.val_check_batch = UNREACHED
         if self.is_last and self._ends_epoch:
             trainer.fit_loop.max_batches = number
@@ -241,8 +247,9 @@ class LightningCallback(Callback):
         self._signals = NO_SIGNALS
         self._loss: Tensor | None = None
         self._watch: AbstractContextManager[None] = nullcontext()
-        self._checks: FirstStep | None = None
-        """Checks manual optimization, in the first step of several micro-batches."""
+        self._all_checks = StepChecks(batches.run, batches.said_units)
+        self._checks: StepChecks | None = None
+        """Checks the present step of manual optimization."""
         self._num_cut = 0
         """Steps of several micro-batches."""
         self._seen: list[tuple[Any, int]]
@@ -408,12 +415,12 @@ class LightningCallback(Callback):
     ) -> None:
         """Check what the loss is over, in steps 1, 2, 4, 8, ... of several micro-batches."""
         batches, present = self._batches, self._batches.present
+        if present.is_first and not pl_module.automatic_optimization:
+            self._checks = self._all_checks.begin(batches.num_passes)
         if present.is_first and present.is_last:
             return
         if present.is_first:
             self._num_cut, self._seen, batches.is_weighed = self._num_cut + 1, [], False
-            if self._num_cut == 1 and not pl_module.automatic_optimization:
-                self._checks = FirstStep(self._run, is_counted=callable(batches.units))
         if self._num_cut.bit_count() != 1:
             return
         # Copies: a training_step may change its batch.
@@ -442,7 +449,7 @@ class LightningCallback(Callback):
         if pl_module.automatic_optimization:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         elif self._checks is not None:
-            self._checks.before_pass(loss, present.num_samples, present.weight)
+            self._checks.before_pass(loss, present, float(self._batches.accumulation))
         self._watch = present.watch
         self._watch.__enter__()
 
@@ -508,6 +515,9 @@ class LightningCallback(Callback):
 
         is_coarse = "32" not in str(trainer.precision) and "64" not in str(trainer.precision)
         tolerance = tolerance_for(module.parameters(), is_coarse=is_coarse)
-        units, probe = self._batches.units, self._probe
+        units: Any = self._batches.meter.counter or "samples"
+        probe = self._probe
         with only_looking(other) as random:
-            return keeps("mean", self._seen, lambda one: probe(loss_of, one), units, tolerance)
+            return keeps(
+                "mean", self._seen, lambda one: probe(loss_of, one), units, lambda: tolerance
+            )
