@@ -170,11 +170,6 @@ def custom_function(batch: Any) -> Tensor:
     return fn.cross_entropy(apply(net(batch[0])), batch[1])
 
 
-def checkpointed(batch: Any) -> Tensor:
-    out = torch.utils.checkpoint.checkpoint(deep, batch[0], use_reentrant=False)
-    return fn.cross_entropy(out, batch[1])
-
-
 def actor_critic(batch: Any) -> Tensor:
     out = deep(batch[0])
     dist = torch.distributions.Categorical(logits=out)
@@ -254,7 +249,6 @@ RIGHT: dict[str, Loss] = {
     "one by one": per_row,
     "unbound and stacked": unbound,
     "custom function": custom_function,
-    "checkpointed": checkpointed,
     "actor critic": actor_critic,
     "ppo": ppo,
     "vae": vae,
