@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import partial, wraps
 from os import PathLike
 from typing import Any, TypeVar
@@ -93,8 +94,8 @@ def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return dict(found[1:] if isinstance(make, type) else found)
 
 
-def check_foreign(given: Iterable[str], own: Collection[str] = ()) -> None:
-    """Refuse names of other libraries, and unknown ones if the `own` names are known.
+def check_foreign(given: Iterable[str], own: Collection[str] = (), owner: str = "stretto") -> None:
+    """Refuse names of other libraries, and unknown ones if the `own` names of an owner are known.
 
     Raises:
         ConfigError: there is one.
@@ -103,9 +104,9 @@ def check_foreign(given: Iterable[str], own: Collection[str] = ()) -> None:
         if name in own:
             continue
         near = None if name in FOREIGN else nearest(name, own)
-        known = name if name in FOREIGN else nearest(name, FOREIGN) if own else None
-        if known and not near:
-            answers = FOREIGN[known][:-1]
+        alike = get_close_matches(name, FOREIGN, 1, 0.85) if own and not near else []
+        if name in FOREIGN or alike:
+            answers = FOREIGN[(alike or [name])[0]][:-1]
             fitting = [one for one in answers if re.split(r"\W", one)[1] in {*own, "it"}]
             instead = fitting[0] if fitting else f"{answers[-1]} in Trainer"
         elif own:
@@ -114,7 +115,7 @@ def check_foreign(given: Iterable[str], own: Collection[str] = ()) -> None:
         else:
             continue
         raise ConfigError.cannot(
-            f"use {name}=...", why="there is no argument of that name", instead=instead
+            f"use {name}=...", why=f"{owner} has no argument of that name", instead=instead
         )
 
 
@@ -181,7 +182,7 @@ def knows_foreign(function: F) -> F:
 
     @wraps(function)
     def call(*given: Any, **named: Any) -> Any:
-        check_foreign(named, own)
+        check_foreign(named, own, function.__qualname__.removesuffix(".__init__"))
         with suppress(TypeError):  # Python says itself what is missing
             _check_kinds(function.__annotations__, signature.bind(*given, **named).arguments)
         return function(*given, **named)

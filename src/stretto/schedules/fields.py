@@ -105,7 +105,7 @@ class Timed(ABC):
 
     def __new__(cls, *_: Any, **named: Any) -> Self:
         """Make a value; refuse names of other libraries, such as `T_max`."""
-        check_foreign(named, names_of(cls.__init__) if named else ())
+        check_foreign(named, names_of(cls.__init__) if named else (), cls.__name__)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
