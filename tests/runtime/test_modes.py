@@ -124,7 +124,7 @@ def test_the_train_of_a_model_itself_is_called(is_training: bool) -> None:
 
 
 def test_a_frozen_batch_normalisation_keeps_its_statistics() -> None:
-    backbone = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).eval()
+    backbone = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False)
     model = nn.Sequential(backbone, nn.Linear(4, 1))
     before = [one.clone() for one in backbone.buffers()]
     Trainer(

@@ -287,8 +287,8 @@ def test_nothing_is_measured_that_nobody_reads(problem: Make) -> None:
             {"stepping": Stepping(measure_noise=None)},
             "measure_noise",
         ),
-        (["test/loss"], {}, "cannot follow 'test/loss' with the batch size: no evaluation"),
-        (["a/b", "c/d"], {}, "cannot follow 'a/b' and 'c/d' with the batch size: a policy reads"),
+        (["test/loss"], {}, "cannot follow 'test/loss': no evaluation"),
+        (["a/b", "c/d"], {}, "cannot follow 'a/b' and 'c/d': a run follows one"),
     ],
     ids=["off", "no such metric", "two metrics"],
 )
