@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 from accelerate.data_loader import IterableDatasetShard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import SchedulerType, Trainer, TrainerCallback
@@ -402,13 +403,16 @@ class Follows(Trainer):
             TrainingError: it cannot be computed in micro-batches, or is not what it was.
         """
         own, ranks = self.stretto, self.stretto.run.loader.ranks
+        inner = getattr(model, "_orig_mod", model)
+        # The passes of DDP meet those of other ranks, where an exception may have ended the trial.
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
         if own.meter is None:  # the first step
             own.meter, own.num_cut, own.probe = StepMeter(own.run, model), 0, Probe("compute_loss")
             own.kind, own.divisor, refused = None, None, None
             if own.units is None:
                 try:
-                    with own.probe.beside(model, self):
-                        own.kind, own.divisor = measure(self, model, step.micro_batches, num_items)
+                    with own.probe.beside(inner, self):
+                        own.kind, own.divisor = measure(self, inner, step.micro_batches, num_items)
                 except TrainingError as error:  # the loss is finite on no rank, or so it seems
                     refused = error
                 if own.kind is None and ranks.agree([own.probe.error is not None])[0]:
@@ -426,8 +430,8 @@ class Follows(Trainer):
         is_cut = len(step) > 1 or self.args.world_size > 1
         own.num_cut += is_cut
         if is_cut and own.kind is not None and own.num_cut.bit_count() == 1:
-            with own.probe.beside(model, self):
-                is_kept = keeps_kind(self, model, step.micro_batches[:2], num_items)
+            with own.probe.beside(inner, self):
+                is_kept = keeps_kind(self, inner, step.micro_batches[:2], num_items)
             check_loss(self, own.run, own.kind if is_kept else None)
         own.probe.tell()
         return num_items
