@@ -777,3 +777,33 @@ def test_fabric_needs_no_adapter(big_batches: Tensor, tmp_path: Path) -> None:
     close(net, big_batches)
     fabric.save(tmp_path / "last.ckpt", {"run": run})
     assert fabric.load(tmp_path / "last.ckpt")["run"] == run.state_dict()
+
+
+@pytest.mark.small
+def test_batches_in_tokens_are_resumed(tmp_path: Path) -> None:
+    lengths = [3, 5, 2, 7] * 12
+    data = [torch.ones(length, dtype=torch.float64) for length in lengths]
+
+    class Module(lightning_toys.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1).double()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch.sum(1, keepdim=True)).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def fit(path: Any = None) -> int:
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        loader = DataLoader(data, batch_size=4, collate_fn=pad)
+        save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+        trainer = lightning_toys.make_trainer(save)
+        settings: dict[str, Any] = {"micro_batch_size": "14tok", "lengths": lengths}
+        batches = attach(trainer, "40tok", {"lr": 1.0}, data=loader, **settings)
+        trainer.fit(Module(), batches, ckpt_path=path)
+        return int(trainer.global_step)
+
+    steps = fit()
+    assert fit(tmp_path / "step=3.ckpt") == steps
