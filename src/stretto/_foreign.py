@@ -140,6 +140,10 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
             and not hasattr(one, "dtype")
         ),
     ),
+    "nn.Module": (
+        "a torch.nn.Module",
+        lambda one: hasattr(one, "named_modules") and not isinstance(one, type),
+    ),
     "Optimizer": ("an optimizer", lambda one: hasattr(one, "param_groups")),
     **dict.fromkeys(("Callable", "LossFunction", "Predict"), ("a function", callable)),
     **{
