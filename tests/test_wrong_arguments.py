@@ -129,7 +129,7 @@ FACE: dict[str, tuple[Callable[..., Any], str]] = {
         prepared,
         (
             "data batch_size max_duration optimizer schedules values rule every micro_batch_size "
-            "loading callbacks mesh sequence_length loss_weight shifts_labels"
+            "loading model callbacks folder mesh sequence_length loss_weight shifts_labels"
         ),
     ),
     "StepLoader": (

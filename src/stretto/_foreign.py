@@ -81,7 +81,6 @@ OLD_WORDS = {
 }
 """Words of earlier run files inside a schedule or a batch size, and what to write."""
 F = TypeVar("F", bound=Callable[..., Any])
-C = TypeVar("C", bound=type)
 
 
 def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -140,6 +139,10 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
             and not hasattr(one, "dtype")
         ),
     ),
+    "nn.Module": (
+        "a torch.nn.Module",
+        lambda one: hasattr(one, "named_modules") and not isinstance(one, type),
+    ),
     "Optimizer": ("an optimizer", lambda one: hasattr(one, "param_groups")),
     **dict.fromkeys(("Callable", "LossFunction", "Predict"), ("a function", callable)),
     **{
@@ -174,10 +177,13 @@ def _check_kinds(annotations: Mapping[str, Any], given: Mapping[str, Any]) -> No
 
 
 def knows_foreign(function: F) -> F:
-    """Decorate a function so that arguments that it does not have are answered.
+    """Decorate a function or a class so that arguments that it does not have are answered.
 
     So are those of another kind than the annotations say.
     """
+    if isinstance(function, type):
+        function.__init__ = knows_foreign(function.__init__)  # type: ignore[misc]
+        return function
     own, signature = names_of(function), inspect.signature(function)
 
     @wraps(function)
@@ -188,9 +194,3 @@ def knows_foreign(function: F) -> F:
         return function(*given, **named)
 
     return call  # type: ignore[return-value]
-
-
-def knows_names(kind: C) -> C:
-    """Decorate a class so that an argument that it does not have is answered."""
-    kind.__init__ = knows_foreign(kind.__init__)  # type: ignore[misc]
-    return kind

@@ -29,7 +29,6 @@ from stretto.optim import Hyperparameters
 from stretto.optim.hyperparameters import (
     GroupValues,
     as_one_schedule,
-    check_names,
     joined,
     read_base_values,
     set_base_values,
@@ -81,7 +80,7 @@ def prepare(
     loading: Loading | Mapping[str, Any] | None = None,
     model: nn.Module | None = None,
     callbacks: Sequence[object] = (),
-    folder: Path | None = None,
+    folder: str | Path | None = None,
     mesh: DeviceMesh | Mesh | None = None,
     idle_ranks: bool = False,
     sequence_length: LengthsLike | None = None,
@@ -144,7 +143,8 @@ def prepare(
         StrettoError: the arguments do not fit; the message says what to write instead.
     """
     loading = Loading() if loading is None else read_settings(Loading, loading, "loading")
-    schedules = check_names(schedules)
+    schedules = {} if schedules is None else schedules
+    values = {} if values is None else values
     stepping = Stepping(loss_weight=loss_weight, shifts_labels=shifts_labels)  # checks them
     spec = DataSpec.of(data)
     sizes, read, rule = paired(batch_size, schedules, rule)
@@ -152,7 +152,7 @@ def prepare(
         spec.horizon(max_duration, loading=loading),
         sizes,
         schedules={name: as_one_schedule(one) for name, one in read.items()},
-        values={name: as_one_schedule(one) for name, one in check_names(values, "values").items()},
+        values={name: as_one_schedule(one) for name, one in values.items()},
         triggers=every,
         rule=rule,
         sequence_length=sequence_length,
@@ -164,7 +164,7 @@ def prepare(
         micro_batch_size=micro_batch_size,
         model=model,
         callbacks=callbacks,
-        folder=folder,
+        folder=None if folder is None else Path(folder),
         mesh=as_mesh(mesh),
         idle_ranks=idle_ranks,
         count=unit_counter(stepping.loss_weight, shifts_labels=stepping.shifts_labels),

@@ -12,7 +12,7 @@ from dataclasses import fields as fields_of
 from datetime import timedelta
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, final
 
-from stretto._foreign import check_foreign, knows_names
+from stretto._foreign import check_foreign, knows_foreign
 from stretto.errors import ConfigError, TrainingError, shown
 from stretto.schedules import fields
 from stretto.timing import LastBatch, Time, TimeLike, Trigger, read_wall_clock
@@ -28,7 +28,7 @@ WallClock: TypeAlias = Annotated[TimeLike, fields.Check(lambda value, *_: read_w
 Kind = TypeVar("Kind")
 
 
-@knows_names
+@knows_foreign
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
@@ -105,7 +105,7 @@ class Computing:
             raise ConfigError.bad("clip_norm", norm, "it is not positive", "write 1.0")
 
 
-@knows_names
+@knows_foreign
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepping:
@@ -184,7 +184,7 @@ class Stepping:
         return timedelta(seconds=float(read_wall_clock(self.rank_timeout).amount))
 
 
-@knows_names
+@knows_foreign
 @final
 @dataclass(frozen=True, slots=True)
 class Checkpointing:

@@ -157,3 +157,15 @@ def test_a_model_in_eval_mode_is_tried_as_it_trains() -> None:
     step = SupervisedStep(sleeping, optimizer, lambda m, x: m(x).mean())
     assert find_batch_size(step, torch.randn(2, 2), maximum=64).size == 9
     assert not sleeping.training
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_model_inside_a_wrapper_decides(is_compiled: bool) -> None:
+    for inner, expected in [
+        (nn.Sequential(nn.Dropout(), nn.Linear(2, 2)).eval(), [True, True, True]),
+        (nn.Sequential(nn.Dropout().eval(), nn.Linear(2, 2)), [True, False, True]),
+    ]:
+        model: nn.Module = nn.DataParallel(inner)
+        train_mode(cast(nn.Module, torch.compile(model)) if is_compiled else model)
+        assert modes(inner) == expected

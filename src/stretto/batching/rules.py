@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias, final
 
-from stretto._foreign import knows_names
+from stretto._foreign import knows_foreign
 from stretto.batching.policy import Size, checked_size, has_tokens
 from stretto.errors import BatchSizeError
 from stretto.schedules.fields import checked_factor, fill
@@ -87,7 +87,7 @@ class Referenced(ABC):
         return bound
 
 
-@knows_names
+@knows_foreign
 @final
 @dataclass(frozen=True, slots=True)
 class LinearRule(Referenced):
@@ -108,7 +108,7 @@ class LinearRule(Referenced):
         return self.ratio(size)
 
 
-@knows_names
+@knows_foreign
 @final
 @dataclass(frozen=True, slots=True)
 class SquareRootRule(Referenced):

@@ -15,7 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from stretto._foreign import knows_names
+from stretto._foreign import knows_foreign
 from stretto.data.containers import count_samples, not_cut, take_samples
 from stretto.data.lengths import OrderedLengths, checked_lengths, total_tokens
 from stretto.data.step import MicroBatch
@@ -30,7 +30,7 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 """Makes a batch of a list of samples."""
 
 
-@knows_names
+@knows_foreign
 @dataclass(frozen=True, slots=True)
 class DataSpec:
     """Data and the facts that a run needs about them; the defaults are usually enough.

@@ -60,9 +60,8 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
     """Return the schedules of an optimizer, each as one, with that of the learning rate.
 
     Raises:
-        ScheduleError: there is no such hyper-parameter or group, or they are not given by name.
+        ScheduleError: there is no such hyper-parameter or group.
     """
-    check_names(schedules)
     found = {name: as_one_schedule(value) for name, value in schedules.items()}
     groups = optimizer.param_groups
     if not groups:
@@ -76,18 +75,6 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
     # Set the learning rate even if nothing moves it: else a resumed run would keep the saved rate,
     # not the one that its optimizer is built with.
     return {"lr": as_schedule(1.0), **found} if "lr" in groups[0] else found
-
-
-def check_names(schedules: Any, what: str = "schedules") -> Mapping[str, Any]:
-    """Return schedules, none if there are none; refuse those that are not given by name.
-
-    Raises:
-        ScheduleError: they are not.
-    """
-    if schedules is not None and not isinstance(schedules, Mapping):
-        why, name = "they are not given by name", "lr" if what == "schedules" else "mtp_weight"
-        raise ScheduleError.bad(what, schedules, why, f"write {{'{name}': ...}}")
-    return {} if schedules is None else schedules
 
 
 def as_one_schedule(value: Any) -> Schedule:
@@ -228,8 +215,8 @@ class Hyperparameters:
         measured: what evaluations have measured, for schedules that follow a metric; it grows.
 
     Raises:
-        ScheduleError: there is no such hyper-parameter or group, a schedule does not fit the run,
-            or they are not given by name.
+        ScheduleError: there is no such hyper-parameter or group, or a schedule does not fit the
+            run.
         BatchSizeError: the rule cannot be read; or there is a rule, and a schedule that goes by
             the batch size already.
         ConversionError: a time needs a fact that is not known.
@@ -248,7 +235,7 @@ class Hyperparameters:
     ) -> None:
         self._measured = measured
         self._rules = as_rules(rule)
-        followed = {**dict.fromkeys(self._rules, 1.0), **check_names(schedules)}
+        followed = {**dict.fromkeys(self._rules, 1.0), **schedules}
         self._schedules = read_schedules(optimizer, followed)
         # Its groups are looked up each time: loading a state puts new ones in their place.
         self.optimizer = optimizer

@@ -7,19 +7,26 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from stretto.runtime.compiled import uncompiled
+
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
 
 def train_mode(model: nn.Module) -> None:
     """Put a model into the mode in which a run trains it.
 
     A model in eval mode, as `from_pretrained` returns it, is switched whole. Parts in eval mode
     inside a model in training mode stay so: somebody has frozen them, such as batch normalisation.
+    A wrapper, such as `DistributedDataParallel`, has no mode of its own: the model inside decides.
 
     >>> model = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Linear(2, 1))
     >>> train_mode(model)
     >>> model.training, model[0].training
     (True, False)
     """
-    frozen = [one for one in model.modules() if not one.training] if model.training else []
+    inner = uncompiled(model)
+    inner = inner.module if isinstance(inner, _WRAPPERS) else inner
+    frozen = [one for one in inner.modules() if not one.training] if inner.training else []
     model.train()  # called in any case: a model's own `train` may freeze parts
     for module in frozen:
         module.training = False

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, get_args, runtime_checkable
 
-from stretto._foreign import knows_names
+from stretto._foreign import knows_foreign
 from stretto.errors import BatchSizeError, ConversionError, fact_text, shown
 from stretto.timing.batches import EqualBatches, Lengths
 from stretto.timing.grammar import NAMES, TimeUnit, checked_whole, exact, parse_unit
@@ -40,7 +40,7 @@ class BatchSizes(Protocol):
         ...
 
 
-@knows_names
+@knows_foreign
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Horizon:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from stretto._foreign import knows_names
+from stretto._foreign import knows_foreign
 from stretto.batching import Pair, as_policy, checked_size
 from stretto.batching.metrics import check_monitored, metrics_of
 from stretto.data import DataSpec
@@ -32,7 +32,7 @@ LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """`loss(model, batch)`: a scalar, the mean over the batch (see `Stepping.loss_reduction`)."""
 
 
-@knows_names
+@knows_foreign
 @final
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -89,7 +89,7 @@ class Evaluation:
             checked_size(self.batch_size, "a batch size")
 
 
-@knows_names
+@knows_foreign
 @final
 @dataclass(frozen=True, slots=True)
 class Logging:

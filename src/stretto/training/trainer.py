@@ -30,11 +30,7 @@ from stretto.data import DataSpec
 from stretto.distributed.mesh import Mesh
 from stretto.distributed.strategy import Strategy, strategy_on
 from stretto.errors import CheckpointError, PlanError, StrettoError, TrainingError
-from stretto.optim.hyperparameters import (
-    as_one_schedule,
-    check_names,
-    joined,
-)
+from stretto.optim.hyperparameters import as_one_schedule, joined
 from stretto.planning import Plan
 from stretto.planning.bind import check_tokens
 from stretto.run import Run, prepare
@@ -229,8 +225,8 @@ class Trainer:
         named = named_settings(evaluations, checkpoint, read_settings(Logging, log, "log"))
         if scale_schedule is not None:
             followed = [
-                {name: as_one_schedule(one) for name, one in each.items()}
-                for each in (check_names(schedules), check_names(values, "values"))
+                {name: as_one_schedule(one) for name, one in ({} if each is None else each).items()}
+                for each in (schedules, values)
             ]
             lengths = None if sequence_length is None else as_lengths(sequence_length)
             times = Time(max_duration), sizes, *followed, named, callbacks, lengths
