@@ -191,10 +191,6 @@ class Checked(NamedTuple):
         changes = [] if self.grew is None else [change if self.grew else "peak as in the baseline"]
         return "; ".join([self.report.lines()[0], *changes, *self.notes])
 
-    def all_notes(self) -> list[str]:
-        """Return those of the report, too."""
-        return [*self.notes, *self.report.notes]
-
 
 def check(
     command: Sequence[str], *, baseline: Path | None = None, update: bool = False, **how: Any
