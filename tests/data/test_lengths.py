@@ -318,7 +318,7 @@ def test_packed_is_true_or_false() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [iter([[1]]), DataLoader([[1]]), {0: [1]}, (one for one in [[1]])],
+    [iter([[1]]), DataLoader(texts(1)), {0: [1]}, (one for one in [[1]])],
     ids=["iterator", "loader", "mapping", "generator"],
 )
 def test_data_without_samples_by_index_are_refused(data: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.threaded_ranks import on_threads
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from stretto.errors import DataError, StrettoError, TrainingError
 from stretto.runtime.ranks import Ranks, all_same, is_started, marks
@@ -98,7 +99,7 @@ def test_ranks_that_nobody_has_connected_are_refused_when_they_must_talk() -> No
 def test_a_rank_that_ends_after_it_came_is_waited_for_within_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = dist.HashStore()
+    kept = HashStore()
     kept.set_timeout(timedelta(seconds=2))
     monkeypatch.setattr("stretto.runtime.ranks.own_store", partial(_under, kept))
     monkeypatch.setattr("stretto.runtime.ranks.is_started", lambda: True)
@@ -114,5 +115,5 @@ def test_a_rank_that_ends_after_it_came_is_waited_for_within_the_limit(
         ranks.differing("a seed")
 
 
-def _under(store: dist.Store, name: str) -> dist.Store:
-    return dist.PrefixStore(name, store)
+def _under(store: Store, name: str) -> Store:
+    return PrefixStore(name, store)
