@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stretto.data import DataSpec, StepLoader, count_lengths
 from stretto.data import lengths as module
@@ -318,7 +318,7 @@ def test_packed_is_true_or_false() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [iter([[1]]), DataLoader(texts(1)), {0: [1]}, (one for one in [[1]])],
+    [iter([[1]]), DataLoader(TensorDataset(torch.ones(1))), {0: [1]}, (one for one in [[1]])],
     ids=["iterator", "loader", "mapping", "generator"],
 )
 def test_data_without_samples_by_index_are_refused(data: Any, tmp_path: Path) -> None:
