@@ -276,7 +276,8 @@ def check(
     how = {"gpu": gpu, "memory": memory, "ranks": ranks, "timeout_seconds": timeout}
     found = questions.check(command, baseline=baseline, update=update, steps=steps, **how)
     report = {"fits": found.report.fits, "peak_allocated": found.report.peak_allocated}
-    more = {**report, "grew": found.grew, "notes": found.all_notes(), "line": found.line()}
+    notes = [*found.notes, *found.report.notes]
+    more = {**report, "grew": found.grew, "notes": notes, "line": found.line()}
     said = "\n".join([found.line(), *(f"  note: {one}" for one in found.report.notes)])
     typer.echo(dumps(more) if as_json else said)
     grew = questions.GREW if found.grew is not None and found.grew > allowed else 0

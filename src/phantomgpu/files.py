@@ -35,13 +35,13 @@ def read(file: Path, *, last: int | None = None) -> bytes:
             found = os.fstat(opened.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise PhantomError(f"cannot read {file}: it is no plain file")
-            opened.seek(max(0, found.st_size - last) if last else 0)
-            data = opened.read(MOST + 1) or b""
+            size = min(found.st_size, last or found.st_size)
+            if size > MOST:
+                raise PhantomError(f"cannot read {file}: it has more than {MOST >> 20} MiB")
+            opened.seek(found.st_size - size)
+            return opened.read(size) or b""  # None of what has nothing yet
     except OSError as error:
         raise PhantomError(f"cannot read {file}: {error.strerror}") from error
-    if len(data) > MOST:
-        raise PhantomError(f"cannot read {file}: it has more than {MOST >> 20} MiB")
-    return data
 
 
 def read_json(file: Path, what: str, **needed: type) -> dict[str, Any]:
@@ -56,12 +56,17 @@ def read_json(file: Path, what: str, **needed: type) -> dict[str, Any]:
         PhantomError: It cannot be read, or is something else.
     """
     try:
-        found: Any = json.loads(read(file))
+        found: Any = json.loads(read(file), parse_int=_size)
     except (ValueError, RecursionError) as error:
         raise PhantomError(f"{file} is no {what}: {str(error)[:200]}") from None
     if not isinstance(found, dict):
         raise PhantomError(f"{file} is no {what}: it is no JSON object")
     return require(found, f"{file} is no {what}", **needed)
+
+
+def _size(text: str) -> int | float:
+    """Read a whole number; what no number of bytes can be is none."""
+    return int(text) if len(text) < 19 else float(text)
 
 
 def require(found: dict[str, Any], why: str, **needed: type) -> dict[str, Any]:

@@ -151,9 +151,11 @@ def command_line(report: dict[str, Any]) -> str:
     why = "the report cannot be run again"
     files.require(report, why, again=dict, peak_reserved=int, fits=bool)
     files.require(again, why, script=list, folder=str, gpu=str)
-    if not {*again} <= {*AGAIN.split()} or not all(isinstance(one, str) for one in again["script"]):
+    script = again["script"]
+    is_command = script and all(isinstance(one, str) for one in script)
+    if not is_command or not {*again} <= {*AGAIN.split()}:
         raise PhantomError(f"{why}: it has settings that `run` does not write")
-    return files.printable(f"cd {shlex.quote(again['folder'])} && {shlex.join(again['script'])}")
+    return files.printable(f"cd {shlex.quote(again['folder'])} && {shlex.join(script)}")
 
 
 def _tried(report: dict[str, Any]) -> Iterator[Advice]:
@@ -188,10 +190,6 @@ class Checked(NamedTuple):
         change = f"peak {'grew' if (self.grew or 0) > 0 else 'shrank'} by {size}"
         changes = [] if self.grew is None else [change if self.grew else "peak as in the baseline"]
         return "; ".join([self.report.lines()[0], *changes, *self.notes])
-
-    def all_notes(self) -> list[str]:
-        """Return those of the report, too."""
-        return [*self.notes, *self.report.notes]
 
 
 def check(

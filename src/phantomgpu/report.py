@@ -181,7 +181,7 @@ def build_report(result: dict[str, Any], kind: GPU, **known: Any) -> Report:
 def _doubts(result: dict[str, Any]) -> dict[str, str]:
     """Return why a run that fits may not be what a whole one would be, each with its note."""
     found: dict[str, str] = {}
-    if result.get("out_of_memory"):
+    if result.get("out_of_memory") or result.get("assumed", 0) & 16:  # torch counts only its own
         found[RAN_OUT] = "the script ran out of memory, caught the error and continued"
     if (idle := result.get("idle", 0)) > result.get("steps", 0):
         found["steps without the GPU"] = f"{idle} optimizer steps without the GPU are not counted"

@@ -157,9 +157,10 @@ def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
         OSError: it cannot be read.
     """
     with open_plain(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
             raise NotPlainError(errno.EFBIG, f"It has more than {most:,} bytes", str(path))
-        content: bytes = file.read(most)
+        content: bytes = file.read(size)  # more would be allocated at once
         return content
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stretto.data import DataSpec, StepLoader, count_lengths
 from stretto.data import lengths as module
@@ -314,3 +314,18 @@ def test_samples_that_do_not_tell_their_tokens_are_refused(sample: Any, tmp_path
 def test_packed_is_true_or_false() -> None:
     with pytest.raises(ConfigError, match="packed"):
         Loading(packed="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [iter([[1]]), DataLoader(TensorDataset(torch.ones(1))), {0: [1]}, (one for one in [[1]])],
+    ids=["iterator", "loader", "mapping", "generator"],
+)
+def test_data_without_samples_by_index_are_refused(data: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="map-style data set"):
+        count_lengths(data, tmp_path / "lengths")
+
+
+def test_what_is_no_length_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"use 2\.5 as the length"):
+        count_lengths([1], tmp_path / "lengths", length=lambda _: 2.5)  # type: ignore[return-value,arg-type]

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import threading
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ import phantomgpu
 from phantomgpu.cli import app
 from phantomgpu.errors import PhantomError
 from phantomgpu.files import MOST, read, read_json, write
+from stretto._location import read_plain
 
 OPENS = {"open", "fdopen", "read_text", "read_bytes", "write_text", "write_bytes"}
 OWN = {"files.py", "call.py"}
@@ -160,6 +162,18 @@ def test_a_file_is_read_up_to_a_limit_or_at_its_end(tmp_path: Path) -> None:
     with pytest.raises(PhantomError, match="more than 64 MiB"):
         read(file)
     assert len(read(file, last=4)) == 4
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    """A process may have a limit that is nearly reached."""
+    file = tmp_path / "log"
+    file.write_text("last")
+    for reads in (read, read_plain):
+        tracemalloc.start()
+        assert reads(file) == b"last"
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1 << 20
 
 
 def test_two_writers_of_one_name_leave_a_whole_file(tmp_path: Path) -> None:

@@ -111,7 +111,9 @@ def test_advice_is_tried_or_computed(runs: list[dict[str, Any]], tmp_path: Path)
 
 def test_a_report_that_why_cannot_use(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    for text, word in (("{", "report"), ("[]", "report"), ('{"categories": {}}', "bytes")):
+    huge = f'{{"categories": {{"logits": {"9" * 400}}}}}'
+    texts = {"{": "report", "[]": "report", '{"categories": {}}': "bytes", huge: "bytes"}
+    for text, word in texts.items():
         file.write_text(text)
         assert f"no {word}" in str(ask("why", file).exception)
     again = {"folder": "/elsewhere", "script": ["true"], "gpu": "h100"}
@@ -244,6 +246,7 @@ def test_a_run_that_allocated_nothing_is_no_baseline(
         {"script": ["bash", "-c", "touch PWNED"], "folder": "HERE", "gpu": "h100"},
         {"script": ["echo", "\x1b[2J"], "folder": "HERE", "gpu": "h100", "args": ["-x"]},
         {"script": "touch PWNED", "folder": "HERE", "gpu": "h100"},
+        {"script": [], "folder": "HERE", "gpu": "h100"},
         {"script": ["touch", "PWNED"], "gpu": "h100"},
         {"script": ["touch", "PWNED"], "folder": "HERE", "gpu": 3},
     ],

@@ -1167,6 +1167,13 @@ def test_what_the_first_steps_do_not_show(what: str, first: str) -> None:
         assert "device-side assert triggered: index 1024 of 1024" in str(report)
 
 
+def test_an_allocator_that_counts_no_errors() -> None:
+    report = run(
+        unseen, "catches", variables={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    )
+    assert report.in_doubt == " (out of memory once)"
+
+
 @pytest.mark.parametrize("what", ["its own history", "resets its peaks"])
 def test_a_script_that_looks_at_its_memory_does_not_change_the_report(what: str) -> None:
     report, plain = run(unseen, what, steps=None), run(unseen, "plain", steps=None)

@@ -31,6 +31,7 @@ def built(**more: Any) -> Report:
     ("seen", "said"),
     [
         ({"out_of_memory": 2}, "out of memory once"),
+        ({"assumed": 16}, "out of memory once"),
         ({"assumed": 8}, "an error was caught"),
         ({"grew": 3 << 20}, "still growing"),
         ({"waiting": ["Adam"]}, "few steps of Adam"),

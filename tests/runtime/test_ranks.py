@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.threaded_ranks import on_threads
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from stretto.errors import DataError, StrettoError
+from stretto.errors import DataError, StrettoError, TrainingError
 from stretto.runtime.ranks import Ranks, all_same, is_started, marks
 
 
@@ -91,3 +94,26 @@ def test_ranks_that_nobody_has_connected_are_refused_when_they_must_talk() -> No
     assert (ranks.dp_rank, ranks.dp_world_size, ranks.agree([3.0])) == (1, 2, [3.0])
     with pytest.raises(DataError, match="not started"):
         ranks.gather_dp(1)
+
+
+def test_a_rank_that_ends_after_it_came_is_waited_for_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = HashStore()
+    kept.set_timeout(timedelta(seconds=2))
+    monkeypatch.setattr("stretto.runtime.ranks.own_store", partial(_under, kept))
+    monkeypatch.setattr("stretto.runtime.ranks.is_started", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "gloo")
+    other = _under(kept, "meeting/1")
+    for name, mark in zip(("marks", "squares"), (1, 1), strict=True):
+        other.add(name, mark)
+    other.add("here", 1)
+    ranks = Ranks(torch.device("cpu"), timedelta(seconds=0.2))
+    with pytest.raises(TrainingError, match="rank 1 did not come within"):
+        ranks.differing("a seed")
+
+
+def _under(store: Store, name: str) -> Store:
+    return PrefixStore(name, store)

@@ -36,7 +36,8 @@ extern double phantom_inside, phantom_between; /* bytes that NCCL moved, see ncc
 extern size_t phantom_now;          /* one more for a question, and 64 more for a launch */
 extern _Thread_local int phantom_launches; /* whether this thread ever did, or only asks */
 extern size_t phantom_nccl;         /* most bytes of NCCL's own buffers */
-extern size_t phantom_assumed;      /* whose workspaces are not known: 1 Xgeev, 2 cuFFT, 4 cuSPARSE */
+extern size_t phantom_assumed;      /* whose workspaces are not known: 1 Xgeev, 2 cuFFT, 4 cuSPARSE;
+                                       8: a function was not there; 16: cudaMallocAsync failed */
 
 /* An attribute, numbered as in CUdevice_attribute and cudaDeviceAttr; 0 if unknown. */
 int phantom_attribute(int attribute);

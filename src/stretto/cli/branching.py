@@ -352,6 +352,7 @@ class Branches:
         for at, size in reversed([*plan.items()]):
             planned[size] += end - int(self.samples_of(at))
             end = int(self.samples_of(at))
+        last = plan["0%"]  # of an empty ledger
         for row in read_ledger(self.run):
             own[last := row.counts["decided_size"]] += row.counts["size"]
         own[last] += self.num_samples - own.total()

@@ -16,12 +16,12 @@ from typing import IO, Any, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from stretto._foreign import knows_foreign
 from stretto._location import check_same, has_locked, is_at, local_path, open_plain, own_name
 from stretto.data.indices import permuted_block
-from stretto.errors import DataError
+from stretto.errors import DataError, shown
 from stretto.ordering import SampleOrder
 from stretto.runtime.random_state import kept_generators
 from stretto.timing.grammar import whole
@@ -66,6 +66,14 @@ def checked_lengths(value: Any, num_samples: int) -> Tensor:
     return lengths
 
 
+def is_map_style(data: Any) -> bool:
+    """Return whether samples can be read by index."""
+    if isinstance(data, (IterableDataset, DataLoader, str, bytes, Mapping)):
+        return False
+    kind = type(data)
+    return all(getattr(kind, name, None) is not None for name in ("__getitem__", "__len__"))
+
+
 @knows_foreign
 def count_lengths(
     dataset: Any,
@@ -94,6 +102,10 @@ def count_lengths(
     Raises:
         DataError: a length is not a whole number of at least 1, or the file is of other data.
     """
+    if not is_map_style(dataset):
+        what = f"count the tokens of data of type {type(dataset).__name__}"
+        why, instead = "it has no length and samples by index", "pass a map-style data set"
+        raise DataError.cannot(what, why=why, instead=instead)
     place = local_path(path, "keep lengths in", DataError)
     counted = partial(_lengths, length or _length)
     try:
@@ -156,15 +168,12 @@ def _kept(
     """
     done = os.fstat(file.fileno()).st_size // _BYTES
     places = sorted({at * (done - 1) // _LOOKS for at in range(_LOOKS + 1)}) if done else []
-    kept = _mapped(file, done)
-    if (
-        done > len(dataset)
-        or whole not in (None, done)
-        or kept[places].tolist() != count([dataset[place] for place in places])
-    ):
-        why = "it has the lengths of other data, or of other ones of these"
-        raise DataError.cannot(f"use {path}", why=why, instead="delete it, or pass another path")
-    return kept
+    if done <= len(dataset) and whole in (None, done):
+        kept = _mapped(file, done)
+        if kept[places].tolist() == count([dataset[place] for place in places]):
+            return kept
+    why = "it has the lengths of other data, or of other ones of these"
+    raise DataError.cannot(f"use {path}", why=why, instead="delete it, or pass another path")
 
 
 def _mapped(file: IO[bytes], count: int) -> Tensor:
@@ -187,12 +196,14 @@ def _length(sample: Any) -> Any:
 
 def _lengths(length: Callable[[Any], int], samples: list[Any]) -> list[int]:
     """Return the tokens of some samples."""
-    found = [whole(length(sample)) for sample in samples]
-    if wrong := [one for one in found if one is None or not 1 <= one < 2**31]:
+    given = [length(sample) for sample in samples]
+    found = list(map(whole, given))
+    wrong = [at for at, one in enumerate(found) if one is None or not 1 <= one < 2**31]
+    if wrong:
         why = "it is not a whole number from 1 to 2^31"
         instead = "pass length=..., which returns the tokens of a sample"
         raise DataError.cannot(
-            f"use {wrong[0]} as the length of a sample", why=why, instead=instead
+            f"use {shown(given[wrong[0]])} as the length of a sample", why=why, instead=instead
         )
     return found  # type: ignore[return-value]
 

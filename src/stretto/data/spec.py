@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from stretto._foreign import knows_foreign
 from stretto.data.containers import count_samples, not_cut, take_samples
-from stretto.data.lengths import OrderedLengths, checked_lengths, total_tokens
+from stretto.data.lengths import OrderedLengths, checked_lengths, is_map_style, total_tokens
 from stretto.data.step import MicroBatch
 from stretto.data.tokens import count_tokens, longest_sequence, tokens_of_rows
 from stretto.errors import DataError, shown
@@ -292,14 +292,6 @@ def uncountable() -> DataError:
     why = "a batch has neither attention_mask nor input_ids"
     instead = "pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=..."
     return DataError.cannot("count the tokens of these data", why=why, instead=instead)
-
-
-def is_map_style(data: Any) -> bool:
-    """Return whether samples can be read by index."""
-    if isinstance(data, (IterableDataset, DataLoader, str, bytes, Mapping)):
-        return False
-    kind = type(data)
-    return all(getattr(kind, name, None) is not None for name in ("__getitem__", "__len__"))
 
 
 def has_own_order(loader: DataLoader[Any]) -> bool:

@@ -287,24 +287,25 @@ class Ranks:
         if self._gloo is not None or not is_started():
             is_same = len(set(self.gather(digest, call=call))) == 1
             return [] if is_same else self.gather(text)
-        number = own_store("meetings").add(str(self.rank), 1)
-        store = own_store(f"meeting/{number}")
-        for name, one in zip(_SUMS, marks(int(digest[:8], 16)), strict=True):
-            store.add(name, one)
-        if store.add("here", 1) == self.world_size:
-            store.set("all", "")
-        try:
-            store.wait(["all"], self._timeout or dist.distributed_c10d.default_pg_timeout)
-        except RuntimeError as error:
-            why = f"one of them did not come to the same step ({first_line(error)})"
-            instead = "draw the same steps on every rank, and look for an error of another one"
-            raise TrainingError.cannot(_GO_ON, why=why, instead=instead) from error
-        if store.add("here", 0) < self.world_size:  # one process plays all ranks
-            return []
-        if all_same([store.add(name, 0) for name in _SUMS], self.world_size):
-            return []
-        store.set(str(self.rank), text)
-        return [store.get(str(rank)).decode() for rank in range(self.world_size)]
+        limit = self._timeout or dist.distributed_c10d.default_pg_timeout
+        with self.monitor.watch():
+            number = own_store("meetings").add(str(self.rank), 1)
+            store = own_store(f"meeting/{number}")
+            for name, one in zip(_SUMS, marks(int(digest[:8], 16)), strict=True):
+                store.add(name, one)
+            if store.add("here", 1) == self.world_size:
+                store.set("all", "")
+            try:
+                store.wait(["all"], limit)
+            except RuntimeError as error:
+                why = f"one of them did not come to the same step ({first_line(error)})"
+                instead = "draw the same steps on every rank, and look for an error of another one"
+                raise TrainingError.cannot(_GO_ON, why=why, instead=instead) from error
+            if store.add("here", 0) < self.world_size:  # one process plays all ranks
+                return []
+            if all_same([store.add(name, 0) for name in _SUMS], self.world_size):
+                return []
+            return [one.decode() for one in meet(store, text, limit)]
 
     def gather_dp(self, value: _T) -> list[_T]:
         """Return the value of each data-parallel rank, in their order. Every process must call it.
