@@ -182,8 +182,6 @@ class StrettoCallback(TrainerCallback, ExportableState):
     units: Units | None
     """What the user says that it is a mean over; then it is not measured."""
     checks: StepChecks
-    doubts: Callable[..., None] | None
-    """Refuses a loss of the present step; None: it is not looked at."""
     present: Pass
     """The present micro-batch."""
     divisor: LossKind | None
@@ -198,6 +196,8 @@ class StrettoCallback(TrainerCallback, ExportableState):
         self.weight: float | None = None
         self.is_weighed = False
         """Whether the loss of the present micro-batch has its weight."""
+        self.doubts: Callable[..., None] | None = None
+        """Refuses a loss of the present step; None: it is not looked at."""
         self.probe = Probe("compute_loss")
         self.num_items: Any = None
         """What the losses of the present step are divided by."""
@@ -399,12 +399,12 @@ class Follows(Trainer):
             own.is_weighed, own.present = False, one_pass
             with meets, one_pass.watch:
                 losses.append(super().training_step(model, batch, num_items_in_batch))
-            why, instead = (
-                "training_step does not call it",
-                "write self.compute_loss(model, inputs)",
+            is_lost = not own.is_weighed and (len(inputs) > 1 or world_size > 1)
+            why, how = (
+                "training_step calls no compute_loss",
+                "call self.compute_loss(model, inputs)",
             )
-            is_cut = len(inputs) > 1 or world_size > 1
-            refuse((is_cut and not own.is_weighed, "weigh the loss", why, instead))
+            refuse((is_lost, WEIGH, why, how))
             if not is_last:
                 handler = self.callback_handler
                 self.control = handler.on_substep_end(self.args, self.state, self.control)
