@@ -318,7 +318,7 @@ def test_a_length_that_is_not_known_is_not_shown() -> None:
         ({"fit": {"train_subset_num_batches": 3}}, "what fit"),
         ({"fit": {"schedulers": CosineAnnealingScheduler()}}, "two schedules"),
         ({"loading": Loading(last_batch="drop"), "max_duration": "300sp"}, "drop the last"),
-        ({"schedules": "cosine"}, "by name"),
+        ({"schedules": "cosine"}, "a mapping such as"),
         ({"dataloader": reversed_loader()}, "dealt to the ranks"),
         ({"max_duration": "2iter"}, "train for"),
         ({"policy": "0sp:8 1ep:oops"}, "oops"),

@@ -87,6 +87,11 @@ class Weighted(Each):
         return (each * inputs["weight"]).sum() / inputs["weight"].sum()
 
 
+class Sum(Each):
+    def reduced(self, each: Any, inputs: Any) -> Any:
+        return each.sum()
+
+
 class Beside(hf.Trainer):
     """A trainer whose loss cannot be computed beside the run."""
 
@@ -111,6 +116,26 @@ class Twice(hf.Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.accelerator.backward(self.compute_loss(model, self._prepare_inputs(inputs)))
+        return loss
+
+
+class Unseen(hf.Trainer):
+    """A training step that calls the model, and no `compute_loss`."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = model(**self._prepare_inputs(inputs)).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Pops(hf.Trainer):
+    """A loss that needs gradients, and takes its labels out of the batch."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        labels = inputs.pop("labels")
+        loss = functional.cross_entropy(model(input_ids=inputs["input_ids"]).logits, labels)
+        if not torch.is_grad_enabled():
+            raise RuntimeError("no gradients")
         return loss
 
 
@@ -141,6 +166,11 @@ def test_what_the_loss_is_a_mean_over_may_be_said(tmp_path: Any) -> None:
     train(Hard, model, tmp_path, units="samples")  # he says so
 
 
+def test_a_sum_is_no_mean_over_what_is_said(tmp_path: Any) -> None:
+    with pytest.raises(TrainingError, match="a sum over the samples"):
+        train(Sum, classifier(), tmp_path, units="samples")
+
+
 def test_targets_may_be_said(tmp_path: Any) -> None:
     model = causal().double()
     found, whole = (
@@ -155,6 +185,18 @@ def test_a_second_loss_of_a_training_step_has_its_share(name: str, tmp_path: Any
     model = (causal() if name == "causal" else classifier()).double()
     found, whole = (train(Twice, model, tmp_path, micro_batch_size=size) for size in (4, 16))
     torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("units", [None, "tokens"])
+def test_a_training_step_without_compute_loss_is_refused(units: Any, tmp_path: Any) -> None:
+    with pytest.raises(TrainingError, match=r"self\.compute_loss\(model, inputs\)"):
+        train(Unseen, causal(), tmp_path, units=units)
+    train(Unseen, causal(), tmp_path, micro_batch_size=16)
+
+
+@pytest.mark.filterwarnings("error:cannot check")
+def test_a_trial_has_a_batch_of_its_own(tmp_path: Any) -> None:
+    train(Pops, classifier(), tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(4))

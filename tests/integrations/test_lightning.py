@@ -343,6 +343,38 @@ class Weighted(lightning_toys.Module):
         return (weights * (self.net(batch[0]) - batch[1]).square()).sum() / weights.sum()
 
 
+class WeightedInTraining(Weighted):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.training:
+            return super().training_step(batch, batch_idx)
+        return lightning_toys.Module.training_step(self, batch, batch_idx)
+
+
+class Divides(lightning_toys.Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) / self.trainer.accumulate_grad_batches
+
+
+class Draws(lightning_toys.Module):
+    """Random in any mode, as the loss of a variational autoencoder."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.net(batch[0])
+        return (output + torch.randn_like(output) - batch[1]).square().mean()
+
+
+class Recurs(lightning_toys.Module):
+    """Random in training mode, by the dropout inside of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.LSTM(1, 1, 2, dropout=0.5).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.layers(self.net(batch[0])[None])[0][0]
+        return (output - batch[1]).square().mean()
+
+
 class RareWeights(lightning_toys.Module):
     """Weights that differ in one sample of the fourth step of several micro-batches."""
 
@@ -383,12 +415,26 @@ class Manual(lightning_toys.Module):
         (Sums(), "is not the mean over samples"),
         (Compares(), "is not the mean over samples"),
         (Weighted(), "is not the mean over samples"),
+        (WeightedInTraining(), "is not the mean over samples"),
+        (Divides(), "is not the mean over samples"),
+        (Draws(), "units="),
         (Manual(is_weighted=False), "dataloader.weight"),
         (Manual(is_weighted=True, clears=True), "zero_grad"),
         (Manual(is_weighted=True, sums=True), "a sum"),
         (RareWeights(), "is not the mean over samples"),
     ],
-    ids=["a sum", "compares", "weighted", "no weight", "cleared", "a sum by hand", "rare weight"],
+    ids=[
+        "a sum",
+        "compares",
+        "weighted",
+        "in training",
+        "divided",
+        "random",
+        "no weight",
+        "cleared",
+        "a sum by hand",
+        "rare weight",
+    ],
 )
 def test_common_mistakes_are_refused_in_the_first_step_of_several(module: Any, why: str) -> None:
     with pytest.raises(TrainingError, match=why):
@@ -474,6 +520,14 @@ def test_measuring_the_loss_leaves_no_trace() -> None:
     assert len([one for one in found if "mean over" in str(one.message)]) == 1
     assert torch.equal(toys.flat(other.net), toys.flat(module.net))
     assert module.count == other.count
+
+
+@pytest.mark.parametrize(("kind", "units"), [(Recurs, None), (Draws, "samples")])
+def test_a_random_loss_is_no_reason_to_refuse(kind: Any, units: Any) -> None:
+    trainer = lightning_toys.make_trainer()
+    module = kind()
+    trainer.fit(module, lightning_toys.follow(trainer, units=units))
+    assert ids_of(module) == [[]] * len(IDS)
 
 
 @pytest.mark.small

@@ -91,6 +91,10 @@ OF_EACH: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 MIXED: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "softmax over samples": lambda out, b: out.softmax(0) * out,
+    "weights over their mean": lambda out, b: (
+        out.square()
+        * (b[2][:, 0].exp() / b[2][:, 0].exp().mean()).reshape(-1, *[1] * (out.dim() - 1))
+    ),
     "centred": lambda out, b: (out - out.mean(0)).square(),
     "standardized": lambda out, b: (out / out.std(0)).exp(),
     "next sample": lambda out, b: out * out.roll(1, 0),

@@ -135,7 +135,7 @@ class Probe:
         if self.error is not None and not self._is_told:
             self._is_told = True
             said = f"cannot check what the loss is a mean over, since a trial of {self._name}"
-            line = f"{said} raised {first_line(self.error)}; the run goes on without this check"
+            line = f"{said} raised {first_line(self.error)}; pass units= to say it"
             warnings.warn(line, RuntimeWarning, stacklevel=2)
 
 

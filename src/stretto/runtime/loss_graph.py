@@ -266,6 +266,16 @@ class _Reader:
             number = float(flat @ torch.arange(1.0, len(flat) + 1).to(flat))
             self.ratios.append(number / (self.num_samples if of_each else 1))
 
+    def _is_normalized(self, factors: Tensor) -> bool:
+        """Return whether factors of samples have a mean of 0 or 1, which is not so by chance.
+
+        Weights of classes are few numbers, and may have it by chance.
+        """
+        if factors.numel() != self.num_samples or len(each := factors.unique()) < 4:
+            return False
+        mean, most = float(factors.double().mean()), 1e-6 * float(each.double().abs().max())
+        return 2 * len(each) > self.num_samples and min(abs(mean), abs(mean - 1)) < most
+
     def _of_rows(
         self, node: Any, name: str, given: Sequence[_Given | None], shape: _Shape
     ) -> _Seen:
@@ -275,6 +285,8 @@ class _Reader:
         dim, own = first.dim, _dims(node, len(size))
         operand = _operand(node, name)
         self._note(None if isinstance(operand, Tensor) and operand.ndim else operand)
+        if isinstance(operand, Tensor) and self._is_normalized(operand):
+            return _unknown("its factors are normalized over the samples")
         if name in _PRODUCTS:
             return self._product(name, given, shape)
         reduction = _saved(node, "reduction")

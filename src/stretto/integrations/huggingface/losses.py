@@ -67,7 +67,7 @@ def measure(
     Raises:
         TrainingError: the loss is finite on no rank.
     """
-    kind, is_half, is_random = None, True, True
+    ranks, kind, is_half, is_random = trainer.stretto.run.loader.ranks, None, True, True
     for is_training, is_second in _LOOKS:
         # A second look, at other samples, for losses that are rounded; another in eval mode for
         # those that are random in training.
@@ -75,14 +75,18 @@ def measure(
             continue
         with _looking(trainer, model, is_training=is_training) as look:
             fits = _fits(trainer, look, micros, num_items, is_second=is_second)
-        rows = trainer.stretto.run.loader.ranks.gather(fits)
-        known = [row for row in rows if row[-1]]
-        refuse((not known, WEIGH, "that of the first batch is not finite", "check data and labels"))
-        *kinds, targets, shifted = (all(row[at] for row in known) for at in range(len(rows[0]) - 3))
-        is_half, is_random = (any(row[at] for row in rows) for at in (-3, -2))
-        kind = next((one for one, fits in zip(LOSS_KINDS, kinds, strict=True) if fits), None)
-        if kind is not None:
-            break
+            rows = ranks.gather(fits)
+            known = [row for row in rows if row[-1]]
+            why = "that of the first batch is not finite"
+            refuse((not known, WEIGH, why, "check data and labels"))
+            *kinds, targets, shifted = [
+                all(row[at] for row in known) for at in range(len(fits) - 2)
+            ]
+            kind = next((one for one, fits in zip(LOSS_KINDS, kinds, strict=True) if fits), None)
+            if kind is not None:
+                break
+            is_half = any(row[-2] for row in rows)
+            is_random = any(ranks.gather(look.is_random(micros[0].batch, num_items)))
     return kind, "targets" if targets else "shifted" if shifted else None
 
 
@@ -121,13 +125,13 @@ def keeps_kind(trainer: Any, model: Any, micros: Sequence[MicroBatch], num_items
     return False
 
 
-def tried(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+def tried(compute: Callable[[], Any]) -> Any:
     """Return what a function returns without gradients; with them if it needs them."""
     try:
-        return function(*given, **options)
+        return compute()
     except Exception:  # noqa: BLE001  such as one that computes a penalty on a gradient
         with torch.enable_grad():
-            return function(*given, **options)
+            return compute()
 
 
 @final
@@ -182,7 +186,7 @@ def _fits(
 ) -> list[bool]:
     """Return flags for samples of this rank.
 
-    A kind fits; a count is the divisor; the loss is in half precision; it is random; they can tell.
+    A kind fits; a count is the divisor; the loss is in half precision; they can tell.
     """
     ignored, divides = ignored_pixel(trainer.model), num_items is not None
     whole, halves, counts = _halves(micros, trainer.stretto.run, ignored, is_second=is_second)
@@ -224,8 +228,7 @@ def _fits(
         for kind, is_shifted in kinds:
             shares = [_targets(one, ignored, is_shifted) for one in halves]
             found[kind] = _has_mean_over(mean, means, shares, tolerance)
-    is_random = at.is_random(whole, items if divides else None)
-    return [*found.values(), *divisors, tolerance > 3e-3, is_random, is_known]
+    return [*found.values(), *divisors, tolerance > 3e-3, is_known]
 
 
 def _halves(

@@ -34,10 +34,11 @@ from stretto.integrations.huggingface.losses import (
     tried,
     units,
 )
-from stretto.integrations.loss_checks import warn_of_batch_norm
+from stretto.integrations.loss_checks import WEIGH, StepChecks, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
+    Pass,
     Probe,
     StepMeter,
     counted_as_collated,
@@ -181,6 +182,9 @@ class StrettoCallback(TrainerCallback, ExportableState):
     """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
     units: Units | None
     """What the user says that it is a mean over; then it is not measured."""
+    checks: StepChecks
+    present: Pass
+    """The present micro-batch."""
     divisor: LossKind | None
     """What counts the number that a loss is divided by; None: the trainer does."""
     num_cut: int
@@ -191,6 +195,10 @@ class StrettoCallback(TrainerCallback, ExportableState):
     def __init__(self, *_: Any, **settings: Any) -> None:
         self.settings = settings  # without any if transformers restores it; it is then replaced
         self.weight: float | None = None
+        self.is_weighed = False
+        """Whether the loss of the present micro-batch has its weight."""
+        self.doubts: Callable[..., None] | None = None
+        """Refuses a loss of the present step; None: it is not looked at."""
         self.probe = Probe("compute_loss")
         self.num_items: Any = None
         """What the losses of the present step are divided by."""
@@ -377,6 +385,9 @@ class Follows(Trainer):
         elif num_items_in_batch is not None and "noise" in own.run.loader.reads:
             counted = count_target_tokens
         own.num_items = num_items_in_batch
+        # What is said is not measured, but a sum is no mean.
+        checks = None if own.units is None else own.checks.begin(len(inputs))
+        own.doubts = None if checks is None else checks.before_pass
         for one_pass in meter.passes(inputs, counted):
             is_last, own.weight = one_pass.is_last, one_pass.weight
             if is_divided:
@@ -386,8 +397,15 @@ class Follows(Trainer):
             accelerator.gradient_state._set_sync_gradients(is_last)
             # A mean over no targets is nan, also with a weight of 0.
             batch = one_pass.batch if own.weight else _labelled(one_pass.batch, 0)
+            own.is_weighed, own.present = False, one_pass
             with meets, one_pass.watch:
                 losses.append(super().training_step(model, batch, num_items_in_batch))
+            is_lost = not own.is_weighed and (len(inputs) > 1 or world_size > 1)
+            why, how = (
+                "training_step calls no compute_loss",
+                "call self.compute_loss(model, inputs)",
+            )
+            refuse((is_lost, WEIGH, why, how))
             if not is_last:
                 handler = self.callback_handler
                 self.control = handler.on_substep_end(self.args, self.state, self.control)
@@ -409,6 +427,7 @@ class Follows(Trainer):
         if own.meter is None:  # the first step
             own.meter, own.num_cut, own.probe = StepMeter(own.run, model), 0, Probe("compute_loss")
             own.kind, own.divisor, refused = None, None, None
+            own.checks = StepChecks(own.run, own.units)
             if own.units is None:
                 try:
                     with own.probe.beside(inner, self):
@@ -445,9 +464,13 @@ class Follows(Trainer):
             # It is a second loss, of a training_step of the user's.
             num_items_in_batch = self.stretto.num_items
         options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+        compute = super().compute_loss
         if probe.is_open:
-            return probe(tried, super().compute_loss, model, copy.deepcopy(inputs), **options)
-        found = super().compute_loss(model, inputs, **options)
+            return probe(tried, lambda: compute(model, copy.deepcopy(inputs), **options))
+        found, self.stretto.is_weighed = compute(model, inputs, **options), True
+        if self.stretto.doubts is not None and weight:
+            loss = found[0] if return_outputs else found
+            self.stretto.doubts(loss, self.stretto.present, 1.0)
         if weight is None or weight == 1.0:
             return found
         return (found[0] * weight, found[1]) if return_outputs else found * weight

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self, final
 
 import lightning
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -27,7 +28,7 @@ from stretto.integrations.counts import (
     planned_micro_batches,
     steps_left,
 )
-from stretto.integrations.loss_checks import StepChecks, keeps, warn_of_batch_norm
+from stretto.integrations.loss_checks import ASK, StepChecks, keeps, warn_of_batch_norm
 from stretto.integrations.shared import (
     BY_SIZE,
     Pass,
@@ -42,7 +43,7 @@ from stretto.integrations.shared import (
     warn_of_replaced,
 )
 from stretto.run import Run
-from stretto.runtime.losses import only_looking, tolerance_for
+from stretto.runtime.losses import is_close, only_looking, tolerance_for
 from stretto.timing import Timestamp
 
 _EVALUATE = "leave it out, and pass every={'evaluate': '10%'}"
@@ -434,12 +435,12 @@ class LightningCallback(Callback):
             why, instead = "its loss has no weight", "multiply it: dataloader.weight * loss"
             refuse((not batches.is_weighed, "train in manual optimization", why, instead))
         elif not isinstance(trainer.strategy, ModelParallelStrategy):
-            is_mean = bool(self._probe(self._has_mean, trainer, pl_module, batch_idx))
+            other = self._probe(self._guest, trainer, pl_module)
+            is_lost = self._run.loader.ranks.agree([self._probe.error is not None])[0]
+            is_other = not (is_lost or self._has_mean(trainer, other, batch_idx))
             self._probe.tell()
-            is_other = self._run.loader.ranks.agree([not is_mean])[0]
             why = "that of a batch is not the mean over samples, or units=, of those of its parts"
-            instead = "return a mean, and pass what it is over (units='tokens')"
-            refuse((is_other, "compute the loss in micro-batches", why, instead))
+            refuse((is_other, "compute the loss in micro-batches", why, ASK))
 
     def _on_before_backward(self, _: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Measure the loss, and the gradient if the policy reads its noise."""
@@ -491,11 +492,11 @@ class LightningCallback(Callback):
         if not trainer.sanity_checking:
             note_metrics(self._run, trainer.callback_metrics)
 
-    def _has_mean(self, trainer: Any, module: Any, batch_idx: int) -> bool:
-        """Return whether the loss of a Lightning module is a mean over its units; see `keeps`.
+    @staticmethod
+    def _guest(trainer: Any, module: Any) -> Any:
+        """Return a copy of a module that shares the parameters, in a copy of the trainer.
 
-        Its `training_step` is computed on a copy of it that shares the parameters, without
-        gradients. What it logs, and what it sets in itself or the trainer, is not kept.
+        What it logs, and what it sets in itself or the trainer, is not kept.
         """
         guest = copy.copy(trainer)
         guest._loggers = [DummyLogger() for _ in trainer.loggers]
@@ -503,9 +504,20 @@ class LightningCallback(Callback):
         other = copy.deepcopy(module, {**shared, id(trainer): guest})
         other.trainer = guest  # a copy has none
         other.log = other.log_dict = other.print = lambda *_, **__: None
+        return other
 
-        def loss_of(batch: Any) -> float:
+    def _has_mean(self, trainer: Any, other: Any, batch_idx: int) -> bool:
+        """Return whether the loss of a Lightning module is a mean over its units; see `keeps`.
+
+        All ranks must call it: a `training_step` may gather. It is called without gradients, in
+        training mode; in eval mode if it is random.
+        """
+
+        def loss_of(batch: Any, seed: int | None = None) -> float:
             random.restore()
+            if seed is not None:
+                torch.manual_seed(seed)
+            other.trainer.accumulate_grad_batches += 1  # a loss that is divided by it differs
             given = copy.deepcopy(batch)
             arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, given, batch_idx).values()
             with trainer.precision_plugin.train_step_context():
@@ -514,10 +526,18 @@ class LightningCallback(Callback):
             return math.nan if found is None else float(found)
 
         is_coarse = "32" not in str(trainer.precision) and "64" not in str(trainer.precision)
-        tolerance = tolerance_for(module.parameters(), is_coarse=is_coarse)
+        tolerance = tolerance_for(other.parameters(), is_coarse=is_coarse)
         units: Any = self._batches.meter.counter or "samples"
-        probe = self._probe
-        with only_looking(other) as random:
-            return keeps(
-                "mean", self._seen, lambda one: probe(loss_of, one), units, lambda: tolerance
-            )
+        probe, ranks, seen = self._probe, self._run.loader.ranks, self._seen
+        for is_training in (True, False):
+            with only_looking(other, is_training=is_training) as random:
+                is_mean = keeps(
+                    "mean", seen, lambda one: probe(loss_of, one), units, lambda: tolerance
+                )
+                if not ranks.agree([not is_mean])[0]:
+                    return True
+                once, again = (float(probe(loss_of, seen[-1][0], seed)) for seed in (0, 1))
+            if not ranks.agree([not is_close(once, again, tolerance)])[0]:
+                return False
+        # It is random in any mode, as of a variational autoencoder: what is said is taken.
+        return self._batches.said_units is not None
