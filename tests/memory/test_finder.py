@@ -166,7 +166,7 @@ def test_without_the_phantom_a_gpu_gets_one_line_that_says_how_to_set_it_up() ->
         ({"gpu": "h100", "world_size": 2, "shard": "zero"}, "fsdp"),
         ({"device_memory": 0}, "zero"),
         ({"device_memory": "1GiB"}, "gpu='h100'"),
-        ({"gpu": 5}, "no such kind"),
+        ({"gpu": 5}, "a text"),
         ({"accumulation": 0}, "accumulation=0"),
         ({"accumulation": "2"}, "accumulation='2'"),
         ({"maximum": "64"}, "maximum='64'"),

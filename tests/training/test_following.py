@@ -20,7 +20,7 @@ from stretto.batching import (
 )
 from stretto.data import DataSpec
 from stretto.timing import Every
-from stretto.training import Callback, Checkpointing, Evaluation, Loading
+from stretto.training import Callback, Checkpointing, Evaluation, Loading, Stepping
 
 Make = Callable[..., Any]
 
@@ -113,6 +113,7 @@ def test_a_packing_run_is_the_same_with_any_workers(batch_size: str, problem: Ma
         )
         trainer = run.trainer(
             batch_size=policies[batch_size], micro_batch_size=2, loss=loss, callbacks=[sizes],
+            stepping=Stepping(loss_weight=lambda batch: len(batch["lengths"])),
             loading=Loading(collate_fn=pack, num_workers=workers), max_duration="2.2ep",
         )  # fmt: skip
         assert trainer.plan is None
