@@ -101,7 +101,8 @@ class Computing:
     def __post_init__(self) -> None:
         fields.one_of(self.precision, "precision", ("fp32", "bf16", "fp16"), ConfigError)
         norm: object = self.clip_norm
-        if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
+        is_number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and norm > 0):  # type: ignore[operator]
             raise ConfigError.bad("clip_norm", norm, "it is not positive", "write 1.0")
 
 

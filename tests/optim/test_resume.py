@@ -205,6 +205,30 @@ def test_a_metric_that_nothing_measures_is_warned_of_at_the_end() -> None:
             run.finish()
 
 
+def test_sizes_that_follow_what_nothing_measures_are_warned_of_too() -> None:
+    def run(states: Any = None, metric: float | None = None) -> None:
+        optimizer = OPTIMIZERS["sgd"](groups_of(1))
+        sizes = Plateau("a/loss", start=2, maximum=16, patience=1)
+        one = prepare(range(20), sizes, max_duration="1ep", optimizer=optimizer)
+        if states is not None:
+            one.load_state_dict(states)
+        for _ in one:
+            optimizer.step()
+            one.finish(signals=Signals(metric=metric))
+            metric = None
+
+    with pytest.warns(RuntimeWarning, match=r"'a/loss'.*Signals\(metric="):
+        run()
+    run(metric=1.0)  # measured once
+    optimizer = OPTIMIZERS["sgd"](groups_of(1))
+    sizes = Plateau("a/loss", start=2, maximum=16, patience=1)
+    first = prepare(range(20), sizes, max_duration="1ep", optimizer=optimizer)
+    first.begin()
+    optimizer.step()
+    first.finish(signals=Signals(metric=1.0))
+    run(first.state_dict())  # measured before it was resumed
+
+
 def test_a_metric_that_is_measured_inside_a_step_counts_after_it() -> None:
     seen = []
     for inside in (False, True):

@@ -11,6 +11,7 @@ from itertools import chain, product, repeat
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, Bound, PolicyState, Signals, checked_size
+from stretto.batching.metrics import one_metric
 from stretto.batching.policy import Tokens, is_same, saved_size
 from stretto.data.fetch import Plans, RankShare
 from stretto.errors import BatchSizeError, CheckpointError, StrettoError
@@ -68,6 +69,7 @@ class Decisions:
         self.end: Timestamp | None = None
         """The clock at the end of the run; None until then."""
         self._unmeasured = 0 if "noise" in run.bound_policy.reads else -1
+        self._followed = one_metric(run.bound_policy.reads | run.metrics)
 
     def plans(self, *, is_ahead: bool) -> Plans:
         """Yield the rest of the run's batches, decided ahead of the run or at each step.
@@ -88,9 +90,9 @@ class Decisions:
             now, plan = next_step(self._horizon, self._policy, now, state, signals)
             if plan is None:
                 self.end = now
-                for name in () if self.measured else self._run.metrics:
-                    write = "run.finish(signals=Signals(metric=...))"
-                    said = f"a schedule follows {name!r}, which nothing has measured; pass {write}"
+                if self._followed is not None and not self.measured:
+                    said = f"the run follows {self._followed!r}, which nothing has measured; pass "
+                    said += "run.finish(signals=Signals(metric=...))"
                     warnings.warn(said, RuntimeWarning, stacklevel=5)
                 return
             start, count = now.sample, 1 if is_ahead else self._count_alike(plan)
@@ -227,6 +229,8 @@ class Decisions:
         known = {one.name: saved["signals"].get(one.name) for one in fields(Signals)}
         signals = {name: value if value is None else float(value) for name, value in known.items()}
         self._unmeasured = -1
+        if not self._run.metrics:  # whether there was an evaluation before is not known
+            self._followed = None
         self.restart(state if is_own else policy.start, Signals(**signals))
         self.size, self.past = saved.get("size"), _past(saved.get("past"), now)
         self.is_elsewhere = bool(saved.get("is_elsewhere"))
