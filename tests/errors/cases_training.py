@@ -109,6 +109,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-resume-nothing", lambda: trainer(folder="no/such/folder").resume()),
     ("training-resume-run-folder", lambda: trainer().resume("runs/a")),
     ("training-resume-other-model", lambda: resumed(**wider())),
+    ("training-evaluate-sets", lambda: trainer(evaluate=[DATA])),
     ("training-clip-flag", lambda: trainer(clip_norm=True)),
     ("training-clip-zero", lambda: trainer(clip_norm=0)),
     ("training-clip-text", lambda: trainer(clip_norm="1.0")),

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from stretto._foreign import knows_foreign
 from stretto.batching import Pair, as_policy, checked_size
@@ -275,6 +275,9 @@ def read_evaluations(given: Any) -> list[Evaluation]:
     several = given if isinstance(given, (list, tuple)) else [given]
     if given is None or not several:
         return []
+    if several is given and any(isinstance(one, (Dataset, DataLoader)) for one in several):
+        why, instead = "a list is one of samples", "write [Evaluation(data, name='first'), ...]"
+        raise TrainingError.cannot("evaluate on a list of data sets", why=why, instead=instead)
     if not any(isinstance(one, (Evaluation, Mapping, str)) for one in several):
         several = [Evaluation(given)]
     read = [read_settings(Evaluation, one, "evaluate") for one in several]
