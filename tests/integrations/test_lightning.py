@@ -836,9 +836,9 @@ def test_fabric_needs_no_adapter(big_batches: Tensor, tmp_path: Path) -> None:
 @pytest.mark.small
 def test_batches_in_tokens_are_resumed(tmp_path: Path) -> None:
     lengths = [3, 5, 2, 7] * 12
-    data = [torch.ones(length, dtype=torch.float64) for length in lengths]
+    data: Any = [torch.ones(length, dtype=torch.float64) for length in lengths]
 
-    class Module(lightning_toys.LightningModule):
+    class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = torch.nn.Linear(1, 1).double()
@@ -851,7 +851,7 @@ def test_batches_in_tokens_are_resumed(tmp_path: Path) -> None:
 
     def fit(path: Any = None) -> int:
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-        loader = DataLoader(data, batch_size=4, collate_fn=pad)
+        loader: DataLoader[Tensor] = DataLoader(data, batch_size=4, collate_fn=pad)
         save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
         trainer = lightning_toys.make_trainer(save)
         settings: dict[str, Any] = {"micro_batch_size": "14tok", "lengths": lengths}
