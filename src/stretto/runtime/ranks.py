@@ -67,12 +67,13 @@ class _GlooGroup:
         found, world = cls._shared, dist.group.WORLD
         if found is not None and found.world is not world:
             found = None
-        name, own = "first", 0.0
+        calls = list[bytes]()
         if found is not None:
-            name, own = f"{found.group.group_name}/{found.num_runs}", found.calls
-        limit = timeout or dist.distributed_c10d.default_pg_timeout
-        calls = meet(own_store(name), str(own), limit)
-        if found is None or len(set(calls)) > 1 or isnan(own):
+            name = f"{found.group.group_name}/{found.num_runs}"
+            limit = timeout or dist.distributed_c10d.default_pg_timeout
+            calls = meet(own_store(name), str(found.calls), limit)
+        # Making a group is a meeting itself, also of ranks that phantomgpu stands in for.
+        if found is None or len(set(calls)) > 1 or isnan(found.calls):
             group = dist.new_group(backend="gloo", timeout=timeout)
             cls._shared = found = cls(world, group)
         found.num_runs += 1
